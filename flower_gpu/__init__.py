@@ -1,0 +1,79 @@
+"""GPU work of Flower clients in worker processes that exit and give their memory back.
+
+Every public name is imported on first use, so ``import flower_gpu`` loads neither torch nor flwr.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_gpu.errors import (
+        ConfigError,
+        FlowerGPUError,
+        InvalidResultError,
+        WorkerDiedError,
+        WorkerError,
+        WorkerStartError,
+        WorkerTaskError,
+        WorkerTimeoutError,
+    )
+    from flower_gpu.flower.client import GPUClient, gpu_client
+    from flower_gpu.flower.evaluate import gpu_evaluate
+    from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
+    from flower_gpu.isolation.events import progress
+    from flower_gpu.pytorch.device import device
+    from flower_gpu.runner import run_in_worker
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "ConfigError": "flower_gpu.errors",
+    "FlowerGPUError": "flower_gpu.errors",
+    "InvalidResultError": "flower_gpu.errors",
+    "WorkerDiedError": "flower_gpu.errors",
+    "WorkerError": "flower_gpu.errors",
+    "WorkerStartError": "flower_gpu.errors",
+    "WorkerTaskError": "flower_gpu.errors",
+    "WorkerTimeoutError": "flower_gpu.errors",
+    "FedAvg": "flower_gpu.flower.strategy",
+    "GPUClient": "flower_gpu.flower.client",
+    "LegacyFedAvg": "flower_gpu.flower.strategy",
+    "device": "flower_gpu.pytorch.device",
+    "gpu_client": "flower_gpu.flower.client",
+    "gpu_evaluate": "flower_gpu.flower.evaluate",
+    "progress": "flower_gpu.isolation.events",
+    "run_in_worker": "flower_gpu.runner",
+}
+
+__all__ = [
+    "ConfigError",
+    "FedAvg",
+    "FlowerGPUError",
+    "GPUClient",
+    "InvalidResultError",
+    "LegacyFedAvg",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerStartError",
+    "WorkerTaskError",
+    "WorkerTimeoutError",
+    "device",
+    "gpu_client",
+    "gpu_evaluate",
+    "progress",
+    "run_in_worker",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access costs nothing
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
