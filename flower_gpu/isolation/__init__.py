@@ -1,0 +1,1 @@
+"""Run one call in one worker process that then exits."""

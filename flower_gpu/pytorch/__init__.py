@@ -1,0 +1,1 @@
+"""Helpers that need torch; importing this package alone does not import it."""

@@ -1,0 +1,101 @@
+"""Settings of a call, and the one table of environment variables."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from flower_gpu.errors import ConfigError
+
+#: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
+START_METHODS: Final = ("auto", "spawn", "fork", "inline", "in-process")
+
+#: Every environment variable the package reads (docs/reference/environment.md is tested against it).
+ENVIRONMENT: Final = MappingProxyType(
+    {
+        "FLOWER_GPU_START_METHOD": "Start method of workers when the code names none.",
+        "FLOWER_GPU_TIMEOUT_S": "Time limit of a call in seconds when the code names none.",
+        "FLOWER_GPU_RUN_DIR": "Folder of the run; when set, events are appended to trace.jsonl in it.",
+        "FLOWER_GPU_CLIENT": "Name of this process's client in the trace and in log lines.",
+    }
+)
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How calls are run.
+
+    Parameters
+    ----------
+    start_method : str
+        One of :data:`START_METHODS`.
+    timeout_s : float, optional
+        Seconds a call may take, start of the worker included. None: no limit.
+    env : mapping of str to str
+        Environment variables of the worker, set before anything heavy is imported.
+    name : str, optional
+        The client's name in the trace and in messages.
+    """
+
+    start_method: str = "auto"
+    timeout_s: float | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_method not in START_METHODS:
+            raise ConfigError(f"start_method {self.start_method!r} is not one of {', '.join(START_METHODS)}")
+        if self.timeout_s is not None and not (
+            isinstance(self.timeout_s, int | float) and math.isfinite(self.timeout_s) and self.timeout_s > 0
+        ):
+            raise ConfigError(
+                f"timeout_s must be a positive number of seconds or None, not {self.timeout_s!r}"
+            )
+        for key, value in self.env.items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                raise ConfigError(f"env maps names to strings, not {key!r} to {value!r}")
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+
+    @classmethod
+    def resolve(
+        cls,
+        start_method: str | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        name: str | None = None,
+    ) -> WorkerSettings:
+        """Fill what the code left open from the environment.
+
+        Raises
+        ------
+        ConfigError
+            If a value cannot be used; the message names where it came from.
+        """
+        variable = "FLOWER_GPU_START_METHOD"
+        if start_method is None and (text := os.environ.get(variable)):
+            if text not in START_METHODS:
+                raise ConfigError(f"{variable}={text!r} is not one of {', '.join(START_METHODS)}")
+            start_method = text
+        variable = "FLOWER_GPU_TIMEOUT_S"
+        if timeout_s is None and (text := os.environ.get(variable)):
+            try:
+                timeout_s = float(text)
+            except ValueError:
+                raise ConfigError(f"{variable}={text!r} is not a number of seconds") from None
+        return cls(
+            start_method=start_method or "auto",
+            timeout_s=timeout_s,
+            env=env or {},
+            name=name or os.environ.get("FLOWER_GPU_CLIENT"),
+        )
+
+
+def run_dir() -> Path | None:
+    """Folder of the current run, or None outside of one (``FLOWER_GPU_RUN_DIR``)."""
+    text = os.environ.get("FLOWER_GPU_RUN_DIR")
+    return Path(text) if text else None

@@ -1,0 +1,55 @@
+"""Every exception of the package.
+
+A message says what happened, with the numbers, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class FlowerGPUError(Exception):
+    """Base of everything this package raises on its own."""
+
+
+class ConfigError(FlowerGPUError, ValueError):
+    """A setting, option or argument that cannot be used."""
+
+
+class WorkerError(FlowerGPUError):
+    """A call failed in its worker. Only this call: the next one gets a new worker."""
+
+
+class WorkerStartError(WorkerError):
+    """The worker could not be started, or could not load the task it was given."""
+
+
+class WorkerTaskError(WorkerError):
+    """The task raised an exception that cannot be passed between processes."""
+
+
+class WorkerDiedError(WorkerError):
+    """The worker ended without a result: killed, crashed, or left through ``os._exit``.
+
+    Attributes
+    ----------
+    exitcode : int
+        Exit status of the worker; ``-n`` when signal ``n`` ended it.
+    tail : str
+        The last lines the worker wrote.
+    """
+
+    def __init__(self, message: str, exitcode: int = 0, tail: str = "") -> None:
+        super().__init__(message)
+        self.exitcode = exitcode
+        self.tail = tail
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The call took longer than its ``timeout_s``; the worker and its children were ended."""
+
+
+class InvalidResultError(FlowerGPUError, ValueError):
+    """A task returned something Flower cannot use; the message names the entry."""
+
+
+class WeightsError(FlowerGPUError, ValueError):
+    """Weights that do not fit a model; the message names the entry."""

@@ -1,0 +1,384 @@
+"""Clients that hold numpy weights only and do their GPU work in workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from logging import ERROR
+from typing import Any, TypeVar
+
+from flwr.client import Client, NumPyClient
+from flwr.common import (
+    Code,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetParametersIns,
+    GetParametersRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    Parameters,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.logger import log
+from numpy.typing import NDArray
+
+from flower_gpu.config import WorkerSettings
+from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError
+from flower_gpu.flower import results
+from flower_gpu.isolation.call import Task, check_task, load_task, task_name
+from flower_gpu.runner import run_call
+
+Weights = list[NDArray[Any]]
+Config = dict[str, Any]
+
+T = TypeVar("T")
+
+_OK = Status(Code.OK, "Success")
+_NO_PARAMETERS = Parameters(tensors=[], tensor_type="numpy.ndarray")
+# Flower imports it in processes that call start_client, and nowhere else.
+_START_CLIENT_MODULE = "flwr.compat.client.app"
+
+
+class GPUClient(NumPyClient):
+    """A Flower client whose ``fit`` and ``evaluate`` each run in a worker process that then exits.
+
+    This process keeps numpy weights only, so GPU memory is back after every call. Give the two functions,
+    or subclass and override :meth:`fit_in_worker` and :meth:`evaluate_in_worker`.
+
+    Parameters
+    ----------
+    train_fn : callable or str, optional
+        ``train_fn(weights, config, **kwargs) -> (weights, num_examples, metrics)`` with ``weights`` a list
+        of numpy arrays. As ``"package.module:function"`` only workers import that module, and this process
+        need not import torch at all.
+    evaluate_fn : callable or str, optional
+        ``evaluate_fn(weights, config, **kwargs) -> (loss, num_examples, metrics)``.
+    kwargs : mapping, optional
+        Further keyword arguments of both functions, for example the partition.
+    initial_weights : list of ndarray, callable or str, optional
+        Weights to give to a server that asks this client for the first ones; a function is called without
+        arguments in a worker.
+    start_method : str, optional
+        One of :data:`flower_gpu.config.START_METHODS`; default ``"auto"``. ``"in-process"`` runs everything
+        here, for debugging with breakpoints.
+    timeout_s : float, optional
+        Seconds a call may take; then its worker and the worker's children are ended.
+    env : mapping of str to str, optional
+        Environment variables of the workers.
+    name : str, optional
+        This client's name in messages and in the trace.
+
+    Examples
+    --------
+    >>> def client_fn(context):
+    ...     partition = context.node_config["partition-id"]
+    ...     return GPUClient("task:train", "task:evaluate", kwargs={"partition": partition}).to_client()
+    >>> app = ClientApp(client_fn)
+    """
+
+    def __init__(
+        self,
+        train_fn: Task | None = None,
+        evaluate_fn: Task | None = None,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        initial_weights: Sequence[NDArray[Any]] | Task | None = None,
+        start_method: str | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        for task in (train_fn, evaluate_fn):
+            if task is not None:
+                check_task(task)
+        self._train_fn = train_fn
+        self._evaluate_fn = evaluate_fn
+        self._kwargs = dict(kwargs or {})
+        self._initial_weights = initial_weights
+        self._settings = _settings(start_method, timeout_s, env, name)
+        self._weights: Weights | None = None
+
+    def fit_in_worker(self, weights: Weights, config: Config) -> tuple[Weights, int, Config]:
+        """Train; runs in a worker. Override it, or give ``train_fn``.
+
+        Parameters
+        ----------
+        weights : list of ndarray
+            The global model.
+        config : dict
+            What the server sent.
+
+        Returns
+        -------
+        tuple
+            Weights of the same shapes, the number of examples, and metrics.
+        """
+        if self._train_fn is None:
+            raise NotImplementedError("neither train_fn nor fit_in_worker is given")
+        result: tuple[Weights, int, Config] = load_task(self._train_fn)(weights, config, **self._kwargs)
+        return result
+
+    def evaluate_in_worker(self, weights: Weights, config: Config) -> tuple[float, int, Config]:
+        """Evaluate; runs in a worker. Override it, or give ``evaluate_fn``.
+
+        Returns
+        -------
+        tuple
+            The loss, the number of examples, and metrics.
+        """
+        if self._evaluate_fn is None:
+            raise NotImplementedError("neither evaluate_fn nor evaluate_in_worker is given")
+        result: tuple[float, int, Config] = load_task(self._evaluate_fn)(weights, config, **self._kwargs)
+        return result
+
+    def fit(self, parameters: Weights, config: Config) -> tuple[Weights, int, Config]:
+        """Run the training in a worker; called by Flower.
+
+        Raises
+        ------
+        InvalidResultError
+            If the function returned something else than finite weights of the shapes that were sent, the
+            number of examples, and metrics.
+        WorkerError
+            If the worker could not be started, died, or took too long.
+        """
+        task, kwargs = self._task(self._train_fn, "fit_in_worker")
+        weights, num_examples, metrics = self._run(results.fit, (task, parameters, config, kwargs), "fit")
+        self._weights = weights
+        return weights, num_examples, metrics
+
+    def evaluate(self, parameters: Weights, config: Config) -> tuple[float, int, Config]:
+        """Run the evaluation in a worker; called by Flower. Raises as :meth:`fit` does."""
+        task, kwargs = self._task(self._evaluate_fn, "evaluate_in_worker")
+        result: tuple[float, int, Config] = self._run(
+            results.evaluate, (task, parameters, config, kwargs), "evaluate"
+        )
+        self._weights = parameters
+        return result
+
+    def get_parameters(self, config: Config) -> Weights:
+        """Return the last weights, or the initial ones; called by Flower."""
+        if self._weights is None:
+            initial = self._initial_weights
+            if initial is None:
+                raise FlowerGPUError(
+                    "the server asks this client for the first weights and it has none: give the "
+                    "strategy initial_parameters, or this client initial_weights"
+                )
+            if isinstance(initial, str) or callable(initial):
+                initial = self._run(initial, (), "initial weights")
+            self._weights = results.check_weights(list(initial), (), "initial_weights")
+        return self._weights
+
+    def to_client(self) -> Client:
+        """Convert to the ``Client`` that ``client_fn`` returns."""
+        return _WorkerClient(self)
+
+    def implements(self, call: str) -> bool:
+        """Tell whether this client can do a call, by its name in Flower, for example ``"fit"``."""
+        kind = type(self)
+        if call == "fit":
+            return self._train_fn is not None or kind.fit_in_worker != GPUClient.fit_in_worker
+        if call == "evaluate":
+            return self._evaluate_fn is not None or kind.evaluate_in_worker != GPUClient.evaluate_in_worker
+        if call == "get_properties":
+            return kind.get_properties != NumPyClient.get_properties
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A bound method is sent to the worker with its client; the weights go as arguments already.
+        return {**self.__dict__, "_weights": None, "_initial_weights": None}
+
+    def _task(self, function: Task | None, method: str) -> tuple[Task, dict[str, Any]]:
+        if getattr(type(self), method) is not getattr(GPUClient, method) or function is None:
+            return getattr(self, method), {}
+        return function, self._kwargs
+
+    def _run(self, task: Task, args: tuple[Any, ...], kind: str) -> Any:
+        return run_call(task, args, settings=self._settings, kind=kind)
+
+
+def gpu_client(
+    client_class: type[NumPyClient] | str,
+    *args: Any,
+    start_method: str | None = None,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    name: str | None = None,
+    **kwargs: Any,
+) -> GPUClient:
+    """Turn an existing ``NumPyClient`` into one whose calls run in workers, without rewriting it.
+
+    Every call builds ``client_class(*args, **kwargs)`` in a new worker and calls its own method there, so
+    what the class stores on ``self`` is gone afterwards.
+
+    Parameters
+    ----------
+    client_class : type or str
+        The class, or ``"package.module:Class"``: then only workers import it.
+    *args, **kwargs
+        Its arguments.
+    start_method, timeout_s, env, name
+        As for :class:`GPUClient`.
+
+    Returns
+    -------
+    GPUClient
+        The client; ``client_fn`` returns its ``to_client()``.
+
+    Examples
+    --------
+    >>> def client_fn(context):
+    ...     return gpu_client(FlowerClient, Net(), context.node_config["partition-id"]).to_client()
+    """
+    return _HostedClient(
+        client_class,
+        args,
+        kwargs,
+        start_method=start_method,
+        timeout_s=timeout_s,
+        env=env,
+        name=name,
+    )
+
+
+class _HostedClient(GPUClient):
+    """Builds a user's client in each worker and calls its method."""
+
+    def __init__(
+        self,
+        client_class: type[NumPyClient] | str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        check_task(client_class)
+        if not isinstance(client_class, str) and not (
+            isinstance(client_class, type) and issubclass(client_class, NumPyClient)
+        ):
+            raise ConfigError(f"gpu_client takes a NumPyClient class and its arguments, not {client_class!r}")
+        self._class = client_class
+        self._args = args
+        self._kwargs = dict(kwargs)
+
+    def implements(self, call: str) -> bool:
+        if isinstance(self._class, str):  # only the worker can tell
+            return call != "get_properties"
+        return getattr(self._class, call) is not getattr(NumPyClient, call)
+
+    def fit_in_worker(self, weights: Weights, config: Config) -> tuple[Weights, int, Config]:
+        return self._build("fit").fit(weights, config)
+
+    def evaluate_in_worker(self, weights: Weights, config: Config) -> tuple[float, int, Config]:
+        return self._build("evaluate").evaluate(weights, config)
+
+    def get_parameters_in_worker(self, config: Config) -> Weights:
+        weights = self._build("get_parameters").get_parameters(config)
+        return results.check_weights(weights, (), f"{task_name(self._class)}.get_parameters")
+
+    def get_properties_in_worker(self, config: Config) -> Config:
+        return results.scalars(self._build("get_properties").get_properties(config), task_name(self._class))
+
+    def get_parameters(self, config: Config) -> Weights:
+        weights: Weights = self._run(self.get_parameters_in_worker, (config,), "get_parameters")
+        return weights
+
+    def get_properties(self, config: Config) -> Config:
+        properties: Config = self._run(self.get_properties_in_worker, (config,), "get_properties")
+        return properties
+
+    def _build(self, method: str) -> NumPyClient:
+        client = load_task(self._class)(*self._args, **self._kwargs)
+        if not isinstance(client, NumPyClient):
+            raise InvalidResultError(
+                f"{task_name(self._class)} is a {type(client).__name__}, not a NumPyClient"
+            )
+        if getattr(type(client), method) is getattr(NumPyClient, method):
+            raise NotImplementedError(f"{task_name(self._class)} does not implement {method}")
+        return client
+
+
+class _WorkerClient(Client):
+    """The ``Client`` of a :class:`GPUClient`.
+
+    Unlike Flower's own adapter it tells the server which calls are implemented, although the base class has
+    all of them, and it keeps a ``start_client`` process alive when one call fails: Flower ends such a process
+    on any exception, and the client would be missing in all later rounds.
+    """
+
+    def __init__(self, client: GPUClient) -> None:
+        self.numpy_client = client
+
+    def fit(self, ins: FitIns) -> FitRes:
+        if not self.numpy_client.implements("fit"):
+            return super().fit(ins)
+        result = _or_status(
+            lambda: self.numpy_client.fit(parameters_to_ndarrays(ins.parameters), ins.config),
+            Code.FIT_NOT_IMPLEMENTED,
+        )
+        if isinstance(result, Status):
+            return FitRes(result, _NO_PARAMETERS, 0, {})
+        weights, num_examples, metrics = result
+        return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
+
+    def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
+        if not self.numpy_client.implements("evaluate"):
+            return super().evaluate(ins)
+        result = _or_status(
+            lambda: self.numpy_client.evaluate(parameters_to_ndarrays(ins.parameters), ins.config),
+            Code.EVALUATE_NOT_IMPLEMENTED,
+        )
+        if isinstance(result, Status):
+            return EvaluateRes(result, 0.0, 0, {})
+        return EvaluateRes(_OK, *result)
+
+    def get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
+        if not self.numpy_client.implements("get_parameters"):
+            return super().get_parameters(ins)
+        result = _or_status(
+            lambda: self.numpy_client.get_parameters(ins.config),
+            Code.GET_PARAMETERS_NOT_IMPLEMENTED,
+        )
+        if isinstance(result, Status):
+            return GetParametersRes(result, _NO_PARAMETERS)
+        return GetParametersRes(_OK, ndarrays_to_parameters(result))
+
+    def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
+        if not self.numpy_client.implements("get_properties"):
+            return super().get_properties(ins)
+        result = _or_status(
+            lambda: self.numpy_client.get_properties(ins.config),
+            Code.GET_PROPERTIES_NOT_IMPLEMENTED,
+        )
+        if isinstance(result, Status):
+            return GetPropertiesRes(result, {})
+        return GetPropertiesRes(_OK, result)
+
+
+def _or_status(run: Callable[[], T], code: Code) -> T | Status:
+    """Run one call; in a ``start_client`` process turn a failure into a status for the server."""
+    try:
+        return run()
+    except Exception as error:
+        if _START_CLIENT_MODULE not in sys.modules:
+            raise  # Flower makes an error message of it, and this process is for this call only
+        log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
+        # Flower has no code for "failed"; a server counts any code but OK as a failure.
+        return Status(code, f"{type(error).__name__}: {error}")
+
+
+def _settings(
+    start_method: str | None,
+    timeout_s: float | None,
+    env: Mapping[str, str] | None,
+    name: str | None,
+) -> WorkerSettings:
+    settings = WorkerSettings.resolve(start_method, timeout_s, env, name)
+    return settings if settings.name else replace(settings, name=f"pid-{os.getpid()}")

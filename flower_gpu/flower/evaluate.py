@@ -1,0 +1,200 @@
+"""Server-side evaluation in a worker, for both of Flower's strategy interfaces."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from logging import INFO
+from typing import TYPE_CHECKING, Any
+
+from flwr.common import ArrayRecord, MetricRecord
+from flwr.common.logger import log
+
+from flower_gpu import trace
+from flower_gpu.config import WorkerSettings
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower import results
+from flower_gpu.isolation.call import Task, check_task, load_task, task_name
+from flower_gpu.runner import SERVER, run_call
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_SHOWN = ("loss", "accuracy", "f1")
+
+
+class GPUEvaluate:
+    """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy."""
+
+    def __init__(
+        self,
+        fn: Task,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        num_rounds: int | None = None,
+        start_method: str | None = None,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        check_task(fn)
+        self.num_rounds = num_rounds
+        self._fn = fn
+        self._kwargs = dict(kwargs or {})
+        self._settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER)
+        self._rounds = _RoundDisplay()
+
+    def __call__(self, server_round: int, arrays: Any, config: Any = None) -> Any:
+        """Evaluate the global model of one round in a worker.
+
+        Parameters
+        ----------
+        server_round : int
+            The round; 0 is the initial model.
+        arrays : ArrayRecord or list of ndarray
+            The global model, as the strategy hands it over.
+        config : dict, optional
+            Given by strategies of the NumPyClient API only.
+
+        Returns
+        -------
+        MetricRecord, tuple of (float, dict), or None
+            What the same kind of strategy expects.
+        """
+        is_message_api = isinstance(arrays, ArrayRecord)
+        args = (server_round, arrays) if is_message_api else (server_round, arrays, config or {})
+        metrics = run_call(
+            _evaluate,
+            (self._fn, args, self._kwargs),
+            settings=self._settings,
+            kind="evaluate",
+        )
+        if metrics is None:
+            return None
+        trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=metrics)
+        self._rounds.show(server_round, self.num_rounds, metrics)
+        if is_message_api:
+            return _metric_record(metrics, task_name(self._fn))
+        loss = metrics.pop("loss")
+        return loss, metrics
+
+
+def gpu_evaluate(
+    fn: Task,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    num_rounds: int | None = None,
+    start_method: str | None = None,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> GPUEvaluate:
+    """Run a strategy's centralized evaluation in a worker, whatever the strategy.
+
+    Parameters
+    ----------
+    fn : callable or str
+        The evaluation function as Flower wants it, unchanged: ``fn(server_round, arrays)`` for
+        ``strategy.start(evaluate_fn=...)``, or ``fn(server_round, ndarrays, config)`` for strategies of the
+        NumPyClient API. It may return what Flower expects there (a ``MetricRecord``, or loss and metrics)
+        or a dict with ``"loss"`` and other numbers in either case. As ``"package.module:function"`` only
+        the worker imports it.
+    kwargs : mapping, optional
+        Further keyword arguments of ``fn``.
+    num_rounds : int, optional
+        Shown in the progress of rounds.
+    start_method, timeout_s, env
+        As for :class:`flower_gpu.GPUClient`.
+
+    Returns
+    -------
+    GPUEvaluate
+        To be given to a strategy as its ``evaluate_fn``.
+
+    Examples
+    --------
+    >>> strategy = FedAdam()
+    >>> strategy.start(grid, arrays, evaluate_fn=gpu_evaluate(global_evaluate))
+    """
+    return GPUEvaluate(
+        fn,
+        kwargs=kwargs,
+        num_rounds=num_rounds,
+        start_method=start_method,
+        timeout_s=timeout_s,
+        env=env,
+    )
+
+
+def isolated(fn: Task | GPUEvaluate | None, num_rounds: int | None) -> GPUEvaluate | None:
+    """Wrap ``fn`` unless it is wrapped already, and tell it the number of rounds if it lacks it."""
+    if fn is None:
+        return None
+    evaluate = fn if isinstance(fn, GPUEvaluate) else gpu_evaluate(fn)
+    if evaluate.num_rounds is None:
+        evaluate.num_rounds = num_rounds
+    return evaluate
+
+
+def _evaluate(fn: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, results.Scalar] | None:
+    """Call the user's function and bring the result of either interface into one form; in the worker."""
+    name = task_name(fn)
+    result = load_task(fn)(*args, **kwargs)
+    if result is None:
+        return None
+    if isinstance(result, Mapping):  # a MetricRecord is one
+        metrics = results.scalars(result, name)
+    elif isinstance(result, tuple | list) and len(result) == 2:
+        metrics = {
+            "loss": results.number(result[0], name, "loss"),
+            **results.scalars(result[1], name),
+        }
+    else:
+        raise InvalidResultError(
+            f"{name} returned a {type(result).__name__}, expected (loss, metrics), a MetricRecord, a dict "
+            "or None"
+        )
+    if len(args) == 3 and "loss" not in metrics:  # strategies of the NumPyClient API need it
+        raise InvalidResultError(f"{name} returned no 'loss'; got {', '.join(metrics) or 'nothing'}")
+    return metrics
+
+
+def _metric_record(metrics: Mapping[str, Any], name: str) -> MetricRecord:
+    wrong = [key for key, value in metrics.items() if not isinstance(value, int | float)]
+    if wrong:
+        raise InvalidResultError(
+            f"{name}: metric {wrong[0]!r} is a {type(metrics[wrong[0]]).__name__}; a MetricRecord takes "
+            "int and float only"
+        )
+    return MetricRecord(dict(metrics))
+
+
+class _RoundDisplay:
+    """A bar over the rounds on a terminal, a line per round elsewhere."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm[Any] | None = None
+        self._last = time.monotonic()
+
+    def show(self, server_round: int, num_rounds: int | None, metrics: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        shown = {key: f"{metrics[key]:.4f}" for key in _SHOWN if _is_number(metrics.get(key))}
+        if not (sys.stderr is not None and sys.stderr.isatty()):
+            of = "" if num_rounds is None else f"/{num_rounds}"
+            text = "  ".join(f"{key} {value}" for key, value in shown.items())
+            log(INFO, "round %s%s  %s  %.1f s", server_round, of, text, seconds)
+            return
+        if self._bar is None or server_round < self._bar.n:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=num_rounds, desc="rounds", unit="round")
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(server_round - self._bar.n)
+        self._bar.refresh()
+        if server_round == num_rounds:
+            self._bar.close()
+            self._bar = None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,174 @@
+"""Checks what a user's function returns, in the worker, and turns it into what Flower accepts.
+
+Runs where the function ran, so that a client process need not import torch to read a torch scalar. Nothing
+here imports torch or flwr.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.isolation.call import Task, load_task, task_name
+
+Weights = list[NDArray[Any]]
+Scalar = bool | bytes | float | int | str
+
+
+def fit(
+    task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[Weights, int, dict[str, Scalar]]:
+    """Call a user's training function and check what it returns against what was sent."""
+    shapes = [array.shape for array in weights]  # before the function can change the arrays
+    result = load_task(task)(weights, dict(config), **kwargs)
+    return check_fit(result, shapes, task_name(task))
+
+
+def evaluate(
+    task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[float, int, dict[str, Scalar]]:
+    """Call a user's evaluation function and check what it returns."""
+    return check_evaluate(load_task(task)(weights, dict(config), **kwargs), task_name(task))
+
+
+def check_fit(
+    result: Any, shapes: Sequence[tuple[int, ...]], name: str
+) -> tuple[Weights, int, dict[str, Scalar]]:
+    """Check ``(weights, num_examples, metrics)``.
+
+    Parameters
+    ----------
+    result : object
+        What the function returned.
+    shapes : sequence of tuple of int
+        Shapes of the arrays that were sent; empty if none were, then any shapes are taken.
+    name : str
+        The function's name, for messages.
+
+    Raises
+    ------
+    InvalidResultError
+        The message names the entry and what was expected.
+    """
+    weights, num_examples, metrics = _three(result, name, "(weights, num_examples, metrics)")
+    return (
+        check_weights(weights, shapes, name),
+        _num_examples(num_examples, name),
+        scalars(metrics, name),
+    )
+
+
+def check_evaluate(result: Any, name: str) -> tuple[float, int, dict[str, Scalar]]:
+    """Check ``(loss, num_examples, metrics)``; see :func:`check_fit`."""
+    loss, num_examples, metrics = _three(result, name, "(loss, num_examples, metrics)")
+    return number(loss, name, "loss"), _num_examples(num_examples, name), scalars(metrics, name)
+
+
+def check_weights(weights: Any, shapes: Sequence[tuple[int, ...]], name: str) -> Weights:
+    """Return ``weights`` as numpy arrays, all finite and shaped like those that were sent."""
+    if isinstance(weights, np.ndarray | Mapping) or not isinstance(weights, Sequence):
+        raise InvalidResultError(
+            f"{name}: the weights are a {type(weights).__name__}, not a list of numpy arrays. For a "
+            "PyTorch model return flower_gpu.pytorch.weights.get_weights(model)"
+        )
+    arrays = [_array(value, name, index) for index, value in enumerate(weights)]
+    if shapes and len(arrays) != len(shapes):
+        raise InvalidResultError(f"{name}: {len(arrays)} arrays returned, {len(shapes)} were sent")
+    for index, array in enumerate(arrays):
+        where = f"{name}: array {index + 1} of {len(arrays)}"
+        if shapes and array.shape != tuple(shapes[index]):
+            raise InvalidResultError(
+                f"{where} has shape {array.shape}, expected {tuple(shapes[index])} as it was sent"
+            )
+        if not _is_finite(array):
+            bad = int(array.size - np.isfinite(array).sum())
+            raise InvalidResultError(
+                f"{where} (shape {array.shape}, {array.dtype}) has {bad} values that are not finite, "
+                "expected none: the training diverged. Lower the learning rate or clip gradients"
+            )
+    return arrays
+
+
+def scalars(metrics: Any, name: str) -> dict[str, Scalar]:
+    """Return ``metrics`` with numpy and torch scalars as plain Python values."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise InvalidResultError(
+            f"{name}: the metrics are a {type(metrics).__name__}, not a dict such as {{'accuracy': 0.9}}"
+        )
+    plain = {}
+    for key, value in metrics.items():
+        value = _plain(value)
+        if not isinstance(key, str) or not isinstance(value, bool | bytes | float | int | str):
+            raise InvalidResultError(
+                f"{name}: metric {key!r} is a {type(value).__name__}; Flower takes names with a bool, "
+                "int, float, str or bytes"
+            )
+        plain[key] = value
+    return plain
+
+
+def number(value: Any, name: str, what: str) -> float:
+    """Return a number of any library as a float."""
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise InvalidResultError(f"{name}: the {what} is a {type(value).__name__}, not a number")
+    return float(plain)
+
+
+def _three(result: Any, name: str, expected: str) -> tuple[Any, Any, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise InvalidResultError(f"{name} returned {got}, expected {expected}")
+    return result[0], result[1], result[2]
+
+
+def _num_examples(value: Any, name: str) -> int:
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int) or plain < 0:
+        raise InvalidResultError(
+            f"{name}: num_examples is {value!r}, expected the number of examples as an int "
+            "(results are weighted by it); usually len(loader.dataset)"
+        )
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Unwrap a numpy or torch scalar, or an array of one element."""
+    if isinstance(value, bool | bytes | float | int | str) and not isinstance(value, np.generic):
+        return value
+    item = getattr(value, "item", None)
+    if item is None:
+        return value
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError):  # more than one element
+        return value
+
+
+def _array(value: Any, name: str, index: int) -> NDArray[Any]:
+    if hasattr(value, "detach"):  # a torch tensor, by its interface
+        value = value.detach().cpu().numpy()
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.kind not in "biufc":
+        raise InvalidResultError(
+            f"{name}: array {index + 1} is a {type(value).__name__} of dtype {array.dtype}, expected "
+            "a numeric numpy array"
+        )
+    return array
+
+
+def _is_finite(array: NDArray[Any]) -> bool:
+    if array.dtype.kind not in "fc":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        # One pass without a temporary; only a sum that overflowed needs the slow look.
+        if math.isfinite(abs(complex(array.sum()))):
+            return True
+    return bool(np.isfinite(array).all())

@@ -1,0 +1,263 @@
+"""FedAvg with server-side evaluation only, for both of Flower's strategy interfaces.
+
+No client is ever asked to evaluate. The global model is evaluated on the server, in a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from logging import WARNING
+from typing import Any
+
+import numpy as np
+from flwr.common import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    FitRes,
+    Message,
+    MetricRecord,
+    Parameters,
+    Scalar,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.logger import log
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import FedAvg as _NumPyClientFedAvg
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as _MessageFedAvg
+from flwr.serverapp.strategy import Result
+from numpy.typing import NDArray
+
+from flower_gpu.flower.evaluate import GPUEvaluate, isolated
+from flower_gpu.isolation.call import Task
+
+_NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
+
+
+class FedAvg(_MessageFedAvg):
+    """Federated averaging with server-side evaluation only, for the Message API.
+
+    As ``flwr.serverapp.strategy.FedAvg`` (McMahan et al., 2017, https://arxiv.org/abs/1602.05629), without
+    client evaluation. Results are weighted by number of examples. Integer arrays, such as the counters of
+    BatchNorm, come back as integers.
+
+    Parameters
+    ----------
+    fraction_train : float
+        Fraction of nodes that train in a round.
+    min_train_nodes, min_available_nodes : int
+        At least so many nodes train, and have to be there.
+    weighted_by_key, arrayrecord_key, configrecord_key : str
+        Names in the records, as in Flower.
+    train_metrics_aggr_fn : callable, optional
+        As in Flower; by default the mean over examples.
+    """
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        min_train_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: Callable[[list[Any], str], MetricRecord] | None = None,
+    ) -> None:
+        super().__init__(
+            fraction_train=fraction_train,
+            min_train_nodes=min_train_nodes,
+            min_available_nodes=min_available_nodes,
+            weighted_by_key=weighted_by_key,
+            arrayrecord_key=arrayrecord_key,
+            configrecord_key=configrecord_key,
+            train_metrics_aggr_fn=train_metrics_aggr_fn,
+        )
+        # Set afterwards: Flower warns of a fraction of 0, which is the point here.
+        self.fraction_evaluate = 0.0
+        self.min_evaluate_nodes = 0
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | str | None = None,
+    ) -> Result:
+        """Run all rounds; see ``flwr.serverapp.strategy.Strategy.start``.
+
+        Parameters
+        ----------
+        grid : Grid
+            Connection to the nodes.
+        initial_arrays : ArrayRecord
+            The initial global model.
+        num_rounds : int
+            Number of rounds.
+        timeout : float
+            Seconds to wait for the replies of a round.
+        train_config, evaluate_config : ConfigRecord, optional
+            Sent to the nodes with the model; nothing is sent for evaluation.
+        evaluate_fn : callable, str or GPUEvaluate, optional
+            Server-side evaluation ``(server_round, arrays) -> MetricRecord``. It runs in a worker, wrapped by
+            :func:`flower_gpu.gpu_evaluate` unless it is already.
+
+        Returns
+        -------
+        Result
+            Final arrays, training metrics, and server-side metrics per round.
+        """
+        evaluate = isolated(evaluate_fn, num_rounds)
+        if evaluate is None:
+            log(WARNING, _NOT_EVALUATED)
+        return super().start(
+            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate
+        )
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return no messages: clients do not evaluate."""
+        return []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Average the replies by number of examples; integer arrays stay integer."""
+        replies = list(replies)
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        if arrays is not None:
+            sent = next(reply.content for reply in replies if not reply.has_error())
+            record = next(iter(sent.array_records.values()))
+            for key, like in record.items():
+                dtype = np.dtype(like.dtype)
+                if dtype.kind in "biu":
+                    arrays[key] = Array(np.rint(arrays[key].numpy()).astype(dtype))
+        return arrays, metrics
+
+
+class LegacyFedAvg(_NumPyClientFedAvg):
+    """Federated averaging with server-side evaluation only, for the NumPyClient API.
+
+    As ``flwr.server.strategy.FedAvg``, for ``ServerApp(server_fn)`` and ``start_server``, without client
+    evaluation. Training metrics are averaged over examples unless ``fit_metrics_aggregation_fn`` is given,
+    failures are logged with their reason, and integer arrays are averaged too (Flower's own in-place
+    average turns them into zeros).
+
+    Parameters
+    ----------
+    evaluate_fn : callable, str or GPUEvaluate, optional
+        Server-side evaluation ``(server_round, ndarrays, config) -> (loss, metrics)``. It runs in a worker,
+        wrapped by :func:`flower_gpu.gpu_evaluate` unless it is already.
+    initial_parameters : Parameters or list of ndarray, optional
+        The initial global model; by default one client is asked.
+    num_rounds : int, optional
+        Shown in the progress of rounds.
+    fraction_fit, min_fit_clients, min_available_clients, on_fit_config_fn, accept_failures, \
+fit_metrics_aggregation_fn
+        As in Flower.
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluate_fn: Task | GPUEvaluate | None = None,
+        initial_parameters: Parameters | list[NDArray[Any]] | None = None,
+        num_rounds: int | None = None,
+        fraction_fit: float = 1.0,
+        min_fit_clients: int = 2,
+        min_available_clients: int = 2,
+        on_fit_config_fn: Callable[[int], dict[str, Scalar]] | None = None,
+        accept_failures: bool = True,
+        fit_metrics_aggregation_fn: Callable[[list[tuple[int, dict[str, Scalar]]]], dict[str, Scalar]]
+        | None = None,
+    ) -> None:
+        if isinstance(initial_parameters, list):
+            initial_parameters = ndarrays_to_parameters(initial_parameters)
+        evaluate = isolated(evaluate_fn, num_rounds)
+        if evaluate is None:
+            log(WARNING, _NOT_EVALUATED)
+        super().__init__(
+            fraction_fit=fraction_fit,
+            fraction_evaluate=0.0,
+            min_fit_clients=min_fit_clients,
+            min_evaluate_clients=0,
+            min_available_clients=min_available_clients,
+            evaluate_fn=evaluate,
+            on_fit_config_fn=on_fit_config_fn,
+            accept_failures=accept_failures,
+            initial_parameters=initial_parameters,
+            fit_metrics_aggregation_fn=fit_metrics_aggregation_fn or mean_over_examples,
+        )
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[Any]:
+        """Return no clients: clients do not evaluate."""
+        return []
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Average the results by number of examples; log why clients failed."""
+        for failure in failures:
+            if isinstance(failure, BaseException):
+                log(WARNING, "A client failed in round %s: %s", server_round, failure)
+            else:
+                client, result = failure
+                log(
+                    WARNING,
+                    "Client %s failed in round %s: %s",
+                    client.cid,
+                    server_round,
+                    result.status.message,
+                )
+        parameters, metrics = super().aggregate_fit(server_round, results, failures)
+        if parameters is not None:
+            parameters = _with_integers(parameters, results)
+        return parameters, metrics
+
+
+def mean_over_examples(metrics: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
+    """Average each numeric metric over the examples of the clients that report it.
+
+    Parameters
+    ----------
+    metrics : list of (int, dict)
+        Number of examples and metrics of each client.
+
+    Returns
+    -------
+    dict
+        The means; metrics that are no numbers are left out.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    for num_examples, values in metrics:
+        for key, value in values.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                total, count = sums.get(key, (0.0, 0))
+                sums[key] = (total + value * num_examples, count + num_examples)
+    return {key: total / count for key, (total, count) in sums.items() if count}
+
+
+def _with_integers(parameters: Parameters, results: list[tuple[ClientProxy, FitRes]]) -> Parameters:
+    """Replace integer arrays by their rounded mean: Flower scales them by a factor cast to integer, 0."""
+    first = parameters_to_ndarrays(results[0][1].parameters)
+    integer = [index for index, array in enumerate(first) if array.dtype.kind in "biu"]
+    if not integer:
+        return parameters
+    arrays = parameters_to_ndarrays(parameters)
+    weights = [result.num_examples for _, result in results]
+    each = [parameters_to_ndarrays(result.parameters) for _, result in results]
+    for index in integer:
+        mean = np.average([arrays_of[index] for arrays_of in each], axis=0, weights=weights)
+        arrays[index] = np.asarray(np.rint(mean), dtype=first[index].dtype)
+    return ndarrays_to_parameters(arrays)

@@ -1,0 +1,47 @@
+"""What native libraries of this process would do to a fork. Neither torch nor CUDA is imported here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_CUDA_SUCCESS = 0
+_OMP_PAUSE_HARD = 2  # omp_pause_resource_t in the OpenMP 5.0 specification, section 3.2.43
+
+
+def initialized_cuda_devices() -> int | None:
+    """Count the GPUs this process sees, if it has initialised CUDA.
+
+    Returns
+    -------
+    int or None
+        None while CUDA is untouched: then a forked child can initialise it for itself.
+    """
+    try:
+        # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.
+        libcuda = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        return None
+    count = ctypes.c_int(0)
+    if libcuda.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
+        return None  # CUDA_ERROR_NOT_INITIALIZED
+    return count.value
+
+
+def release_openmp_threads() -> None:
+    """End the idle OpenMP threads of the calling thread, so that a fork of it can start its own.
+
+    A forked child inherits libgomp's record of its thread pool but not the threads, and waits for them
+    for ever in its first parallel region. OpenMP starts new threads when it needs them again.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    libraries = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
+    for library in libraries:  # wheels bring their own copies (torch, scikit-learn)
+        try:
+            ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(_OMP_PAUSE_HARD)
+        except (OSError, AttributeError):  # unloaded meanwhile, or older than OpenMP 5.0
+            continue

@@ -1,0 +1,338 @@
+"""A model's ``state_dict`` as numpy arrays and back, and as a safetensors file.
+
+Arrays and files hold every entry of the ``state_dict`` in its order: parameters and buffers. numpy
+has no bfloat16, so such an entry travels as float32, which loses nothing, and is cast back on the
+way in. Strategies average integer and boolean buffers into floats; those are rounded on the way in.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from flower_gpu.errors import ConfigError, WeightsError
+
+#: The numpy dtype each entry of a state_dict has as an array.
+_NUMPY_DTYPES: Final[Mapping[torch.dtype, np.dtype[Any]]] = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.float32),  # numpy has none; float32 holds every bfloat16
+    torch.complex128: np.dtype(np.complex128),
+    torch.complex64: np.dtype(np.complex64),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.uint64: np.dtype(np.uint64),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint8: np.dtype(np.uint8),
+    torch.bool: np.dtype(np.bool_),
+}
+
+_HANDFUL: Final = 5  # entries a message names before it says "and n more"
+
+
+def get_weights(model: nn.Module) -> list[NDArray[Any]]:
+    """Copy a model's weights to numpy arrays.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on any device.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        One C-contiguous array per entry of ``model.state_dict()``, in its order. The arrays share
+        no memory with the model or each other: each is one copy, or one transfer from the GPU.
+        bfloat16 entries are float32; every other dtype and all shapes are kept.
+
+    Raises
+    ------
+    WeightsError
+        If an entry has no numpy counterpart (quantised, float8, sparse, not yet initialised, not a
+        tensor); the message names it.
+    """
+    return list(get_state(model).values())
+
+
+def get_state(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
+    """Copy a model's weights to numpy arrays by name.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or mapping of str to torch.Tensor
+        The model, or its ``state_dict``.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        As :func:`get_weights`, with the names of the ``state_dict``.
+
+    Raises
+    ------
+    WeightsError
+        As :func:`get_weights`.
+    """
+    entries = _entries(model)
+    for name, tensor in entries.items():
+        _numpy_dtype(name, tensor)  # all are looked at before the first copy
+    return {name: _to_numpy(tensor) for name, tensor in entries.items()}
+
+
+def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
+    """Load numpy arrays into a model.
+
+    Everything is checked before the first write: a list that does not fit leaves the model as it
+    was. The values are copied into the existing tensors, wherever they are; no array is kept.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on any device.
+    weights : sequence of numpy.ndarray
+        One array per entry of ``model.state_dict()``, in its order, as from :func:`get_weights`.
+        Entries that share a tensor each have an array; the last one stays.
+
+    Raises
+    ------
+    WeightsError
+        If the number of arrays, a shape or a dtype is not the model's, or if a float array meant
+        for an integer or boolean buffer holds a value that does not fit; the message names the
+        entry, what was expected and what came.
+
+    Notes
+    -----
+    Two differences of dtype are taken, because averaging makes them: floats for an integer or
+    boolean buffer, which are rounded to the nearest integer (halves to the even one), and 0-d
+    float64 for a smaller float (numpy before 2.0 promotes 0-d arrays).
+    """
+    state = model.state_dict()
+    entries = _entries(state)
+    if isinstance(weights, str) or not isinstance(weights, Sequence):
+        hint = "; set_state takes a mapping" if isinstance(weights, Mapping) else ""
+        raise WeightsError(
+            f"expected a list of {len(entries)} numpy arrays, got {type(weights).__name__}{hint}"
+        )
+    if len(weights) != len(entries):
+        hint = ""
+        if len(weights) == len(list(model.parameters())):
+            hint = (
+                "; that is the number of parameters, but the state_dict has buffers (such as "
+                "BatchNorm's running mean) or shared parameters too: use get_weights"
+            )
+        raise WeightsError(
+            f"expected {len(entries)} arrays ({_few(entries)}), got {len(weights)}{hint}"
+        )
+    labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
+    _load(model, state, labels, weights)
+
+
+def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
+    """Load numpy arrays into a model by name.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on any device.
+    state : mapping of str to numpy.ndarray
+        One array per entry of ``model.state_dict()``, in any order, as from :func:`get_state`.
+
+    Raises
+    ------
+    WeightsError
+        If names are missing or unexpected, else as :func:`set_weights`; the model is then as it
+        was.
+    """
+    current = model.state_dict()
+    entries = _entries(current)
+    if not isinstance(state, Mapping):
+        raise WeightsError(
+            f"expected a mapping of names to numpy arrays, got {type(state).__name__}; "
+            "set_weights takes a list"
+        )
+    missing = [name for name in entries if name not in state]
+    unexpected = [name for name in state if name not in entries]
+    if missing or unexpected:
+        parts = [
+            f"{len(names)} {word} ({_few(names)})"
+            for word, names in (("missing", missing), ("unexpected", unexpected))
+            if names
+        ]
+        raise WeightsError(f"the names are not those of the state_dict: {', '.join(parts)}")
+    _load(model, current, entries, [state[name] for name in entries])
+
+
+def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
+    """Save a model's ``state_dict`` as a safetensors file.
+
+    The file appears under its name only when it is complete. It holds every name, also of entries
+    that share a tensor, and no device, so this works on a machine without a GPU::
+
+        model.load_state_dict(safetensors.torch.load_file(path))
+
+    Parameters
+    ----------
+    model : torch.nn.Module or mapping of str to torch.Tensor
+        The model, or its ``state_dict``, on any device.
+    path : str or os.PathLike
+        File to write; one that is there is replaced.
+
+    Raises
+    ------
+    ConfigError
+        If safetensors is not installed.
+    WeightsError
+        If an entry cannot be stored; the message names it.
+    FileNotFoundError
+        If the folder does not exist.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ConfigError(
+            "saving a model needs safetensors: pip install 'safetensors>=0.4'"
+        ) from error
+    entries = _entries(model)
+    tensors: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in entries.items():
+        plain = tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
+        # safetensors refuses tensors that share memory.
+        storage = plain.untyped_storage().data_ptr()
+        tensors[name] = plain.clone() if storage in storages else plain
+        storages.add(storage)
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except KeyError as error:  # how safetensors says that it does not know a dtype
+            dtype = error.args[0]
+            names = [name for name, tensor in entries.items() if tensor.dtype == dtype]
+            raise WeightsError(f"safetensors cannot store {dtype}: {_few(names)}") from error
+        temporary.chmod(mode)  # safetensors may leave a file that only its owner can read
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _entries(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
+    state = model.state_dict() if isinstance(model, nn.Module) else model
+    entries = {}
+    for name, tensor in state.items():
+        problem = None
+        if not isinstance(tensor, torch.Tensor):
+            problem = f"expected a tensor, got {type(tensor).__name__}"
+        elif nn.parameter.is_lazy(tensor):
+            problem = "not initialised yet; run one batch through the model first"
+        elif tensor.is_meta:
+            problem = "on the meta device, which holds no values; materialise the model first"
+        elif tensor.is_quantized or tensor.layout != torch.strided:
+            problem = f"expected a dense tensor, got {tensor.dtype} with layout {tensor.layout}"
+        if problem:
+            raise WeightsError(f"{name}: {problem}")
+        entries[name] = tensor.detach()
+    return entries
+
+
+def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype[Any]:
+    try:
+        return _NUMPY_DTYPES[tensor.dtype]
+    except KeyError:
+        raise WeightsError(
+            f"{name}: {tensor.dtype} has no numpy counterpart; convert the entry, "
+            "for instance with .to(torch.bfloat16)"
+        ) from None
+
+
+def _to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+    copied = tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    array: NDArray[Any] = copied.resolve_conj().resolve_neg().numpy()
+    return array
+
+
+def _load(
+    model: nn.Module,
+    state: dict[str, Any],
+    labels: Iterable[str],
+    arrays: Iterable[NDArray[Any]],
+) -> None:
+    """Check all arrays, then copy them into the model whose ``state_dict`` is ``state``."""
+    tensors = {}
+    problems = []
+    for (name, tensor), label, array in zip(state.items(), labels, arrays, strict=True):
+        dtype = _numpy_dtype(name, tensor)
+        try:
+            tensors[name] = _to_tensor(array, tensor, dtype)
+        except WeightsError as error:
+            problems.append(f"{label}: {error}")
+    if problems:
+        raise WeightsError(_few(problems, separator="\n"))
+    # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
+    # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
+    # of modules that came with this very dict, or it may take the arrays for an old release's.
+    state.update(tensors)
+    model.load_state_dict(state, strict=True)
+
+
+def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
+    """Return ``value`` as a CPU tensor for the entry ``tensor``, without a copy if possible."""
+    shape = tuple(tensor.shape)
+    expected = f"expected shape {shape} {dtype}"
+    if not isinstance(value, np.ndarray | np.generic):
+        raise WeightsError(f"{expected}, got {type(value).__name__}, not a numpy array")
+    array = np.asarray(value)  # arithmetic on 0-d arrays makes numpy scalars
+    if not array.dtype.isnative:  # torch takes no other byte order
+        array = array.astype(array.dtype.newbyteorder("="))
+    got = f"got shape {array.shape} {array.dtype}"
+    if array.shape != shape:
+        raise WeightsError(f"{expected}, {got}")
+    if dtype.kind in "iub" and array.dtype.kind == "f":
+        array = _round(array, dtype)
+    elif array.dtype != dtype and not (
+        array.ndim == 0 and array.dtype == np.float64 and dtype.kind == "f"
+    ):
+        hint = f"; convert it with .astype('{dtype}')" if array.dtype.kind in "biuf" else ""
+        raise WeightsError(f"{expected}, {got}{hint}")
+    # torch warns about read-only memory, and refuses steps that are negative or not whole items.
+    odd_steps = any(step < 0 or step % array.itemsize for step in array.strides)
+    if odd_steps or not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def _round(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Round floats to the nearest values of an integer or boolean dtype."""
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    with np.errstate(all="ignore"):  # what is out of range is refused below
+        rounded = np.rint(np.asarray(array, dtype=np.float64))
+    # high + 1 is a power of two, so exact as a float; high of a 64-bit integer is not. NaN fails.
+    fits = (rounded >= float(low)) & (rounded < float(high + 1))
+    if not fits.all():
+        raise WeightsError(
+            f"expected {dtype} ({low} to {high}), got {array.dtype} with the value "
+            f"{array[~fits].flat[0]}"
+        )
+    return np.asarray(rounded).astype(dtype)
+
+
+def _few(texts: Iterable[str], separator: str = ", ") -> str:
+    """Join the first handful and count the rest."""
+    listed = list(texts)
+    rest = len(listed) - _HANDFUL
+    return separator.join(listed[:_HANDFUL]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,122 @@
+"""A model as a safetensors file."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from flower_gpu.errors import ConfigError, WeightsError
+from flower_gpu.pytorch.weights import get_weights, save_model
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("first_rows", self.embedding.weight.detach()[:2])
+        self.register_buffer("transposed", torch.arange(6.0).reshape(2, 3).t())
+
+
+def same(ours, theirs):
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert ours[name].dtype == theirs[name].dtype
+        assert torch.equal(ours[name], theirs[name])
+
+
+def test_loads_with_one_line_and_no_gpu(tmp_path):
+    model = Tied()
+    path = tmp_path / "model.safetensors"
+    save_model(model, path)
+    other = Tied()
+    other.load_state_dict(load_file(path))
+    same(other.state_dict(), model.state_dict())
+    assert other.head.weight is other.embedding.weight
+    for ours, theirs in zip(get_weights(model), get_weights(other), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_loads_in_a_fresh_process_without_this_package(tmp_path):
+    path = tmp_path / "model.safetensors"
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    save_model(model, path)
+    code = (
+        "import sys, torch, safetensors.torch\n"
+        "model = torch.nn.Linear(3, 2)\n"
+        f"model.load_state_dict(safetensors.torch.load_file({str(path)!r}))\n"
+        "print(model.weight.tolist())\n"
+        "assert not any(name.startswith('flower_gpu') for name in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == str(model.weight.tolist())
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)), max_size=5))
+def test_dtypes_and_shapes(tmp_path_factory, entries):
+    state = {f"entry{i}": (torch.randn(shape) * 3).to(dtype) for i, (dtype, shape) in enumerate(entries)}
+    path = tmp_path_factory.mktemp("saved") / "model.safetensors"
+    save_model(state, path)
+    same(load_file(path), state)
+
+
+def test_replaces_a_file_and_follows_the_umask(tmp_path):
+    path = tmp_path / "model.safetensors"
+    plain = tmp_path / "plain"
+    plain.touch()
+    save_model({"a": torch.zeros(3)}, path)
+    save_model({"b": torch.ones(2)}, str(path))
+    same(load_file(path), {"b": torch.ones(2)})
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def refused(tmp_path, model, text, error=WeightsError):
+    """The call fails, keeps the file that was there and leaves no other."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"before")
+    with pytest.raises(error, match=text):
+        save_model(model, path)
+    assert path.read_bytes() == b"before"
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_what_cannot_be_stored(tmp_path):
+    complex_state = {"ok": torch.zeros(2), "phase": torch.zeros(2, dtype=torch.complex128)}
+    refused(tmp_path, complex_state, "safetensors cannot store torch.complex128: phase")
+    refused(tmp_path, nn.LazyLinear(2), "weight: not initialised yet")
+    refused(tmp_path, nn.Linear(2, 2, device="meta"), "weight: on the meta device")
+    refused(tmp_path, {"steps": 3}, "steps: expected a tensor, got int")
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        save_model(nn.Linear(2, 2), tmp_path / "missing" / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    refused(tmp_path, nn.Linear(2, 2), "pip install 'safetensors>=0.4'", ConfigError)

@@ -1,0 +1,163 @@
+"""Averages made by Flower, with the dtypes that averaging changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from flwr.common import Array, ArrayRecord, FitRes, MetricRecord, RecordDict, ndarrays_to_parameters
+from flwr.common.typing import Code, Status
+from flwr.server.strategy.aggregate import aggregate, aggregate_inplace
+from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from weight_cases import INTEGERS, Bag, Net, shapes, train
+
+from flower_gpu.errors import WeightsError
+from flower_gpu.pytorch.weights import get_state, get_weights, set_state, set_weights
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def fit_results(models, num_examples):
+    return [
+        (
+            None,
+            FitRes(Status(Code.OK, ""), ndarrays_to_parameters(get_weights(model)), n, {}),
+        )
+        for model, n in zip(models, num_examples, strict=True)
+    ]
+
+
+def array_records(models, num_examples):
+    return [
+        RecordDict(
+            {
+                "arrays": ArrayRecord({k: Array(v) for k, v in get_state(model).items()}),
+                "metrics": MetricRecord({"num-examples": n}),
+            }
+        )
+        for model, n in zip(models, num_examples, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_flower_averages_are_loaded_into_a_batchnorm_model(half):
+    num_examples = [10, 30, 20]
+    clients = []
+    for seed, steps in enumerate([1, 4, 6]):
+        torch.manual_seed(0)
+        client = Net()
+        train(client, steps, seed)
+        clients.append(client.to(torch.bfloat16) if half else client)
+    expected = {
+        name: sum(
+            client.state_dict()[name].double() * n for client, n in zip(clients, num_examples, strict=True)
+        )
+        / sum(num_examples)
+        for name in clients[0].state_dict()
+    }
+    legacy = aggregate([(get_weights(client), n) for client, n in zip(clients, num_examples, strict=True)])
+    message = aggregate_arrayrecords(array_records(clients, num_examples), "num-examples")
+    counter = list(expected).index("norm.num_batches_tracked")
+    assert legacy[counter].dtype == np.float64, "Flower's average of an integer is a float"
+
+    for load in (
+        lambda model: set_weights(model, legacy),
+        lambda model: set_weights(model, message.to_numpy_ndarrays()),
+        lambda model: set_state(model, {k: v.numpy() for k, v in message.items()}),
+    ):
+        model = Net().to(torch.bfloat16) if half else Net()
+        load(model)
+        for name, tensor in model.state_dict().items():
+            assert tensor.dtype == clients[0].state_dict()[name].dtype
+            if tensor.is_floating_point():
+                tolerance = 2**-8 if half else 1e-6
+                torch.testing.assert_close(tensor.double(), expected[name], rtol=tolerance, atol=tolerance)
+        # (10 * 1 + 30 * 4 + 20 * 6) / 60 = 4.17
+        assert model.norm.num_batches_tracked.item() == 4
+        assert model.norm.num_batches_tracked.dtype == torch.int64
+        assert model.seen.tolist() == [True, False]
+        train(model.float(), steps=1)
+
+
+def test_flower_inplace_average_is_loaded_too():
+    clients = [Net(), Net()]
+    for client in clients:
+        train(client, steps=2)
+    averaged = aggregate_inplace(fit_results(clients, [1, 3]))
+    model = Net()
+    set_weights(model, averaged)
+    want = 0.25 * clients[0].conv.weight + 0.75 * clients[1].conv.weight
+    torch.testing.assert_close(model.conv.weight, want)
+
+
+# -- dtypes that averaging changes ----------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from(INTEGERS),
+    hnp.arrays(
+        st.sampled_from([np.float16, np.float32, np.float64]),
+        shapes,
+        elements=st.floats(-4e4, 4e4, width=16),
+    ),
+)
+def test_floats_for_integer_buffers_are_rounded_or_refused(dtype, array):
+    model = Bag([torch.zeros(array.shape, dtype=dtype)])
+    info = torch.iinfo(dtype)
+    want = [round(float(value)) for value in array.flat]  # Python rounds halves to even as well
+    if all(info.min <= value <= info.max for value in want):
+        set_weights(model, [array])
+        assert model.entry0.dtype == dtype
+        assert model.entry0.flatten().tolist() == want
+    else:
+        with pytest.raises(WeightsError, match=r"entry0, array 1 of 1: expected u?int"):
+            set_weights(model, [array])
+        assert not model.entry0.any()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_limits_of_integer_buffers(dtype):
+    model = Bag([torch.zeros(2, dtype=dtype)])
+    info = torch.iinfo(dtype)
+    # float64 has 53 bits: the largest one below the limit of a 64-bit integer is further away.
+    largest = float(info.max) if dtype.itemsize < 8 else np.nextafter(float(info.max), 0)
+    set_weights(model, [np.array([info.min, largest])])
+    assert model.entry0.tolist() == [info.min, int(largest)]
+    for value in (float(info.max + 1), np.inf, -np.inf, np.nan):
+        with pytest.raises(WeightsError, match=r"entry0.* got float64 with the value"):
+            set_weights(model, [np.array([0, value])])
+    below = np.nextafter(float(info.min), -np.inf) if dtype.itemsize == 8 else info.min - 1.0
+    if info.min or dtype.itemsize < 8:
+        with pytest.raises(WeightsError):
+            set_weights(model, [np.array([0, below])])
+    assert model.entry0.tolist() == [info.min, int(largest)]
+
+
+def test_floats_for_boolean_buffers():
+    model = Bag([torch.zeros(5, dtype=torch.bool)])
+    set_weights(model, [np.array([0, 0.25, 0.75, 1, -0.25])])
+    assert model.entry0.tolist() == [False, False, True, True, False]
+    for value in (2.0, -1.0, np.nan):
+        with pytest.raises(WeightsError, match=r"expected bool \(0 to 1\)"):
+            set_weights(model, [np.full(5, value)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_zero_dimensional_float64_is_taken(dtype):
+    """numpy before 2.0 makes float64 of 0-d arrays of any float type in an average."""
+    model = Bag([torch.tensor(0.0, dtype=dtype)])
+    for value in (np.float64(1.1), np.array(1.1), np.array(1e300)):
+        set_weights(model, [value])
+        assert model.entry0.dtype == dtype
+        assert model.entry0.item() == torch.tensor(float(value)).to(dtype).item()
+
+
+def test_bfloat16_is_rounded_to_nearest():
+    model = Bag([torch.zeros(2, dtype=torch.bfloat16)])
+    array = np.array([1.001, 3.14159], dtype=np.float32)
+    set_weights(model, [array])
+    assert torch.equal(model.entry0, torch.from_numpy(array).to(torch.bfloat16))
