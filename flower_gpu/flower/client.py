@@ -259,10 +259,9 @@ class _HostedClient(GPUClient):
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        check_task(client_class)
-        if not isinstance(client_class, str) and not (
-            isinstance(client_class, type) and issubclass(client_class, NumPyClient)
-        ):
+        if isinstance(client_class, str):
+            check_task(client_class)
+        elif not (isinstance(client_class, type) and issubclass(client_class, NumPyClient)):
             raise ConfigError(f"gpu_client takes a NumPyClient class and its arguments, not {client_class!r}")
         self._class = client_class
         self._args = args

@@ -15,7 +15,7 @@ from flower_gpu import trace
 from flower_gpu.config import WorkerSettings
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import results
-from flower_gpu.isolation.call import Task, check_task, load_task, task_name
+from flower_gpu.isolation.call import Task, check_task, task_name
 from flower_gpu.runner import SERVER, run_call
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class GPUEvaluate:
         is_message_api = isinstance(arrays, ArrayRecord)
         args = (server_round, arrays) if is_message_api else (server_round, arrays, config or {})
         metrics = run_call(
-            _evaluate,
+            results.server_evaluate,
             (self._fn, args, self._kwargs),
             settings=self._settings,
             kind="evaluate",
@@ -135,35 +135,12 @@ def isolated(fn: Task | GPUEvaluate | None, num_rounds: int | None) -> GPUEvalua
     return evaluate
 
 
-def _evaluate(fn: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, results.Scalar] | None:
-    """Call the user's function and bring the result of either interface into one form; in the worker."""
-    name = task_name(fn)
-    result = load_task(fn)(*args, **kwargs)
-    if result is None:
-        return None
-    if isinstance(result, Mapping):  # a MetricRecord is one
-        metrics = results.scalars(result, name)
-    elif isinstance(result, tuple | list) and len(result) == 2:
-        metrics = {
-            "loss": results.number(result[0], name, "loss"),
-            **results.scalars(result[1], name),
-        }
-    else:
-        raise InvalidResultError(
-            f"{name} returned a {type(result).__name__}, expected (loss, metrics), a MetricRecord, a dict "
-            "or None"
-        )
-    if len(args) == 3 and "loss" not in metrics:  # strategies of the NumPyClient API need it
-        raise InvalidResultError(f"{name} returned no 'loss'; got {', '.join(metrics) or 'nothing'}")
-    return metrics
-
-
 def _metric_record(metrics: Mapping[str, Any], name: str) -> MetricRecord:
-    wrong = [key for key, value in metrics.items() if not isinstance(value, int | float)]
+    wrong = [key for key, value in metrics.items() if not isinstance(value, int | float | list)]
     if wrong:
         raise InvalidResultError(
             f"{name}: metric {wrong[0]!r} is a {type(metrics[wrong[0]]).__name__}; a MetricRecord takes "
-            "int and float only"
+            "numbers only"
         )
     return MetricRecord(dict(metrics))
 

@@ -36,6 +36,44 @@ def evaluate(
     return check_evaluate(load_task(task)(weights, dict(config), **kwargs), task_name(task))
 
 
+def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Call a strategy's ``evaluate_fn`` and bring the result of either of Flower's interfaces into one form.
+
+    Parameters
+    ----------
+    task : callable or str
+        The user's function.
+    args : tuple
+        ``(server_round, arrays)`` under the Message API, ``(server_round, ndarrays, config)`` under the
+        NumPyClient API, where a loss is required.
+    kwargs : mapping
+        Further keyword arguments.
+
+    Returns
+    -------
+    dict or None
+        All metrics, the loss among them; None if the function evaluated nothing.
+    """
+    name = task_name(task)
+    result = load_task(task)(*args, **kwargs)
+    if result is None:
+        return None
+    if isinstance(result, Mapping):  # a dict, or a MetricRecord, which also holds lists of numbers
+        lists = {key: list(value) for key, value in result.items() if isinstance(value, list)}
+        rest = {key: value for key, value in result.items() if key not in lists}
+        metrics = {**scalars(rest, name), **lists}
+    elif isinstance(result, tuple | list) and len(result) == 2:
+        metrics = {"loss": number(result[0], name, "loss"), **scalars(result[1], name)}
+    else:
+        raise InvalidResultError(
+            f"{name} returned a {type(result).__name__}, expected (loss, metrics), a MetricRecord, a dict "
+            "or None"
+        )
+    if len(args) == 3 and "loss" not in metrics:
+        raise InvalidResultError(f"{name} returned no 'loss', only {', '.join(metrics) or 'an empty dict'}")
+    return metrics
+
+
 def check_fit(
     result: Any, shapes: Sequence[tuple[int, ...]], name: str
 ) -> tuple[Weights, int, dict[str, Scalar]]:

@@ -137,7 +137,7 @@ class FedAvg(_MessageFedAvg):
             for key, like in record.items():
                 dtype = np.dtype(like.dtype)
                 if dtype.kind in "biu":
-                    arrays[key] = Array(np.rint(arrays[key].numpy()).astype(dtype))
+                    arrays[key] = Array(np.asarray(np.rint(arrays[key].numpy()), dtype=dtype))
         return arrays, metrics
 
 

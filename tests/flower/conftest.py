@@ -1,0 +1,6 @@
+"""Puts the folder on sys.path, as a user's app folder is: workers get the caller's sys.path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

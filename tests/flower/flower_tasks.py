@@ -1,0 +1,79 @@
+"""Tasks that the tests of this folder run in workers, by name or by reference."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+from flwr.client import NumPyClient
+
+
+def add_one(weights: list[Any], config: dict[str, Any], step: float = 1.0) -> tuple[Any, ...]:
+    return (
+        [(w + step).astype(w.dtype) for w in weights],
+        np.int64(7),
+        {"loss": np.float32(0.5), "pid": os.getpid(), "round": config.get("round", -1)},
+    )
+
+
+def mean(weights: list[Any], config: dict[str, Any], step: float = 1.0) -> tuple[Any, ...]:
+    return np.float32(weights[0].mean()), 5, {"accuracy": np.array([0.25])}
+
+
+def torch_scalars(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    import torch
+
+    return [torch.from_numpy(w) + 1 for w in weights], torch.tensor(3), {"loss": torch.tensor(0.5)}
+
+
+def nan_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    weights[1].flat[0] = np.nan
+    return weights, 1, {}
+
+
+def die(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    print("last words", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return weights, 1, {}
+
+
+def initial() -> list[Any]:
+    return [np.full((2, 2), 3.0, np.float32)]
+
+
+def evaluate_legacy(server_round: int, weights: list[Any], config: dict[str, Any], scale: float = 1.0) -> Any:
+    return np.float64(weights[0].mean() * scale), {"accuracy": np.float32(0.5), "pid": os.getpid()}
+
+
+def evaluate_message(server_round: int, arrays: Any) -> Any:
+    from flwr.app import MetricRecord
+
+    mean = float(next(iter(arrays.values())).numpy().mean())
+    return MetricRecord({"loss": mean, "accuracy": 0.5, "per-class": [0.1, 0.2], "pid": os.getpid()})
+
+
+class ExistingClient(NumPyClient):
+    """Stands for a user's client: knows nothing of flower_gpu."""
+
+    def __init__(self, step: float, partition: int = 0) -> None:
+        self.step, self.partition = step, partition
+
+    def get_parameters(self, config: dict[str, Any]) -> list[Any]:
+        return initial()
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"partition": np.int64(self.partition), "pid": os.getpid()}
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return add_one(parameters, config, self.step)
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return mean(parameters, config)
+
+
+class FitOnly(NumPyClient):
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return parameters, 1, {}

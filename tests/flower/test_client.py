@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flower_tasks  # the folder of this file is on sys.path (pytest rootdir/conftest), as a user's app is
+import numpy as np
+import pytest
+from flwr.common import Code, FitIns, GetParametersIns, ndarrays_to_parameters, parameters_to_ndarrays
+
+from flower_gpu import (
+    ConfigError,
+    FlowerGPUError,
+    GPUClient,
+    InvalidResultError,
+    WorkerDiedError,
+    gpu_client,
+)
+
+METHODS = ["spawn", "fork", "in-process"]
+WORKERS = ["spawn", "fork"]
+
+
+def weights() -> list[Any]:
+    return [np.zeros((2, 3), np.float32), np.ones(4, np.float64), np.array(5, np.int64)]
+
+
+class Overriding(GPUClient):
+    def __init__(self, step: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.step = step
+
+    def fit_in_worker(self, weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return flower_tasks.add_one(weights, config, self.step)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("train_fn", ["flower_tasks:add_one", flower_tasks.add_one])
+def test_fit_runs_in_its_own_process_and_returns_what_flower_accepts(train_fn: Any, method: str) -> None:
+    client = GPUClient(train_fn, kwargs={"step": 2.0}, start_method=method)
+    pids = set()
+    for server_round in range(2):
+        result, num_examples, metrics = client.fit(weights(), {"round": server_round})
+        assert [a.dtype for a in result] == [np.float32, np.float64, np.int64]
+        assert result[0].tolist() == [[2.0] * 3] * 2 and result[2] == 7
+        assert (num_examples, type(num_examples)) == (7, int)
+        assert (metrics["loss"], type(metrics["loss"])) == (0.5, float)
+        assert metrics["round"] == server_round
+        pids.add(metrics["pid"])
+    assert len(pids) == (1 if method == "in-process" else 2)
+    assert (os.getpid() in pids) == (method == "in-process")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluate(method: str) -> None:
+    client = GPUClient(evaluate_fn="flower_tasks:mean", start_method=method)
+    loss, num_examples, metrics = client.evaluate(weights(), {})
+    assert (loss, num_examples, metrics) == (0.0, 5, {"accuracy": 0.25})
+    assert type(loss) is float and type(metrics["accuracy"]) is float
+
+
+@pytest.mark.parametrize("method", WORKERS)
+def test_overridden_method_runs_in_a_worker(method: str) -> None:
+    result, _, metrics = Overriding(3.0, start_method=method).fit(weights(), {})
+    assert result[0][0, 0] == 3.0 and metrics["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize("method", WORKERS)
+@pytest.mark.parametrize("client_class", ["flower_tasks:ExistingClient", flower_tasks.ExistingClient])
+def test_existing_client_needs_no_rewriting(client_class: Any, method: str) -> None:
+    client = gpu_client(client_class, 4.0, partition=2, start_method=method)
+    result, num_examples, metrics = client.fit(weights(), {})
+    assert result[0][0, 0] == 4.0 and num_examples == 7 and metrics["pid"] != os.getpid()
+    assert client.evaluate(weights(), {})[0] == 0.0
+    assert client.get_parameters({})[0].tolist() == [[3.0, 3.0]] * 2
+    properties = client.get_properties({})
+    assert properties["partition"] == 2 and properties["pid"] != os.getpid()
+
+
+def test_only_what_is_implemented_is_offered_to_the_server() -> None:
+    ins = FitIns(ndarrays_to_parameters(weights()), {})
+    assert (
+        GPUClient(evaluate_fn="flower_tasks:mean").to_client().fit(ins).status.code
+        == Code.FIT_NOT_IMPLEMENTED
+    )
+    hosted = gpu_client(flower_tasks.FitOnly, start_method="fork").to_client()
+    assert hosted.fit(ins).status.code == Code.OK
+    assert hosted.evaluate(ins).status.code == Code.EVALUATE_NOT_IMPLEMENTED
+    code = hosted.get_parameters(GetParametersIns({})).status.code
+    assert code == Code.GET_PARAMETERS_NOT_IMPLEMENTED
+
+
+def test_client_class_named_by_a_string_tells_in_the_worker_what_it_lacks() -> None:
+    with pytest.raises(NotImplementedError, match="FitOnly does not implement evaluate"):
+        gpu_client("flower_tasks:FitOnly", start_method="fork").evaluate(weights(), {})
+
+
+@pytest.mark.parametrize(
+    "initial", ["flower_tasks:initial", flower_tasks.initial, [np.full((2, 2), 3.0, np.float32)]]
+)
+def test_initial_weights(initial: Any) -> None:
+    client = GPUClient("flower_tasks:add_one", initial_weights=initial, start_method="fork").to_client()
+    res = client.get_parameters(GetParametersIns({}))
+    assert parameters_to_ndarrays(res.parameters)[0].tolist() == [[3.0, 3.0]] * 2
+
+
+def test_without_initial_weights_the_server_is_told_what_to_do() -> None:
+    with pytest.raises(FlowerGPUError, match="initial_parameters, or this client initial_weights"):
+        GPUClient("flower_tasks:add_one").get_parameters({})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_wrong_weights_name_the_array(method: str) -> None:
+    client = GPUClient("flower_tasks:nan_weights", start_method=method)
+    with pytest.raises(InvalidResultError, match=r"array 2 of 3 .*1 values that are not finite"):
+        client.fit(weights(), {})
+
+
+@pytest.mark.parametrize("method", WORKERS)
+def test_dead_worker_fails_one_call_only(method: str) -> None:
+    client = GPUClient("flower_tasks:die", "flower_tasks:mean", start_method=method, name="seven")
+    with pytest.raises(WorkerDiedError, match=r"(?s)fit of client seven.*SIGKILL.*last words"):
+        client.fit(weights(), {})
+    assert client.evaluate(weights(), {})[1] == 5
+
+
+def test_torch_results_do_not_bring_torch_into_the_client(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, numpy as np, flower_gpu\n"
+        "client = flower_gpu.GPUClient('flower_tasks:torch_scalars', start_method='spawn')\n"
+        "print(client.fit([np.zeros(2, np.float32)], {}))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    folder = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "array([1., 1.], dtype=float32)], 3, {'loss': 0.5}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GPUClient("flower_tasks.add_one"), "package.module:function"),
+        (lambda: GPUClient(7), "not int"),
+        (
+            lambda: GPUClient("flower_tasks:add_one", start_method="forked"),
+            "'forked' is not one of",
+        ),
+        (lambda: GPUClient("flower_tasks:add_one", timeout_s=0), "positive number of seconds"),
+        (lambda: gpu_client(GPUClient("flower_tasks:add_one")), "takes a NumPyClient class"),
+        (lambda: gpu_client(dict), "takes a NumPyClient class"),
+    ],
+)
+def test_bad_arguments_are_refused_where_they_are_written(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower import results
+
+SHAPES = [(2, 3), (), (0, 4)]
+
+
+def sent() -> list[Any]:
+    return [np.zeros(shape, np.float32) for shape in SHAPES]
+
+
+@given(
+    st.lists(
+        hnp.arrays(
+            st.sampled_from([np.float16, np.float32, np.float64, np.int64, np.uint8, np.bool_, np.complex64]),
+            hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+            elements={"allow_nan": False, "allow_infinity": False},
+        )
+        | hnp.arrays(np.int64, 3),
+        max_size=5,
+    )
+)
+def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> None:
+    checked = results.check_weights(arrays, [a.shape for a in arrays], "f")
+    for before, after in zip(arrays, checked, strict=True):
+        assert after.dtype == before.dtype and np.array_equal(before, after)
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(max_dims=2, max_side=4), elements=st.floats(-9, 9, width=32)),
+    st.sampled_from([np.nan, np.inf, -np.inf]),
+    st.data(),
+)
+def test_one_bad_value_is_found_wherever_it_is(array: Any, bad: float, data: Any) -> None:
+    array.flat[data.draw(st.integers(0, array.size - 1))] = bad
+    with pytest.raises(InvalidResultError, match=r"array 2 of 2 .* 1 values that are not finite"):
+        results.check_weights([np.zeros(1), array], (), "f")
+
+
+def test_a_sum_that_overflows_is_no_error() -> None:
+    big = np.full(10, np.finfo(np.float32).max, np.float32)
+    results.check_weights([big, np.full(9, 6e4, np.float16)], (), "f")
+
+
+def test_infinities_that_cancel_are_found() -> None:
+    with pytest.raises(InvalidResultError, match="2 values"):
+        results.check_weights([np.array([np.inf, -np.inf, 1.0])], (), "f")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, r"returned NoneType, expected \(weights, num_examples, metrics\)"),
+        (([], 1), "returned 2 values, expected"),
+        ((np.zeros(3), 1, {}), "not a list of numpy arrays"),
+        (({"a": np.zeros(3)}, 1, {}), "get_weights"),
+        ((sent()[:2], 1, {}), "2 arrays returned, 3 were sent"),
+        (([np.zeros((3, 2)), *sent()[1:]], 1, {}), r"array 1 of 3 has shape \(3, 2\), expected \(2, 3\)"),
+        (([*sent()[:2], np.array([None])], 1, {}), "array 3 is a ndarray of dtype object"),
+        (([*sent()[:2], "abc"], 1, {}), "array 3 is a str"),
+        ((sent(), None, {}), "num_examples is None"),
+        ((sent(), 1.5, {}), "num_examples is 1.5"),
+        ((sent(), True, {}), "num_examples is True"),
+        ((sent(), -1, {}), "num_examples is -1"),
+        ((sent(), 1, [0.5]), "metrics are a list"),
+        ((sent(), 1, {"per class": [0.5, 0.5]}), "metric 'per class' is a list"),
+        ((sent(), 1, {"curve": np.zeros(3)}), "metric 'curve' is a ndarray"),
+        ((sent(), 1, {3: 0.5}), "metric 3"),
+    ],
+)
+def test_wrong_fit_result(result: Any, message: str) -> None:
+    with pytest.raises(InvalidResultError, match=message):
+        results.check_fit(result, SHAPES, "train")
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ((0.5, 3), r"returned 2 values, expected \(loss, num_examples, metrics\)"),
+        (("low", 3, {}), "loss is a str, not a number"),
+        ((True, 3, {}), "loss is a bool"),
+        ((0.5, "3", {}), "num_examples is '3'"),
+    ],
+)
+def test_wrong_evaluate_result(result: Any, message: str) -> None:
+    with pytest.raises(InvalidResultError, match=message):
+        results.check_evaluate(result, "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("result", "args", "message"),
+    [
+        (0.5, (1, []), "returned a float"),
+        ({"accuracy": 0.5}, (1, [], {}), "returned no 'loss', only accuracy"),
+        ((0.5, {"a": object()}), (1, [], {}), "metric 'a' is a object"),
+    ],
+)
+def test_wrong_server_side_result(result: Any, args: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InvalidResultError, match=message):
+        results.server_evaluate(lambda *_: result, args, {})
+
+
+def test_metrics_become_plain_python() -> None:
+    metrics = {"a": np.float32(0.5), "b": np.int8(3), "c": np.bool_(True), "d": "x", "e": np.array([2.0])}
+    plain = results.scalars(metrics, "f")
+    assert plain == {"a": 0.5, "b": 3, "c": True, "d": "x", "e": 2.0}
+    assert [type(value) for value in plain.values()] == [float, int, bool, str, float]
