@@ -145,18 +145,11 @@ def _move(part: Any, device: torch.device) -> torch.Tensor:
 
 def _check(logits: Any, labels: torch.Tensor, counts: torch.Tensor | None) -> None:
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
-        got = (
-            f"shape {tuple(logits.shape)}"
-            if isinstance(logits, torch.Tensor)
-            else type(logits).__name__
-        )
-        raise ConfigError(
-            f"expected logits of shape (examples, classes), two classes or more, got {got}"
-        )
+        got = f"shape {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise ConfigError(f"expected logits of shape (examples, classes), two classes or more, got {got}")
     if counts is not None and counts.shape[1] != logits.shape[1]:
         raise ConfigError(
-            f"the model gave {counts.shape[1]} classes for one batch and {logits.shape[1]} "
-            "for another"
+            f"the model gave {counts.shape[1]} classes for one batch and {logits.shape[1]} for another"
         )
     if labels.shape != logits.shape[:1] or labels.is_floating_point():
         raise ConfigError(

@@ -48,7 +48,7 @@ def outputs(draw):
     return logits, labels
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(outputs(), st.integers(1, 12), st.booleans())
 def test_equals_scikit_learn(data, batch_size, mapping):
     logits, labels = data

@@ -93,7 +93,16 @@ def frombuffer(array):
     return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
-LAYOUTS = [fortran, every_second, backwards, swapped, read_only, field, frombuffer]
+def misaligned(array):
+    """At an address that is no multiple of the item size, where torch can crash."""
+    memory = np.zeros(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64 + max(array.itemsize // 2, 1)
+    moved = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    moved[...] = array
+    return moved
+
+
+LAYOUTS = [fortran, every_second, backwards, swapped, read_only, field, frombuffer, misaligned]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
@@ -102,6 +111,15 @@ def test_layouts_that_torch_refuses_or_warns_about(layout):
     model = Bag([torch.zeros(2, 3, 4)])
     set_weights(model, [layout(array)])
     assert torch.equal(model.entry0, torch.arange(24.0).reshape(2, 3, 4))
+
+
+@pytest.mark.parametrize("dtype", NUMPY, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (40, 50)], ids=str)
+def test_addresses_that_torch_does_not_look_at(dtype, shape):
+    array = np.ones(shape, NUMPY[dtype])
+    model = Bag([torch.zeros(shape, dtype=dtype)])
+    set_weights(model, [misaligned(array)])
+    assert np.array_equal(get_weights(model)[0], array)
 
 
 def test_the_layouts_are_the_odd_ones():
@@ -113,6 +131,7 @@ def test_the_layouts_are_the_odd_ones():
     assert not read_only(array).flags.writeable
     assert field(array).strides[-1] % 4
     assert not frombuffer(array).flags.writeable
+    assert misaligned(array).ctypes.data % 4
 
 
 def test_conjugated_and_negated_views_give_their_values():
@@ -228,6 +247,23 @@ def test_model_whose_state_dict_is_not_its_tensors():
     set_weights(model, get_weights(other))
     assert model.steps == 7
     same(model, other)
+
+
+def test_versions_of_modules_are_kept():
+    """Without its version a module may take the arrays for those of an old release."""
+
+    class Versioned(nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            self.loaded_version = local_metadata.get("version")
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    model = Versioned(2, 2)
+    set_weights(model, get_weights(model))
+    assert model.loaded_version == 3
+    set_state(model, get_state(model))
+    assert model.loaded_version == 3
 
 
 def test_parametrized_model():

@@ -157,7 +157,8 @@ def test_zero_dimensional_float64_is_taken(dtype):
 
 
 def test_bfloat16_is_rounded_to_nearest():
-    model = Bag([torch.zeros(2, dtype=torch.bfloat16)])
-    array = np.array([1.001, 3.14159], dtype=np.float32)
+    model = Bag([torch.zeros(4, dtype=torch.bfloat16)])
+    array = np.array([1.001, 3.14159, -np.inf, np.nan], dtype=np.float32)
     set_weights(model, [array])
-    assert torch.equal(model.entry0, torch.from_numpy(array).to(torch.bfloat16))
+    want = torch.tensor([1.0, 3.140625, -torch.inf, torch.nan])
+    torch.testing.assert_close(model.entry0.float(), want, rtol=0, atol=0, equal_nan=True)

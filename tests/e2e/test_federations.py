@@ -1,0 +1,88 @@
+"""Whole federations: both engines, both of Flower's interfaces, real processes and real data."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import APPS, QUICKSTART, Launch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("engine", ["superlink", "start-client"])
+def test_quickstart_trains_in_processes_of_their_own(engine: str, launch: Launch, tmp_path: Path) -> None:
+    done = launch(QUICKSTART, "--engine", engine, "--clients", "3", "--rounds", "2")
+    assert done.code == 0, done.output + done.logs()
+    rounds, workers = done.result["rounds"], done.result["workers"]
+    assert [entry["round"] for entry in rounds] == [1, 2]
+    assert rounds[-1]["accuracy"] > 0.7 and rounds[-1]["loss"] < rounds[0]["loss"]
+    assert all(0 <= entry[key] <= 1 for entry in rounds for key in ("precision", "recall", "f1"))
+    assert all(entry["seconds"] > 0 for entry in rounds)
+
+    pids = [worker["pid"] for worker in workers]
+    assert len(set(pids)) == len(pids), "each call has a process of its own"
+    fits = [worker for worker in workers if worker["task"] == "fit"]
+    assert sorted(worker["client"] for worker in fits) == ["0", "0", "1", "1", "2", "2"]
+    assert {worker["start_method"] for worker in fits} == {"fork" if engine == "superlink" else "spawn"}
+    evaluations = [worker for worker in workers if worker["task"] == "evaluate"]
+    assert [worker["client"] for worker in evaluations] == ["server"] * 3, "clients do not evaluate"
+
+    if engine == "start-client":
+        for client in range(3):
+            assert "torch imported: no" in done.log(f"client-{client}")
+
+    from safetensors.torch import load_file
+
+    state = load_file(done.folder / "model.safetensors", device="cpu")
+    assert sum(tensor.numel() for tensor in state.values()) > 10_000
+    assert not (tmp_path / ".flwr").exists(), "the user's own Flower configuration is not touched"
+
+
+@pytest.mark.parametrize("engine", ["superlink", "start-client"])
+def test_a_dying_worker_does_not_stop_the_run(engine: str, launch: Launch) -> None:
+    done = launch(APPS / "numpy_app", "--engine", engine, "--clients", "3", "--run-config", "dying-client=1")
+    assert done.code == 0, done.output + done.logs()
+    assert done.result["rounds"][-1]["accuracy"] == 1.0
+    fits = [worker for worker in done.result["workers"] if worker["task"] == "fit"]
+    assert len(fits) == 6
+    assert "fit of client 1: the worker" in done.log("client-1")
+    assert "killed by SIGKILL (9)" in done.log("client-1")
+    assert "this client dies now" in done.log("client-1")
+
+
+def test_message_api(launch: Launch) -> None:
+    done = launch(APPS / "message_app", "--clients", "3")
+    assert done.code == 0, done.output + done.logs()
+    assert [entry["loss"] for entry in done.result["rounds"]] == [1.0, 2.0]
+    assert "steps: 2 int64; evaluated by clients: 0" in done.log("run")
+
+
+def test_two_runs_side_by_side(launch: Launch, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    command = [sys.executable, "-m", "flower_gpu.cli", "launch", str(APPS / "numpy_app"), "--clients", "3"]
+    beside = subprocess.Popen(
+        [*command, "--engine", "start-client", "--log-dir", str(other)], stdout=subprocess.DEVNULL
+    )
+    try:
+        done = launch(APPS / "numpy_app", "--clients", "3", "--engine", "start-client")
+        assert beside.wait(120) == 0
+    finally:
+        beside.kill()
+        beside.wait()
+    assert done.code == 0, done.output + done.logs()
+    assert len(done.result["rounds"]) == 2
+
+
+def test_port_of_a_finished_run_is_free_again(launch: Launch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = launch(APPS / "numpy_app", "--clients", "3", "--engine", "start-client", "--port", str(port))
+    assert done.code == 0, done.output + done.logs()
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
