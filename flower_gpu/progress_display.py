@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flower_gpu import trace
@@ -57,6 +58,10 @@ class ProgressDisplay:
                 n=done,
                 total=total,
             )
+        with suppress(OSError, ValueError):  # stderr is closed or nobody reads it: no reason to end the call
+            self._show(desc, done, total, now)
+
+    def _show(self, desc: str, done: int, total: int | None, now: float) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
             self._draw(desc, done, total)
         elif done == 0:
@@ -77,5 +82,6 @@ class ProgressDisplay:
 
     def _close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError, ValueError):
+                self._bar.close()
             self._bar = None

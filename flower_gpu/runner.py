@@ -73,7 +73,7 @@ def run_call(
                 **record,
                 seconds=round(time.monotonic() - began, 4),
                 outcome=_outcome(error),
-                error=None if error is None else f"{type(error).__name__}: {error}",
+                error=None if error is None else _text(error),
             )
 
 
@@ -121,6 +121,13 @@ def run_in_worker(
     """
     settings = WorkerSettings.resolve(start_method, timeout_s, env, name)
     return run_call(task, args, kwargs, settings=settings, kind=task_name(task))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ failed
+        return type(error).__name__
 
 
 def _outcome(error: BaseException | None) -> str:

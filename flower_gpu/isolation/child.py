@@ -6,7 +6,7 @@ is set.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import faulthandler
 import fcntl
 import json
@@ -18,6 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -64,7 +65,7 @@ class Outcome:
         The formatted traceback.
     error_pickle : bytes, optional
         The exception itself, where it can be passed on. Kept as bytes, so that a caller without the
-        library that defines it need not import that library.
+        libraries it needs does not import them.
     """
 
     value: Any = None
@@ -88,7 +89,32 @@ def spawned() -> NoReturn:
         return request
 
     serve(descriptors, record["env"], record["setup"], load)
-    sys.exit(0)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Exit as a program does, but leave the freeing of memory to the kernel.
+
+    Taking down an interpreter that has imported torch, pandas and scikit-learn object by object takes
+    seconds.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def leave_group_of_caller(signal_mask: set[int]) -> None:
+    """Stop, right after a fork, to receive and to handle signals as the caller does."""
+    with suppress(OSError):  # the caller does the same; whoever comes first
+        os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        # The caller's handlers would act in its name (Flower's report the task as stopped).
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
 
 def forked(
@@ -99,19 +125,17 @@ def forked(
     setup: str | None,
     request: tuple[Any, ...],
 ) -> None:
-    """Run in a fork of the caller, where threads, handlers and streams are those of the caller."""
-    with contextlib.suppress(OSError):  # the caller does the same; whoever comes first
-        os.setpgid(0, 0)
-    for number in signal.valid_signals():
-        # The caller's handlers would act in its name (Flower's report the task as stopped).
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    os.dup2(stdout, 1)
-    os.dup2(stderr, 2)
+    """Run in a fork of the caller, where locks and streams are those of the caller."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, standard in ((nothing, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, standard)
     # The caller's sys.stdout may be anything (a notebook's, a test runner's).
-    sys.stdout = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    if "tqdm.std" in sys.modules:
+        # Its lock is one for the whole family of processes: a worker that is killed with it, or that
+        # waits for the caller to read its output, would stop the caller's bars for ever.
+        sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
     serve(descriptors, env, setup, lambda: request)
 
 
@@ -138,9 +162,15 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
     faulthandler.enable(file=2)
     faulthandler.register(_STACK_DUMP_SIGNAL, file=2, all_threads=True)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the task must see how its own children end
+    for stream in (sys.stdout, sys.stderr):  # the caller reads UTF-8, whatever the locale is
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
     os.environ.update(env)
+    if sys.platform == "linux":
+        _use_sockets_without_files()
 
     from flower_gpu.isolation import events, transport
     from flower_gpu.isolation.call import load_task
@@ -148,10 +178,12 @@ def serve(
     lock = threading.Lock()
 
     def send(event: dict[str, Any]) -> None:
+        data = json.dumps(event, default=str).encode() + b"\n"
         with lock:
-            os.write(descriptors.events, json.dumps(event, default=str).encode() + b"\n")
+            while data:  # a signal may interrupt a write to a full pipe
+                data = data[os.write(descriptors.events, data) :]
 
-    with events.sending_to(send):
+    with events.sending_to(send, all_threads=True):
         try:
             if setup is not None:
                 load_task(setup)()
@@ -164,10 +196,10 @@ def serve(
         except BaseException as error:
             outcome = _failure(error)
     try:
-        transport.dump(outcome, descriptors.reply)
+        transport.dump(outcome, descriptors.reply, to_caller=True)
     except Exception as error:
         os.ftruncate(descriptors.reply, 0)
-        transport.dump(_failure(_unsendable(error)), descriptors.reply)
+        transport.dump(_failure(_unsendable(error)), descriptors.reply, to_caller=True)
     send({"event": "result"})
 
 
@@ -190,6 +222,22 @@ def _die_with_the_caller(life: int) -> None:
     threading.Thread(target=wait, name="flower-gpu-life", daemon=True).start()
 
 
+def _use_sockets_without_files() -> None:
+    """Let this process and its children pass descriptors over sockets that the kernel removes.
+
+    Each DataLoader worker opens a socket in a temporary folder of its own, which stays when the group is
+    killed. multiprocessing supports names in Linux's abstract namespace, but does not choose them.
+    """
+    from multiprocessing import connection
+
+    with_files = connection.arbitrary_address  # type: ignore[attr-defined]
+
+    def without_files(family: str) -> Any:
+        return f"\0flower-gpu-{os.urandom(16).hex()}" if family == "AF_UNIX" else with_files(family)
+
+    connection.arbitrary_address = without_files  # type: ignore[attr-defined]
+
+
 def _check_environment(env: Mapping[str, str]) -> None:
     from flower_gpu.errors import WorkerStartError
 
@@ -207,10 +255,17 @@ def _failure(error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(kind, error, _without_own_frames(error)))
     return Outcome(
         error_type=f"{kind.__module__}.{kind.__qualname__}",
-        error_text=str(error),
+        error_text=_text(error),
         error_traceback=text.rstrip(),
         error_pickle=_pickled(error),
     )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text cannot be had: {type(broken).__name__} in __str__)"
 
 
 def _without_own_frames(error: BaseException) -> TracebackType | None:
@@ -226,20 +281,23 @@ def _pickled(error: BaseException) -> bytes | None:
 
     if not isinstance(error, Exception):  # KeyboardInterrupt would stop the caller
         return None
-    try:
-        data: bytes = cloudpickle.dumps(error)
-        pickle.loads(data)  # many exceptions can be pickled but not built again
-    except Exception:
-        return None
-    return data
+    for dumps in (pickle.dumps, cloudpickle.dumps):  # by name where possible, as a result
+        with suppress(Exception):
+            data: bytes = dumps(error)
+            pickle.loads(data)  # many exceptions can be pickled but not built again
+            return data
+    return None
 
 
 def _unsendable(error: Exception) -> Exception:
-    from flower_gpu.errors import InvalidResultError
+    from flower_gpu.errors import InvalidResultError, WorkerError
 
-    result = InvalidResultError(
-        f"the task returned something that cannot be passed between processes "
-        f"({type(error).__name__}: {error}). Return numpy arrays, numbers, strings, and lists or "
-        "dicts of them"
-    )
+    if isinstance(error, OSError | MemoryError):
+        result: Exception = WorkerError(f"no room for the result: {type(error).__name__}: {_text(error)}")
+    else:
+        result = InvalidResultError(
+            f"the task returned something that cannot be passed between processes "
+            f"({type(error).__name__}: {_text(error)}). Return numpy arrays, numbers, strings, and lists or "
+            "dicts of them"
+        )
     return result.with_traceback(error.__traceback__)

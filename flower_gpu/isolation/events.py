@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -16,24 +17,33 @@ T = TypeVar("T")
 Sink = Callable[[dict[str, Any]], None]
 
 _MIN_INTERVAL_S = 0.1
-_sink: Sink | None = None
+
+# Of this thread alone: several threads of a process may each run a call in it.
+_sink: ContextVar[Sink | None] = ContextVar("flower_gpu_sink", default=None)
+# Of a worker, which is there for one call: also for the threads that the task starts.
+_sink_of_process: Sink | None = None
 
 
 @contextmanager
-def sending_to(sink: Sink | None) -> Iterator[None]:
-    """Send the events of the calls inside the block to ``sink``."""
-    global _sink
-    previous, _sink = _sink, sink
+def sending_to(sink: Sink | None, *, all_threads: bool = False) -> Iterator[None]:
+    """Send the events of the call inside the block to ``sink``."""
+    global _sink_of_process
+    token = _sink.set(sink)
+    if all_threads:
+        _sink_of_process = sink
     try:
         yield
     finally:
-        _sink = previous
+        _sink.reset(token)
+        if all_threads:
+            _sink_of_process = None
 
 
 def send(event: str, **fields: Any) -> None:
     """Send one event to the caller; do nothing outside of a call."""
-    if _sink is not None:
-        _sink({"event": event, **fields})
+    sink = _sink.get() or _sink_of_process
+    if sink is not None:
+        sink({"event": event, **fields})
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterator[T]:
@@ -65,6 +75,7 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
             total = len(iterable)  # type: ignore[arg-type]
         except TypeError:  # a generator, or an IterableDataset without a length
             total = None
+    total = None if total is None else int(total)  # JSON has no numpy integers
     done = sent = 0
     sent_at = time.monotonic()
     send("progress", desc=desc, n=0, total=total)

@@ -39,7 +39,8 @@ def release_openmp_threads() -> None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return
-    libraries = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line}
+    # The sixth field is the path, which may hold spaces.
+    libraries = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
     for library in libraries:  # wheels bring their own copies (torch, scikit-learn)
         try:
             ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).omp_pause_resource_all(_OMP_PAUSE_HARD)

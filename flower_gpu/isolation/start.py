@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -36,8 +38,15 @@ class Process(Protocol):
         """Process id."""
         ...
 
-    def wait(self) -> int:
-        """Wait for the end and return the exit status (``-n`` for signal ``n``)."""
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        ...
+
+    def reap(self) -> int | None:
+        """Give its pid back, once it has exited, and return the exit status (``-n`` for signal ``n``).
+
+        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
+        """
         ...
 
 
@@ -47,6 +56,66 @@ class Starter(Protocol):
     def __call__(self, call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
         """Start it."""
         ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The caller's ends of the lines to one worker; see :class:`flower_gpu.isolation.child.Descriptors`.
+
+    Parameters
+    ----------
+    life : int
+        Write end of the life pipe; to be closed by :func:`close_life_end`.
+    reply : int
+        Memory file for the result.
+    events, stdout, stderr : int
+        Read ends of what the worker writes.
+    """
+
+    life: int
+    reply: int
+    events: int
+    stdout: int
+    stderr: int
+
+    def close(self) -> None:
+        """Close them; the kernel then kills what is left of the worker's process group."""
+        for descriptor in (self.reply, self.events, self.stdout, self.stderr):
+            os.close(descriptor)
+        close_life_end(self.life)
+
+
+def launch(call: Call, start_method: str) -> tuple[Process, Lines]:
+    """Make the lines to a worker and start it. After an error none of them is left.
+
+    Raises
+    ------
+    WorkerStartError
+        If it could not be started.
+    """
+    with start_lock, ExitStack() as ours, ExitStack() as theirs:
+
+        def pipe() -> tuple[int, int]:
+            read, write = os.pipe()
+            ours.callback(os.close, read)
+            theirs.callback(os.close, write)
+            return read, write
+
+        try:
+            _occupy_standard_descriptors(theirs)
+            reply = transport.create("flower-gpu-reply")
+            ours.callback(os.close, reply)
+            life_read, life_write = life_pipe()
+            theirs.callback(os.close, life_read)
+            ours.callback(close_life_end, life_write)
+            (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
+            descriptors = child.Descriptors(life=life_read, events=events_write, reply=reply)
+            process = STARTERS[start_method](call, descriptors, stdout_write, stderr_write)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
+        ours.pop_all()
+    return process, Lines(life_write, reply, events, stdout, stderr)
 
 
 def choose(start_method: str) -> str:
@@ -69,7 +138,7 @@ def choose(start_method: str) -> str:
         )
     if start_method != "auto":
         return start_method
-    if Path(sys.argv[0]).name == "flwr-clientapp" and sys.platform == "linux":
+    if Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux":
         if gpus is None:
             return "fork"
         if gpus == 1:
@@ -85,33 +154,28 @@ def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) 
     try:
         try:
             transport.dump((call.task, call.args, dict(call.kwargs)), request)
+        except OSError:  # no memory for it, or a limit
+            raise
         except Exception as error:
             raise WorkerStartError(
                 f"{task_name(call.task)} or its arguments cannot be passed to a worker "
                 f"({type(error).__name__}: {error}). Name the function as 'package.module:function' "
                 "and pass plain values"
             ) from error
-        descriptors = child.Descriptors(descriptors.life, descriptors.events, descriptors.reply, request)
+        descriptors = replace(descriptors, request=request)
         record = {"descriptors": vars(descriptors), "env": dict(call.env), "setup": call.setup}
-        return _Spawned(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _BOOTSTRAP.format(path=sys.path),
-                    json.dumps(record),
-                    f"flower-gpu: {call.label}",
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env={**os.environ, **call.env},
-                pass_fds=tuple(vars(descriptors).values()),
-                process_group=0,
-            )
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
+        program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env={**os.environ, **call.env},
+            pass_fds=tuple(vars(descriptors).values()),
+            process_group=0,
         )
-    except OSError as error:
-        raise WorkerStartError(f"cannot start a worker: {error}") from error
+        return _Child(process.pid, reap=process.wait)
     finally:
         os.close(request)
 
@@ -119,29 +183,43 @@ def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) 
 def fork(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
     """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
     release_openmp_threads()
-    process = multiprocessing.get_context("fork").Process(
+    for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
+    # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
+    # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
+    request = (call.task, call.args, dict(call.kwargs))
+    process = multiprocessing.Process(
         target=child.forked,
-        args=(
-            descriptors,
-            stdout,
-            stderr,
-            call.env,
-            call.setup,
-            (call.task, call.args, dict(call.kwargs)),
-        ),
+        args=(descriptors, stdout, stderr, call.env, call.setup, request),
         name=f"flower-gpu: {call.label}",
+        daemon=False,
     )
+    # Until it has left this process's group, a Ctrl-C in the terminal would reach the worker as well.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    worker = None
     try:
-        process.start()
-    except AssertionError as error:
-        raise WorkerStartError(
-            "a daemonic multiprocessing process may not fork workers; use start_method='spawn'"
-        ) from error
-    except OSError as error:
-        raise WorkerStartError(f"cannot start a worker: {error}") from error
-    with suppress(OSError):  # so that the group exists before anybody tries to end it
-        os.setpgid(process.pid or 0, process.pid or 0)
-    return _Forked(process)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                child.leave_group_of_caller(mask)
+                code = process._bootstrap()  # type: ignore[attr-defined]
+            finally:
+                os._exit(code & 0xFF)
+        worker = _Child(pid, reap=lambda: os.waitpid(pid, 0))
+        with suppress(OSError):  # so that the group exists before anybody tries to end it
+            os.setpgid(pid, pid)
+    finally:
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:  # a Ctrl-C that came meanwhile
+            if worker is not None:
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.reap()
+            raise
+    return worker
 
 
 STARTERS: dict[str, Starter] = {"spawn": spawn, "fork": fork}
@@ -160,25 +238,49 @@ def close_life_end(write: int) -> None:
     os.close(write)
 
 
-class _Spawned:
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
+def _occupy_standard_descriptors(held: ExitStack) -> None:
+    """Let nothing of the worker get the number of a standard stream that this program has closed.
 
-    def wait(self) -> int:
-        return self._process.wait()
+    The worker's own standard streams are put there, on top of whatever has the number.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        held.callback(os.close, descriptor)
+    os.close(descriptor)
 
 
-class _Forked:
-    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
-        self._process = process
-        self.pid = process.pid or 0
+class _Child:
+    """A worker that this process started itself."""
 
-    def wait(self) -> int:
-        self._process.join()
-        code = self._process.exitcode
-        self._process.close()
-        return -signal.SIGKILL if code is None else code
+    def __init__(self, pid: int, reap: Callable[[], object]) -> None:
+        self.pid = pid
+        self._reap = reap
+        self._exited = False
+        self._exitcode: int | None = None
+
+    def has_exited(self) -> bool:
+        if self._exited:
+            return True
+        try:
+            if hasattr(os, "waitid"):
+                # WNOWAIT: its pid, and so its group's id, stays taken until it is reaped.
+                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None:
+                    self._exited = True
+                    by_itself = found.si_code == os.CLD_EXITED
+                    self._exitcode = found.si_status if by_itself else -found.si_status
+            else:  # macOS before Python 3.13
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid != 0:
+                    self._exited = True
+                    self._exitcode = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:  # SIGCHLD is ignored here, or somebody else waits for all children
+            self._exited = True
+        return self._exited
+
+    def reap(self) -> int | None:
+        with suppress(ChildProcessError):
+            self._reap()
+        return self._exitcode
 
 
 def _after_fork_in_child() -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -19,7 +20,7 @@ from flower_gpu.errors import WorkerError
 # magic, bytes of the pickle, number of arrays; then the arrays' sizes, the pickle, the arrays
 _HEADER = struct.Struct("<8sQQ")
 _MAGIC = b"flwrgpu1"
-_ALIGNMENT = 4096  # a page, so that an array can be mapped where it lies
+_ALIGNMENT = 4096  # a page, so that an array can be mapped where it lies; smaller ones go into the pickle
 
 
 def create(name: str) -> int:
@@ -30,19 +31,41 @@ def create(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def dump(value: Any, descriptor: int) -> None:
-    """Write ``value`` into an empty memory file."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    views = [buffer.raw() for buffer in buffers]
+def dump(value: Any, descriptor: int, *, to_caller: bool = False) -> None:
+    """Write ``value`` into an empty memory file, for a worker or (``to_caller``) from one."""
+    head, views = _pickled_to_caller(value) if to_caller else _pickled(cloudpickle.dumps, value)
     sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
     offset = _write(descriptor, _HEADER.pack(_MAGIC, len(head), len(views)) + sizes + head, 0)
     for view in views:
         offset = _write(descriptor, view, _aligned(offset))
 
 
+def _pickled_to_caller(value: Any) -> tuple[bytes, list[memoryview]]:
+    # By name where possible: a fork's __main__ is the caller's, which then gets its own classes back.
+    # A spawned worker has what the caller's __main__ defines by value only, and so returns it.
+    try:
+        return _pickled(pickle.dumps, value)
+    except OSError:
+        raise
+    except Exception:
+        return _pickled(cloudpickle.dumps, value)
+
+
+def _pickled(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memoryview]]:
+    views: list[memoryview] = []
+
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes < _ALIGNMENT:
+            return True  # keep it in the pickle
+        views.append(view)
+        return False
+
+    return dumps(value, protocol=5, buffer_callback=take), views
+
+
 def load(descriptor: int) -> Any:
-    """Read what :func:`dump` wrote; arrays come back writable.
+    """Read what :func:`dump` wrote; arrays come back writable, except those that were read-only.
 
     Raises
     ------

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import codecs
+import io
 import json
 import os
 import pickle
+import select
 import selectors
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from textwrap import indent
+from typing import Any
 
 from flower_gpu.errors import (
+    InvalidResultError,
     WorkerDiedError,
+    WorkerError,
+    WorkerStartError,
     WorkerTaskError,
     WorkerTimeoutError,
 )
 from flower_gpu.isolation import start, transport
 from flower_gpu.isolation.call import Call, load_task
-from flower_gpu.isolation.child import Descriptors, Outcome
+from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
+from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
 
-_TAIL_LINES = 30  # of a worker's output, kept for messages
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
-_CHILDREN_GRACE_S = 0.2  # from a crash to the end of its group: resource trackers tidy up
+_CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
-_CHUNK = 65536
+_MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itself
@@ -91,7 +95,7 @@ def run(
         if not finished:
             worker.ask_where_it_is()
         exitcode = worker.end()
-        outcome = worker.outcome()
+        outcome = worker.outcome(call.label)
     if outcome is not None:
         return _unwrap(call, outcome)
     if not finished:
@@ -102,32 +106,45 @@ def run(
     raise WorkerDiedError(
         f"{call.label}: the worker (pid {worker.pid}) {_describe(exitcode)} after "
         f"{time.monotonic() - began:.1f} s, before it returned a result.{_quoted(worker.tail)}",
-        exitcode=exitcode,
-        tail="\n".join(worker.tail),
+        exitcode=exitcode or 0,
+        tail=str(worker.tail),
     )
 
 
 class _Worker:
     """One started worker with the caller's ends of its lines."""
 
-    def __init__(self, process: start.Process, life: int, reply: int) -> None:
-        self.pid = process.pid
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._process = process
-        self._life = life
-        self._reply = reply
+    def __init__(self) -> None:
+        self.tail = Tail()
+        self._process: start.Process | None = None
+        self._lines: start.Lines | None = None
+        self._streams: list[Stream] = []
         self._has_result = False
+        self._ended = False
         self._exitcode: int | None = None
-        self._pidfd = _open_pidfd(process.pid)
-        self._selector = selectors.DefaultSelector()
-        self._streams: list[_Stream] = []
+        self._pidfd = -1
+        try:
+            self._selector = selectors.DefaultSelector()
+        except OSError as error:
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else -1
+
+    def launch(self, call: Call, start_method: str, on_event: Callable[[str], None]) -> None:
+        self._process, self._lines = start.launch(call, start_method)
+        self._pidfd = _open_pidfd(self.pid)
         if self._pidfd >= 0:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
-
-    def listen(self, stream: _Stream) -> None:
-        """Read ``stream`` while waiting."""
-        self._streams.append(stream)
-        self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+        for descriptor, on_data in (
+            (self._lines.events, Lines(on_event)),
+            (self._lines.stdout, echo(sys.stdout, self.tail)),
+            (self._lines.stderr, echo(sys.stderr, self.tail)),
+        ):
+            stream = Stream(descriptor, on_data)
+            self._streams.append(stream)
+            self._selector.register(descriptor, selectors.EVENT_READ, stream)
 
     def on_result(self) -> None:
         self._has_result = True
@@ -155,139 +172,85 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGQUIT)
         deadline = time.monotonic() + _STACK_DUMP_S
-        while (remaining := deadline - time.monotonic()) > 0:
-            if self._wait_once(remaining):
-                return
+        while (remaining := deadline - time.monotonic()) > 0 and not self._wait_once(remaining):
+            pass
 
-    def end(self) -> int:
-        """End the worker and its process group, however far it is; return its exit status."""
-        if self._exitcode is None:
-            if not self._has_exited():
+    def end(self) -> int | None:
+        """End the worker and its process group, however far it is; return its exit status if it is known."""
+        if self._process is not None and not self._ended:
+            if not self._process.has_exited():
                 with suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
-                self._wait_for_exit()
-            if not self._has_result:
-                time.sleep(_CHILDREN_GRACE_S)
-            with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
-                os.killpg(self.pid, signal.SIGKILL)  # before its pid is free for others
+                self._wait_for_exit(self._process)
+            try:
+                self._let_its_children_tidy_up()
+            finally:
+                with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
+                    os.killpg(self.pid, signal.SIGKILL)  # before its pid is free for others
+                self._exitcode = self._process.reap()
+                self._ended = True
             for stream in self._streams:
                 stream.drain()
-            self._exitcode = self._process.wait()
         return self._exitcode
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self, label: str) -> Outcome | None:
         """Read the result, or return None when the worker left none."""
-        if not self._has_result:
+        if not self._has_result or self._lines is None:
             return None
-        outcome: Outcome = transport.load(self._reply)
+        try:
+            outcome: Outcome = transport.load(self._lines.reply)
+        except WorkerError:
+            raise
+        except Exception as error:
+            raise InvalidResultError(
+                f"{label} returned something that this process cannot rebuild "
+                f"({type(error).__name__}: {error}). Return numpy arrays, numbers, strings, and lists or "
+                "dicts of them"
+            ) from error
         return outcome
 
     def close(self) -> None:
         """Let go of every descriptor."""
         self._selector.close()
-        for stream in self._streams:
-            stream.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
-        os.close(self._reply)
-        start.close_life_end(self._life)
+        if self._lines is not None:
+            self._lines.close()
 
     def _wait_once(self, timeout_s: float | None) -> bool:
-        if self._pidfd < 0:
-            timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
+        longest = _MAX_WAIT_S if self._pidfd >= 0 else _POLL_S
+        self._read_once(longest if timeout_s is None else min(timeout_s, longest))
+        return self._process is None or self._process.has_exited()
+
+    def _read_once(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             if key.data is not None and not key.data.read():
                 self._selector.unregister(key.fd)
-        return self._has_exited()
 
-    def _has_exited(self) -> bool:
-        # WNOWAIT: its pid, and so its group's id, stays taken until everything is ended.
-        if not hasattr(os, "waitid"):
-            return False
-        try:
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self.pid, flags) is not None
-        except ChildProcessError:  # somebody else in this program waits for all children
-            return True
+    def _wait_for_exit(self, process: start.Process) -> None:
+        # Without reading: that may raise, and a worker that is being killed waits for no reader.
+        poll = select.poll()
+        if self._pidfd >= 0:
+            poll.register(self._pidfd, select.POLLIN)
+        while not process.has_exited():
+            poll.poll(_POLL_S * 1000)
 
-    def _wait_for_exit(self) -> None:
-        while not self._wait_once(None):
-            pass
-
-
-class _Stream:
-    """A pipe from the worker, read in whole chunks without blocking."""
-
-    def __init__(self, descriptor: int, on_data: Callable[[bytes], None]) -> None:
-        os.set_blocking(descriptor, False)
-        self.descriptor = descriptor
-        self._on_data = on_data
-
-    def read(self) -> bool:
-        """Take one chunk; return False at the end of the stream."""
-        try:
-            data = os.read(self.descriptor, _CHUNK)
-        except BlockingIOError:
-            return True
-        if data:
-            self._on_data(data)
-        return bool(data)
-
-    def drain(self) -> None:
-        """Take all that has been written so far."""
-        with suppress(BlockingIOError):
-            while data := os.read(self.descriptor, _CHUNK):
-                self._on_data(data)
-        self._on_data(b"")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-class _Lines:
-    """Cuts bytes into lines; an empty chunk flushes an unfinished one."""
-
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""
-        self._on_line = on_line
-
-    def __call__(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
-        if not data and self._rest:
-            lines, self._rest = [*lines, self._rest], ""
-        for line in lines:
-            self._on_line(line)
+    def _let_its_children_tidy_up(self) -> None:
+        """Wait a moment for those who still hold the output of the worker that is gone."""
+        if self._pidfd >= 0:  # it would end every wait at once
+            with suppress(KeyError):  # done already, and then interrupted
+                self._selector.unregister(self._pidfd)
+        deadline = time.monotonic() + _CHILDREN_GRACE_S
+        while self._selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
+            self._read_once(remaining)
 
 
 @contextmanager
 def _started(call: Call, start_method: str, on_event: Sink | None) -> Iterator[_Worker]:
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
-    child_ends: list[int] = []
-    reply = transport.create("flower-gpu-reply")
-    with start.start_lock:
-        life_read, life_write = start.life_pipe()
-        pipes = [os.pipe() for _ in range(3)]
-        child_ends = [life_read, *(write for _, write in pipes)]
-        events, stdout, stderr = pipes
-        try:
-            descriptors = Descriptors(life=life_read, events=events[1], reply=reply)
-            process = start.STARTERS[start_method](call, descriptors, stdout[1], stderr[1])
-        except BaseException:
-            for read, _ in pipes:
-                os.close(read)
-            os.close(reply)
-            start.close_life_end(life_write)
-            raise
-        finally:
-            # Closed at once: with a copy here, the end of the worker's stream would never be seen.
-            for descriptor in child_ends:
-                os.close(descriptor)
-    worker = _Worker(process, life_write, reply)
+    worker = _Worker()
     try:
-        worker.listen(_Stream(events[0], _Lines(_event_handler(worker, on_event))))
-        worker.listen(_Stream(stdout[0], _echo(sys.stdout, worker.tail)))
-        worker.listen(_Stream(stderr[0], _echo(sys.stderr, worker.tail)))
+        worker.launch(call, start_method, _event_handler(worker, on_event))
         yield worker
     finally:
         try:
@@ -302,28 +265,14 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
             event = json.loads(line)
         except ValueError:  # torn by a kill
             return
+        if not isinstance(event, dict):
+            return
         if event.get("event") == "result":
             worker.on_result()
         elif on_event is not None:
             on_event(event)
 
     return handle
-
-
-def _echo(target: TextIO | None, tail: deque[str]) -> Callable[[bytes], None]:
-    """Pass a worker's output on to the caller's stream, and remember the last lines of it."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    remember = _Lines(tail.append)
-
-    def on_data(data: bytes) -> None:
-        remember(data)
-        text = decoder.decode(data)
-        if target is not None and text:
-            with suppress(OSError, ValueError):  # the caller's stream is closed
-                target.write(text)
-                target.flush()
-
-    return on_data
 
 
 def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
@@ -347,18 +296,30 @@ def _unwrap(call: Call, outcome: Outcome) -> Any:
     if outcome.error_type is None:
         return outcome.value
     cause = WorkerTraceback(outcome.error_traceback)
-    package = outcome.error_type.partition(".")[0]
-    # An exception of a library that this process has not imported stays a name: a client that holds
-    # only weights must not import torch for an error message.
-    if outcome.error_pickle is not None and package in sys.modules:
+    if outcome.error_pickle is not None:
         try:
-            error = pickle.loads(outcome.error_pickle)
+            error = _WithoutImports(io.BytesIO(outcome.error_pickle)).load()
         except Exception:
             error = None
         if isinstance(error, Exception):
             raise error from cause
     name = outcome.error_type.removeprefix("builtins.")
     raise WorkerTaskError(f"{call.label} raised {name}: {outcome.error_text}") from cause
+
+
+class _WithoutImports(pickle.Unpickler):
+    """Rebuilds an exception from what this process has imported anyway.
+
+    What needs more stays a name and a text: a client that holds only weights must not import torch for
+    an error message.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in sys.modules:
+            raise pickle.UnpicklingError(f"{module} is not imported")
+        if name == "subimport":  # cloudpickle's, for the modules that a function uses
+            return sys.modules.__getitem__
+        return super().find_class(module, name)
 
 
 def _open_pidfd(pid: int) -> int:
@@ -368,7 +329,9 @@ def _open_pidfd(pid: int) -> int:
         return -1
 
 
-def _describe(exitcode: int) -> str:
+def _describe(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "ended, how is not known (SIGCHLD is ignored here, or something else waits for all children),"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
@@ -381,7 +344,8 @@ def _describe(exitcode: int) -> str:
     return text
 
 
-def _quoted(tail: deque[str]) -> str:
-    if not tail:
+def _quoted(tail: Tail) -> str:
+    text = str(tail)
+    if not text:
         return " It wrote nothing."
-    return " The last lines it wrote:\n" + "\n".join(f"    {line}" for line in tail)
+    return " The last lines it wrote:\n" + indent(text, "    ")

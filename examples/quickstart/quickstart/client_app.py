@@ -1,0 +1,13 @@
+"""The client: it names the function its workers run, and never imports torch itself."""
+
+from flwr.client import ClientApp
+
+from flower_gpu import GPUClient
+
+
+def client_fn(context):
+    settings = {**context.run_config, **context.node_config}  # partition-id and num-partitions too
+    return GPUClient("quickstart.task:train", kwargs={"settings": settings}).to_client()
+
+
+app = ClientApp(client_fn)

@@ -1,0 +1,85 @@
+"""The ``flower-gpu`` command.
+
+Only light modules are imported before a command runs, so ``--help`` also answers in a Python that has none of
+the dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from flower_gpu import __version__
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch import options as launch_options
+
+#: Exit status for input that cannot be used.
+EXIT_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the whole usage in front."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command and all its subcommands."""
+    parser = _Parser(
+        prog="flower-gpu",
+        description="GPU work of Flower clients in worker processes that give their memory back.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"flower-gpu {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    launch = commands.add_parser(
+        "launch",
+        help="run a Flower app with several clients on this machine",
+        description=launch_options.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    launch_options.add_arguments(launch)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; default: those of the process.
+
+    Returns
+    -------
+    int
+        0: done. 1: something that was started failed. 2: the input cannot be used.
+        128 + n: ended by signal n.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+        try:
+            options = launch_options.from_arguments(arguments)
+            from flower_gpu.launch import run
+
+            return run.launch(options)
+        except ConfigError as error:
+            print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
+            return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`): Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

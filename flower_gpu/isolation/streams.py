@@ -1,0 +1,121 @@
+"""What a worker writes, on the caller's side: whole lines, the last of them remembered, all passed on."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import dropwhile, takewhile
+from typing import TextIO
+
+_CHUNK = 65536
+_MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
+_REMEMBERED_LINES = 1000
+_TAIL_LINES = 30  # of them in a message
+_TAIL_COLUMNS = 500
+_STACK_LINES = 15
+_STACK_HEADING = "(most recent call first):"  # faulthandler's
+
+
+class Stream:
+    """A pipe from the worker, read in whole chunks without blocking."""
+
+    def __init__(self, descriptor: int, on_data: Callable[[bytes], None]) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._on_data = on_data
+
+    def read(self) -> bool:
+        """Take one chunk; return False at the end of the stream."""
+        try:
+            data = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return True
+        if data:
+            self._on_data(data)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Take what has been written so far, and no more: a process that got away may go on writing."""
+        with suppress(BlockingIOError):
+            for _ in range(_MAX_PIPE // _CHUNK):
+                data = os.read(self.descriptor, _CHUNK)
+                if not data:
+                    break
+                self._on_data(data)
+        self._on_data(b"")
+
+
+class Lines:
+    """Cuts bytes into lines; an empty chunk flushes an unfinished one."""
+
+    def __init__(self, on_line: Callable[[str], None], max_unfinished: int | None = None) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
+        self._on_line = on_line
+        self._max_unfinished = max_unfinished
+
+    def __call__(self, data: bytes) -> None:
+        """Take the next bytes."""
+        *lines, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
+        if not data and rest:
+            lines, rest = [*lines, rest], ""
+        self._unfinished = rest if self._max_unfinished is None else rest[-self._max_unfinished :]
+        for line in lines:
+            self._on_line(line)
+
+
+class Tail:
+    """The last lines of a worker's output, for messages."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+
+    def reader(self) -> Lines:
+        """Return what remembers the lines of one stream; the streams share the tail."""
+        return Lines(self._remember, max_unfinished=_CHUNK)
+
+    def __str__(self) -> str:
+        lines = list(self._lines)
+        headings = [n for n, line in enumerate(lines) if line.endswith(_STACK_HEADING)]
+        if not headings:
+            return "\n".join(lines[-_TAIL_LINES:])
+        # The stacks of all threads may be hundreds of lines, innermost calls first: show what the thread
+        # that crashed is at, or the main thread, which is the last, and some lines from before and after.
+        current = next((n for n in headings if lines[n].startswith("Current thread")), headings[-1])
+        stack = list(takewhile(_is_frame, lines[current + 1 :]))
+        after = list(dropwhile(_is_frame, lines[headings[-1] + 1 :]))
+        few = _TAIL_LINES // 3
+        shown = [*lines[: headings[0]][-few:], lines[current], *stack[:_STACK_LINES], *after[-few:]]
+        return "\n".join(shown)
+
+    def _remember(self, line: str) -> None:
+        shown = line.rstrip("\r").rpartition("\r")[2]  # a bar draws over itself
+        self._lines.append(shown[-_TAIL_COLUMNS:])
+
+
+def _is_frame(line: str) -> bool:
+    return line.startswith("  ")
+
+
+def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
+    """Pass a worker's output on to the caller's stream, and remember the last lines of it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    remember = tail.reader()
+
+    def on_data(data: bytes) -> None:
+        remember(data)
+        text = decoder.decode(data)
+        if target is not None and text:
+            with suppress(OSError, ValueError):  # the caller's stream is closed
+                target.write(_writable(text, target))
+                target.flush()
+
+    return on_data
+
+
+def _writable(text: str, target: TextIO) -> str:
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)

@@ -1,0 +1,100 @@
+"""What the two engines have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from flower_gpu.launch import ports
+from flower_gpu.launch.folder import RunFolder
+from flower_gpu.launch.plan import Plan
+from flower_gpu.launch.service import Service
+from flower_gpu.launch.supervisor import LaunchFailedError, Supervisor
+
+#: How often a process is started again with another port when somebody else took the one it was given.
+PORT_ATTEMPTS: Final = 4
+
+
+class Engine(ABC):
+    """Starts the processes of one run and finds out how it ends.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to run.
+    folder : RunFolder
+        Where its files go.
+    env : mapping
+        Environment of its processes.
+    supervisor : Supervisor
+        Who watches them.
+    """
+
+    def __init__(self, plan: Plan, folder: RunFolder, env: Mapping[str, str], supervisor: Supervisor) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.env = env
+        self.supervisor = supervisor
+
+    @property
+    @abstractmethod
+    def server_log(self) -> Path:
+        """The log that shows the rounds as Flower reports them."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything.
+
+        Raises
+        ------
+        LaunchFailedError
+            If a process does not start.
+        LaunchStoppedError
+            If the launcher was asked to stop meanwhile.
+        """
+
+    @abstractmethod
+    def has_finished(self) -> bool:
+        """Tell whether the run has completed.
+
+        Raises
+        ------
+        LaunchFailedError
+            If it cannot complete any more.
+        """
+
+    def start_on_free_port(
+        self, make: Callable[[int], Service], is_ready: Callable[[Service, int], bool]
+    ) -> int:
+        """Start a server and wait until it answers; on another port if the one it got is taken meanwhile.
+
+        Parameters
+        ----------
+        make : callable
+            Builds the service for a port.
+        is_ready : callable
+            Asks it.
+
+        Returns
+        -------
+        int
+            Its port.
+        """
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            port = self.plan.port or ports.free_ports(1)[0]
+            service = make(port)
+            self.supervisor.start(service)
+            while service.runs:
+                if is_ready(service, port):
+                    return port
+                self.supervisor.wait(0.05)
+            if self.plan.port or attempt == PORT_ATTEMPTS or not service.port_was_taken:
+                raise died(service)
+        raise AssertionError("the last attempt returns or raises")
+
+
+def died(service: Service) -> LaunchFailedError:
+    """Describe a service that ended although the run goes on."""
+    return LaunchFailedError(f"{service.describe_end()} before the run was over", service)

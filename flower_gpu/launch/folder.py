@@ -1,0 +1,102 @@
+"""The folder of one run, and the names of everything in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import trace
+from flower_gpu.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run's files; nothing else in the package knows their names."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, log_dir: Path) -> RunFolder:
+        """Make a folder named after the time, of which no other run can make the same.
+
+        Raises
+        ------
+        ConfigError
+            If it cannot be made.
+        """
+        name = time.strftime("%Y-%m-%d_%H-%M-%S")
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = log_dir.resolve() / (name if number == 1 else f"{name}-{number}")
+                try:
+                    path.mkdir()  # atomic: of two runs in the same second only one gets this name
+                except FileExistsError:
+                    continue
+                return cls(path)
+        except OSError as error:
+            raise ConfigError(f"--log-dir {log_dir}: {error.strerror}") from None
+        raise AssertionError("count() does not end")
+
+    @property
+    def shown(self) -> str:
+        """The path for a message: relative where that is shorter."""
+        return short(self.path)
+
+    @property
+    def trace(self) -> Path:
+        """Events of the run."""
+        return self.path / trace.FILE_NAME
+
+    @property
+    def result(self) -> Path:
+        """Metrics by round and the workers, as JSON."""
+        return self.path / "result.json"
+
+    @property
+    def settings(self) -> Path:
+        """What was launched, as JSON."""
+        return self.path / "launch.json"
+
+    @property
+    def model(self) -> Path:
+        """Where an app that uses safetensors leaves its final global model."""
+        return self.path / "model.safetensors"
+
+    @property
+    def flwr_home(self) -> Path:
+        """Flower's configuration and state of this run only."""
+        return self.path / "flwr"
+
+    @property
+    def app(self) -> Path:
+        """A copy of the app, where one is needed."""
+        return self.path / "app"
+
+    @property
+    def flower_status(self) -> Path:
+        """What Flower says of the run at its end."""
+        return self.path / "flwr-list.json"
+
+    def log(self, process: str) -> Path:
+        """Log file of a process."""
+        return self.path / f"{process}.log"
+
+
+def short(path: Path) -> str:
+    """Write a path relative to the current folder if it lies in it."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file such that a reader sees all of it or none."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.replace(path)

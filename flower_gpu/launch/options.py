@@ -1,0 +1,302 @@
+"""The options of ``flower-gpu launch``: what they are called, what they accept, what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu.config import START_METHODS
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch.app import FlowerApp
+from flower_gpu.launch.config_values import ConfigValue, parse_pairs
+
+DESCRIPTION: Final = """\
+Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
+stopped at the end. Nothing needs to be configured, and the user's Flower configuration is not touched."""
+
+ENGINES: Final = MappingProxyType(
+    {
+        "superlink": "one SuperLink, N SuperNodes and `flwr run`",
+        "start-client": "one start_server and N start_client processes; deprecated in Flower, but light",
+    }
+)
+
+
+@dataclass(frozen=True)
+class RunConfigOption:
+    """An option that stands for a key of the app's run config."""
+
+    flag: str
+    key: str
+    type: Callable[[str], ConfigValue]
+    metavar: str | None
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def dest(self) -> str:
+        """Name of the parsed value."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number of 1 or more."""
+    return _int(text, 1)
+
+
+def non_negative_int(text: str) -> int:
+    """Read a whole number of 0 or more."""
+    return _int(text, 0)
+
+
+def positive_float(text: str) -> float:
+    """Read a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def port_number(text: str) -> int:
+    """Read a TCP port."""
+    value = _int(text, 1)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, not {text}")
+    return value
+
+
+def text_value(text: str) -> str:
+    """Read a text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def absolute_path(text: str) -> str:
+    """Make a path absolute: the processes that read it may run elsewhere."""
+    return str(Path(text_value(text)).expanduser().resolve())
+
+
+def _int(text: str, minimum: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"must be {minimum} or more, not {text}")
+    return value
+
+
+#: Key of the number of clients: set by the launcher itself wherever an app declares it.
+NUM_CLIENTS_KEY: Final = "num-clients"
+CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
+NUM_ROUNDS_KEY: Final = "num-server-rounds"
+
+RUN_CONFIG_OPTIONS: Final = (
+    RunConfigOption(
+        "--clients-per-round",
+        CLIENTS_PER_ROUND_KEY,
+        positive_int,
+        "N",
+        "clients that train in a round",
+    ),
+    RunConfigOption("--rounds", NUM_ROUNDS_KEY, positive_int, "N", "number of rounds"),
+    RunConfigOption("--dataset", "dataset", text_value, "NAME", "data the app trains on"),
+    RunConfigOption(
+        "--data-dir", "data-dir", absolute_path, "DIR", "folder of the data, if it is there already"
+    ),
+    RunConfigOption(
+        "--partition",
+        "partition",
+        text_value,
+        None,
+        "how the data is split between clients",
+        choices=("iid", "dirichlet"),
+    ),
+    RunConfigOption(
+        "--dirichlet-alpha",
+        "dirichlet-alpha",
+        positive_float,
+        "X",
+        "for --partition dirichlet: the smaller, the more the clients differ",
+    ),
+    RunConfigOption("--model", "model", text_value, "NAME", "model to train"),
+    RunConfigOption("--batch-size", "batch-size", positive_int, "N", "batch size"),
+    RunConfigOption("--local-epochs", "local-epochs", positive_int, "N", "epochs a client trains in a round"),
+    RunConfigOption("--learning-rate", "learning-rate", positive_float, "X", "learning rate"),
+    RunConfigOption("--seed", "seed", non_negative_int, "N", "seed of everything random"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the user asked for, each value checked on its own.
+
+    Parameters
+    ----------
+    app_dir : Path
+        Folder of the Flower app.
+    engine : str
+        A key of :data:`ENGINES`.
+    clients : int, optional
+        Number of clients; None: the app's own ``num-clients``, else 2.
+    run_config_options : mapping
+        Run config values given as options of their own, by key.
+    run_config, node_config : mapping
+        Values of ``--run-config`` and ``--node-config``, by key.
+    start_method, timeout_s
+        For every call in a worker; None leaves it to the environment and the app.
+    log_dir : Path
+        Where the run's folder is made.
+    port : int, optional
+        Port of the server; None: a free one.
+    verbosity : int
+        1 shows the server's log as well, -1 only the result.
+    """
+
+    app_dir: Path
+    engine: str = "superlink"
+    clients: int | None = None
+    run_config_options: Mapping[str, ConfigValue] = field(default_factory=dict)
+    run_config: Mapping[str, ConfigValue] = field(default_factory=dict)
+    node_config: Mapping[str, ConfigValue] = field(default_factory=dict)
+    start_method: str | None = None
+    timeout_s: float | None = None
+    log_dir: Path = Path("runs")
+    port: int | None = None
+    verbosity: int = 0
+
+
+class _HelpWithAppDefaults(argparse.Action):
+    """``--help``; after an app's folder it also shows what that app declares."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show this help and exit")
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        app_dir = getattr(namespace, "app_dir", None)
+        if app_dir is not None:
+            try:
+                app = FlowerApp.load(app_dir)
+            except ConfigError as error:
+                parser.error(str(error))
+            lines = "\n".join(f"  {key} = {value!r}" for key, value in app.run_config.items())
+            parser.epilog = f"run config of {app.name} and its defaults:\n{lines or '  (empty)'}"
+        parser.print_help()
+        parser.exit()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``launch`` to a parser."""
+    add = parser.add_argument
+    add("app_dir", metavar="APP_DIR", type=Path, help="folder of the Flower app")
+    add("-h", "--help", action=_HelpWithAppDefaults)
+    federation = parser.add_argument_group("federation")
+    federation.add_argument(
+        "--clients",
+        metavar="N",
+        type=positive_int,
+        help="number of clients (default: the app's num-clients, else 2)",
+    )
+    federation.add_argument(
+        "--engine",
+        choices=tuple(ENGINES),
+        default="superlink",
+        help="; ".join(f"{name}: {text}" for name, text in ENGINES.items()) + " (default: superlink)",
+    )
+    federation.add_argument(
+        "--node-config",
+        metavar="'K=V ...'",
+        action="append",
+        default=[],
+        help="further keys of every node's config (TOML values; may be repeated)",
+    )
+    app = parser.add_argument_group(
+        "run config", "Passed on only when given; the app must declare the key, and sets the default."
+    )
+    for option in RUN_CONFIG_OPTIONS:
+        app.add_argument(
+            option.flag,
+            metavar=option.metavar,
+            type=option.type,
+            choices=option.choices,
+            help=f"{option.help} [{option.key}]",
+        )
+    app.add_argument(
+        "--run-config",
+        metavar="'K=V ...'",
+        action="append",
+        default=[],
+        help="any keys of the app's run config (TOML values; may be repeated)",
+    )
+    workers = parser.add_argument_group("workers")
+    workers.add_argument(
+        "--start-method",
+        choices=START_METHODS,
+        help="how worker processes are started (default: auto)",
+    )
+    workers.add_argument(
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        help="seconds a call in a worker may take (default: no limit)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        type=Path,
+        default=Path("runs"),
+        help="where the run's folder is made (default: runs)",
+    )
+    output.add_argument(
+        "--port",
+        metavar="N",
+        type=port_number,
+        help="port of the server on 127.0.0.1 (default: a free one)",
+    )
+    loudness = output.add_mutually_exclusive_group()
+    loudness.add_argument("-v", "--verbose", action="store_true", help="show the server's log as well")
+    loudness.add_argument("-q", "--quiet", action="store_true", help="show the result only")
+
+
+def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
+    """Turn parsed arguments into options.
+
+    Raises
+    ------
+    ConfigError
+        If ``--run-config`` or ``--node-config`` cannot be read.
+    """
+    given = {
+        option.key: value
+        for option in RUN_CONFIG_OPTIONS
+        if (value := getattr(arguments, option.dest)) is not None
+    }
+    return LaunchOptions(
+        app_dir=arguments.app_dir,
+        engine=arguments.engine,
+        clients=arguments.clients,
+        run_config_options=given,
+        run_config=parse_pairs("--run-config", arguments.run_config),
+        node_config=parse_pairs("--node-config", arguments.node_config),
+        start_method=arguments.start_method,
+        timeout_s=arguments.timeout_s,
+        log_dir=arguments.log_dir,
+        port=arguments.port,
+        verbosity=int(arguments.verbose) - int(arguments.quiet),
+    )

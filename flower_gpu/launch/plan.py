@@ -1,0 +1,161 @@
+"""From options to what will be started: everything that can be checked beforehand is checked here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeGuard
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch import environment, ports
+from flower_gpu.launch.app import FlowerApp
+from flower_gpu.launch.config_values import ConfigValue
+from flower_gpu.launch.options import (
+    CLIENTS_PER_ROUND_KEY,
+    NUM_CLIENTS_KEY,
+    NUM_ROUNDS_KEY,
+    RUN_CONFIG_OPTIONS,
+    LaunchOptions,
+)
+
+DEFAULT_CLIENTS: Final = 2
+_NODE_KEYS: Final = ("partition-id", "num-partitions")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can be started.
+
+    Parameters
+    ----------
+    app : FlowerApp
+        The app.
+    engine : str
+        How it is run.
+    clients : int
+        Number of clients.
+    overrides : mapping
+        Run config values that differ from the app's defaults because the launcher passes them.
+    node_config : mapping
+        Further keys of every node's config.
+    log_dir : Path
+        Where the run's folder is made.
+    port : int, optional
+        The server's port, where the user chose one.
+    start_method, timeout_s
+        For calls in workers, where the user chose them.
+    verbosity : int
+        As in the options.
+    """
+
+    app: FlowerApp
+    engine: str
+    clients: int
+    overrides: Mapping[str, ConfigValue]
+    node_config: Mapping[str, ConfigValue]
+    log_dir: Path
+    port: int | None
+    start_method: str | None
+    timeout_s: float | None
+    verbosity: int
+
+    @property
+    def run_config(self) -> dict[str, ConfigValue]:
+        """The run config the app will see."""
+        return {**self.app.run_config, **self.overrides}
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Number of rounds, where the app declares it under the usual name."""
+        value = self.run_config.get(NUM_ROUNDS_KEY)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def node_config_of(self, client: int) -> dict[str, ConfigValue]:
+        """Config of one client's node."""
+        return {"partition-id": client, "num-partitions": self.clients, **self.node_config}
+
+
+def make_plan(options: LaunchOptions) -> Plan:
+    """Check options against the app and the machine.
+
+    Raises
+    ------
+    ConfigError
+        If the run cannot be started; nothing has been started or written.
+    """
+    app = FlowerApp.load(options.app_dir)
+    declared = app.run_config.get(NUM_CLIENTS_KEY)
+    clients = options.clients or (declared if _is_whole(declared) and declared >= 1 else DEFAULT_CLIENTS)
+    overrides = _overrides(options, app, clients)
+    run_config = {**app.run_config, **overrides}
+    per_round = run_config.get(CLIENTS_PER_ROUND_KEY)
+    if _is_whole(per_round) and per_round > clients:
+        where = "" if CLIENTS_PER_ROUND_KEY in overrides else f" (the default of {app.name})"
+        raise ConfigError(f"--clients-per-round {per_round}{where} is more than --clients {clients}")
+    partition = run_config.get("partition")
+    if "dirichlet-alpha" in options.run_config_options and partition not in (None, "dirichlet"):
+        raise ConfigError(f"--dirichlet-alpha goes with --partition dirichlet, not {partition}")
+    for key in _NODE_KEYS:
+        if key in options.node_config:
+            raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
+    if options.engine == "start-client":
+        app.check_start_client()
+    else:
+        environment.check_commands(("flower-superlink", "flower-supernode", "flwr"))
+    if options.port is not None and not ports.is_free(options.port):
+        raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
+    _check_log_dir(options.log_dir)
+    return Plan(
+        app=app,
+        engine=options.engine,
+        clients=clients,
+        overrides=overrides,
+        node_config=options.node_config,
+        log_dir=options.log_dir,
+        port=options.port,
+        start_method=options.start_method,
+        timeout_s=options.timeout_s,
+        verbosity=options.verbosity,
+    )
+
+
+def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:
+    known = ", ".join(sorted(app.run_config)) or "none"
+    flags = {option.key: option.flag for option in RUN_CONFIG_OPTIONS}
+    for key in options.run_config_options:
+        if key not in app.run_config:
+            raise ConfigError(
+                f"{flags[key]} needs the run config key {key}, which {app.name} does not declare "
+                f"(its keys: {known})"
+            )
+    for key in options.run_config:
+        if key not in app.run_config:
+            raise ConfigError(f"--run-config {key}: {app.name} declares no such key (its keys: {known})")
+        if key in options.run_config_options:
+            raise ConfigError(f"{flags[key]} and --run-config {key} say the same twice")
+    overrides = {**options.run_config_options, **options.run_config}
+    for key, value in overrides.items():
+        allowed = app.choices.get(key)
+        if allowed and str(value) not in allowed:
+            flag = flags[key] if key in options.run_config_options else f"--run-config {key}"
+            raise ConfigError(f"{flag} {value}: {app.name} knows {', '.join(allowed)}")
+    if NUM_CLIENTS_KEY in app.run_config:
+        if overrides.get(NUM_CLIENTS_KEY, clients) != clients:
+            raise ConfigError(f"--run-config {NUM_CLIENTS_KEY} is set by --clients")
+        overrides[NUM_CLIENTS_KEY] = clients
+    return overrides
+
+
+def _check_log_dir(log_dir: Path) -> None:
+    """Find out, without making it, whether a folder could be made."""
+    nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--log-dir {log_dir}: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {log_dir}: no permission to write in {nearest}")
+
+
+def _is_whole(value: ConfigValue | None) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,56 @@
+"""TCP ports on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from contextlib import ExitStack
+from typing import Final
+
+HOST: Final = "127.0.0.1"
+
+
+def free_ports(count: int) -> list[int]:
+    """Find ports that are free now, all different.
+
+    All are bound before any is let go, so the system cannot give out the same one twice. Between the end of
+    this function and their use somebody else can still take one: whoever uses them must expect that.
+    """
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def is_free(port: int) -> bool:
+    """Tell whether a server could listen on a port now."""
+    with socket.socket() as probe:
+        # As servers do it: connections of an earlier server that wait for their end are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
+
+
+def accepts_connections(port: int, timeout_s: float = 1.0) -> bool:
+    """Tell whether something listens on a port."""
+    try:
+        with socket.create_connection((HOST, port), timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
+    """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,153 @@
+"""One launch from its plan to its result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Final
+
+from flower_gpu import trace
+from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
+from flower_gpu.launch.engine import Engine
+from flower_gpu.launch.environment import RUN_DIR_VARIABLE, service_environment
+from flower_gpu.launch.folder import RunFolder, short, write_json
+from flower_gpu.launch.follow import LineFollower, TraceFollower
+from flower_gpu.launch.options import LaunchOptions
+from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.launch.result import build_result
+from flower_gpu.launch.start_client import StartClientEngine
+from flower_gpu.launch.superlink import SuperLinkEngine
+from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor
+
+_ENGINES: Final[dict[str, type[Engine]]] = {
+    "superlink": SuperLinkEngine,
+    "start-client": StartClientEngine,
+}
+_TICK_S: Final = 0.2
+# Flower has said how the run ended: what is still there has nothing left to do.
+_GRACE_AT_END_S: Final = 0.5
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run an app as the options say, show it, and leave its result in the run's folder.
+
+    Returns
+    -------
+    int
+        0 if Flower reports the run as completed, 1 if anything failed, 128 + n if signal n stopped it.
+
+    Raises
+    ------
+    ConfigError
+        If the options cannot be used; then nothing was started or written.
+    """
+    plan = make_plan(options)
+    folder = RunFolder.create(plan.log_dir)
+    write_json(folder.settings, settings_of(plan))
+    code = 0
+    with Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor:
+        display = make_display(plan.num_rounds, plan.verbosity)
+        try:
+            display.line(headline(plan, folder))
+            env = service_environment(
+                os.environ, folder, start_method=plan.start_method, timeout_s=plan.timeout_s
+            )
+            engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
+            _follow(engine, supervisor, display, plan.verbosity)
+            supervisor.stop(grace_s=_GRACE_AT_END_S)
+        except LaunchStoppedError as stopped:
+            code = 128 + stopped.signum
+            _close(display)
+            _complain(f"stopping, {stopped}")
+        except LaunchFailedError as failure:
+            code = 1
+            _close(display)
+            _explain(failure)
+        finally:
+            _close(display)
+            supervisor.stop()
+    for pid in supervisor.left:
+        _complain(f"process {pid} could not be ended")
+        code = code or 1
+    _conclude(folder, code)
+    return code
+
+
+def headline(plan: Plan, folder: RunFolder) -> str:
+    """Say in one line what is started and where the logs are."""
+    counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
+    if plan.num_rounds is not None:
+        counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
+    return f"{plan.app.name}: {', '.join(counts)}, engine {plan.engine}; logs in {folder.shown}"
+
+
+def settings_of(plan: Plan) -> dict[str, object]:
+    """Collect what a run was started with; the processes of engine start-client read it, too."""
+    return {
+        "app": str(plan.app.path),
+        "serverapp": plan.app.serverapp,
+        "clientapp": plan.app.clientapp,
+        "engine": plan.engine,
+        "run_config": plan.run_config,
+        "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
+        "start_method": plan.start_method,
+        "timeout_s": plan.timeout_s,
+    }
+
+
+def _follow(engine: Engine, supervisor: Supervisor, display: Display, verbosity: int) -> None:
+    """Start the run and show it until it has finished."""
+    events = TraceFollower(engine.folder.trace)
+    log = LineFollower(engine.server_log)
+
+    def show() -> None:
+        for event in events.read_new():
+            display.event(event)
+        for line in log.read_new() if verbosity > 0 else ():
+            display.line(line)
+        if isinstance(display, TerminalDisplay):
+            display.tick()
+
+    engine.start()
+    try:
+        while not engine.has_finished():
+            show()
+            supervisor.wait(_TICK_S)
+    finally:
+        show()
+
+
+def _close(display: Display) -> None:
+    with contextlib.suppress(OSError):  # the terminal is gone; stopping must go on
+        display.close()
+
+
+def _explain(failure: LaunchFailedError) -> None:
+    _complain(str(failure))
+    if failure.service is not None:
+        _complain(f"end of {short(failure.service.log)}:")
+        for line in failure.service.tail().splitlines():
+            _complain(f"  {line}", prefix="")
+
+
+def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
+    with contextlib.suppress(OSError):
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)
+
+
+def _conclude(folder: RunFolder, code: int) -> None:
+    """Write the result, also of a run that failed: its rounds so far are real."""
+    result = build_result(trace.read(folder.trace))
+    write_json(folder.result, result)
+    if code != 0:
+        _complain(f"all logs are in {folder.shown}")
+        return
+    if result["rounds"] or result["initial"]:
+        print_table(result)
+    else:
+        print("The app reported no rounds: wrap its evaluation in flower_gpu.gpu_evaluate.")
+    if folder.model.exists():
+        print(f"model       {short(folder.model)}")
+    print(f"result      {short(folder.result)}")
+    print(f"run folder  {folder.shown}", flush=True)

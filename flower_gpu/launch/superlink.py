@@ -1,0 +1,223 @@
+"""Engine ``superlink``: one SuperLink, N SuperNodes, and ``flwr run``."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from flower_gpu.launch import ports
+from flower_gpu.launch.config_values import ConfigValue, format_pairs
+from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
+from flower_gpu.launch.environment import client_environment
+from flower_gpu.launch.follow import LineFollower
+from flower_gpu.launch.service import Service
+from flower_gpu.launch.supervisor import LaunchFailedError
+
+#: Name of the connection in the run's own Flower configuration.
+CONNECTION: Final = "launch"
+# flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
+_WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
+# What flwr's FAB builder may take; anything else in the app's folder stays where it is.
+_FAB_FILES: Final = (
+    "*.py",
+    "*.toml",
+    "*.md",
+    "*.yaml",
+    "*.yml",
+    "*.json",
+    "*.jsonl",
+    "LICENSE",
+    ".gitignore",
+)
+
+
+def superlink_command(port: int) -> list[str]:
+    """Build the command line of the SuperLink."""
+    return [
+        "flower-superlink",
+        "--insecure",  # it is reachable from this machine only
+        "--host",
+        ports.HOST,
+        "--port",
+        str(port),
+        "--disable-runtime-dependency-installation",
+    ]
+
+
+def supernode_command(superlink_port: int, port: int, node_config: Mapping[str, ConfigValue]) -> list[str]:
+    """Build the command line of one SuperNode."""
+    return [
+        "flower-supernode",
+        "--insecure",
+        "--superlink",
+        f"{ports.HOST}:{superlink_port}",
+        "--host",
+        ports.HOST,
+        "--port",
+        str(port),
+        "--node-config",
+        format_pairs(node_config),
+    ]
+
+
+def run_command(app: Path, overrides: Mapping[str, ConfigValue]) -> list[str]:
+    """Build the command line that submits the run and follows its log."""
+    command = ["flwr", "run", str(app), CONNECTION, "--stream"]
+    return [*command, "--run-config", format_pairs(overrides)] if overrides else command
+
+
+def list_command() -> list[str]:
+    """Build the command line that asks the SuperLink for its only run."""
+    return ["flwr", "list", CONNECTION, "--format", "json"]
+
+
+def flower_config(port: int) -> str:
+    """Write Flower's configuration of one run."""
+    return (
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+        f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{port}"\ninsecure = true\n'
+    )
+
+
+class SuperLinkEngine(Engine):
+    """Runs an app the way Flower means it, with all parts on this machine."""
+
+    _port = 0
+    _list_attempts = 0
+
+    @property
+    def server_log(self) -> Path:
+        """Log of ``flwr run``, which streams that of the ServerApp."""
+        return self.folder.log("run")
+
+    def start(self) -> None:
+        """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
+        self.folder.flwr_home.mkdir()
+        # First alone: a SuperNode that comes too early waits longer and longer between its tries.
+        self._port = self.start_on_free_port(self._superlink, _superlink_answers)
+        config = self.folder.flwr_home / "config.toml"
+        config.write_text(flower_config(self._port), encoding="utf-8")
+        node_ports = ports.free_ports(self.plan.clients)
+        self._nodes = [self._node(client, port) for client, port in enumerate(node_ports)]
+        self._node_attempts = [1] * self.plan.clients
+        self._run = Service(
+            "flwr run",
+            run_command(self._app_folder(), self.plan.overrides),
+            self.env,
+            self.server_log,
+        )
+        self._list: Service | None = None
+        self._log_lines = LineFollower(self.server_log)
+        # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
+        self.supervisor.start(self._run, *self._nodes)
+
+    def has_finished(self) -> bool:
+        """Notice what ended; when the run did, ask Flower how."""
+        if self._list is not None:
+            return self._flower_says_completed(self._list)
+        if not self._link.runs:
+            raise died(self._link)
+        for client, node in enumerate(self._nodes):
+            if not node.runs:
+                self._restart_or_fail(client, node)
+        if self._run.runs:
+            self._fail_if_nodes_never_suffice()
+            return False
+        if self._run.returncode != 0:
+            raise LaunchFailedError(self._run.describe_end(), self._run)
+        for node in self._nodes:  # they take a while to end; asking Flower does, too
+            node.terminate()
+        self._ask()
+        return False
+
+    def _superlink(self, port: int) -> Service:
+        self._link = Service("SuperLink", superlink_command(port), self.env, self.folder.log("superlink"))
+        return self._link
+
+    def _node(self, client: int, port: int) -> Service:
+        return Service(
+            f"SuperNode of client {client}",
+            supernode_command(self._port, port, self.plan.node_config_of(client)),
+            client_environment(self.env, client),
+            self.folder.log(f"client-{client}"),
+        )
+
+    def _restart_or_fail(self, client: int, node: Service) -> None:
+        if self._node_attempts[client] == PORT_ATTEMPTS or not node.port_was_taken:
+            raise died(node)
+        self._node_attempts[client] += 1
+        self._nodes[client] = self._node(client, ports.free_ports(1)[0])
+        self.supervisor.start(self._nodes[client])
+
+    def _app_folder(self) -> Path:
+        """Folder that ``flwr run`` bundles: it would take in the logs of all runs if they lie in it."""
+        app = self.plan.app.path
+        if not self.folder.path.is_relative_to(app):
+            return app
+        logs = self.folder.path.parent
+        for pattern in _FAB_FILES:
+            for source in app.rglob(pattern):
+                if not source.is_relative_to(logs) and source.is_file():
+                    target = self.folder.app / source.relative_to(app)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+        return self.folder.app
+
+    def _fail_if_nodes_never_suffice(self) -> None:
+        for line in self._log_lines.read_new():
+            match = _WAITING.search(line)
+            if match and (needed := int(match[1])) > self.plan.clients:
+                raise LaunchFailedError(
+                    f"the strategy of {self.plan.app.name} waits for {needed} clients, but there are "
+                    f"{self.plan.clients}: give --clients {needed}, or lower min_available_nodes in the app"
+                )
+
+    def _ask(self) -> None:
+        self._list_attempts += 1
+        self._list = Service(
+            "flwr list",
+            list_command(),
+            self.env,
+            self.folder.log("flwr-list"),
+            output=self.folder.flower_status,
+        )
+        self.supervisor.start(self._list)
+
+    def _flower_says_completed(self, asked: Service) -> bool:
+        if asked.runs:
+            return False
+        if asked.returncode != 0:
+            raise LaunchFailedError(f"{asked.describe_end()}: no word on how the run ended", asked)
+        status, details = run_status(self.folder.flower_status.read_text(encoding="utf-8"))
+        if status == "finished:completed":
+            return True
+        if status.startswith("finished"):
+            text = "" if details in ("", "N/A") else f": {details}"
+            raise LaunchFailedError(f"Flower reports the run as {status}{text}", self._run)
+        # The log stream broke off, the run did not.
+        self._ask()
+        return False
+
+
+def _superlink_answers(_: Service, port: int) -> bool:
+    return ports.is_healthy(port)
+
+
+def run_status(text: str) -> tuple[str, str]:
+    """Read the status of the only run, and its details, from what ``flwr list --format json`` prints.
+
+    Raises
+    ------
+    LaunchFailedError
+        If it is something else.
+    """
+    try:
+        answer: Any = json.loads(text[text.index("{") :])
+        run = answer["runs"][0]
+        return str(run["status"]), str(run.get("status-details") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise LaunchFailedError(f"flwr list gave no status of the run: {text.strip()[:200]}") from None

@@ -1,0 +1,56 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def write_script(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a Python script into the test's folder."""
+
+    def write(text: str, name: str = "script.py") -> Path:
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run_script(write_script: Callable[..., Path]) -> Script:
+    """Run a script in a Python of its own to its end, and fail with its stderr if it fails."""
+
+    def run(
+        text: str,
+        *arguments: str,
+        flags: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60,
+        name: str = "script.py",
+        check: bool = True,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *flags, str(write_script(text, name)), *arguments],
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            **options,
+        )
+        if check:
+            assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run

@@ -1,0 +1,347 @@
+"""The quickstart's data, models, training and evaluation, called directly; the settings are the app's own."""
+
+import hashlib
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from flower_gpu.pytorch.weights import get_weights
+
+ROOT = Path(__file__).parents[2]
+APP = ROOT / "examples" / "quickstart"
+CIFAR10 = ROOT.parent / "shared" / "data" / "cifar10_train.npz"
+DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+sys.path.insert(0, str(APP))
+from quickstart import task  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _no_run_dir(monkeypatch):
+    monkeypatch.delenv("FLOWER_GPU_RUN_DIR", raising=False)
+
+
+def app_settings(partition_id=0, num_partitions=2, **changed):
+    """Return what a client gets: the run config and the node config."""
+    unknown = {key.replace("_", "-") for key in changed} - set(DEFAULTS)
+    assert not unknown, f"not in pyproject.toml: {unknown}"
+    changed = {key.replace("_", "-"): value for key, value in changed.items()}
+    return {**DEFAULTS, **changed, "partition-id": partition_id, "num-partitions": num_partitions}
+
+
+def partitions(labels, num_partitions, **changed):
+    """Return the indices of every client."""
+    return [
+        task.partition(labels, app_settings(partition_id, num_partitions, **changed))
+        for partition_id in range(num_partitions)
+    ]
+
+
+@pytest.fixture(scope="module")
+def labels():
+    return task.load_data(app_settings(), train=True)[1]
+
+
+# --- the app's folder -------------------------------------------------------------------------------------
+
+
+def test_the_app_is_short_enough_to_copy():
+    files = [path for path in APP.rglob("*") if path.suffix in (".py", ".toml", ".md")]
+    assert len(files) == 6
+    assert sum(len(path.read_text().splitlines()) for path in files) < 200
+
+
+def test_client_and_server_processes_never_import_torch():
+    script = (
+        "import sys\n"
+        "from flwr.common import Context, RecordDict\n"
+        "from quickstart import client_app, server_app\n"
+        "config = {'partition-id': 0, 'num-partitions': 2}\n"
+        "context = Context(run_id=1, node_id=1, node_config=config, state=RecordDict(), run_config={})\n"
+        "client_app.client_fn(context)\n"
+        "print(sorted({'torch', 'torchvision', 'sklearn', 'datasets'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=APP, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(("clients_per_round", "sampled"), [(0, 6), (4, 4), (6, 6)])
+def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, clients_per_round, sampled):
+    from flwr.common import Context, RecordDict, parameters_to_ndarrays
+    from quickstart import server_app
+
+    monkeypatch.setenv("FLOWER_GPU_START_METHOD", "in-process")
+    run_config = {**DEFAULTS, "num-clients": 6, "clients-per-round": clients_per_round}
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=run_config)
+    components = server_app.server_fn(context)
+    assert components.strategy.num_fit_clients(6) == (sampled, 6)
+    assert components.config.num_rounds == DEFAULTS["num-server-rounds"]
+    weights = parameters_to_ndarrays(components.strategy.initial_parameters)
+    loss, metrics = components.strategy.evaluate(0, components.strategy.initial_parameters)
+    assert loss > 2  # an untrained model: about log(10)
+    assert set(metrics) == {"accuracy", "precision", "recall", "f1", "num_examples"}
+    assert all(np.array_equal(a, b) for a, b in zip(weights, task.initial_weights(run_config), strict=True))
+
+
+# --- partitions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+@settings(max_examples=12, deadline=None)
+@given(num_partitions=st.integers(1, 24), seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_partitions, seed, data):
+    parts = partitions(labels, num_partitions, partition=kind, seed=seed)
+    assert sorted(index for part in parts for index in part) == list(range(len(labels)))
+    assert min(len(part) for part in parts) >= 2  # enough for BatchNorm
+    again = data.draw(st.integers(0, num_partitions - 1))
+    changed = {"partition": kind, "seed": seed}
+    assert task.partition(labels, app_settings(again, num_partitions, **changed)) == parts[again]
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+def test_another_seed_gives_other_partitions(kind, labels):
+    one, other = (partitions(labels, 3, partition=kind, seed=seed) for seed in (1, 2))
+    assert all(set(a) != set(b) for a, b in zip(one, other, strict=True))
+
+
+def test_iid_partitions_have_equal_sizes_and_dirichlet_partitions_favour_labels(labels):
+    def largest_share(parts):
+        return np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in parts])
+
+    iid = partitions(labels, 10, partition="iid")
+    assert {len(part) for part in iid} <= {len(labels) // 10, len(labels) // 10 + 1}
+    dirichlet = partitions(labels, 10, partition="dirichlet", dirichlet_alpha=0.1)
+    assert largest_share(iid) < 0.25 < largest_share(dirichlet)
+
+
+def test_alpha_may_be_a_whole_number(labels):
+    whole = partitions(labels, 3, partition="dirichlet", dirichlet_alpha=1)
+    assert whole == partitions(labels, 3, partition="dirichlet", dirichlet_alpha=1.0)
+
+
+def test_partitioning_needs_no_files_and_no_network(tmp_path):
+    # In a process of its own: a hub or a cache would be looked for where HOME says.
+    script = (
+        "import socket\n"
+        "def refuse(*args): raise AssertionError('a connection was opened')\n"
+        "socket.socket.connect = refuse\n"
+        "import torch\n"
+        "from quickstart import task\n"
+        "config = {'dirichlet-alpha': 0.5, 'seed': 0, 'num-partitions': 3, 'partition-id': 1}\n"
+        "for kind in ('iid', 'dirichlet'):\n"
+        "    print(len(task.partition(torch.arange(90) % 10, {**config, 'partition': kind})))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=APP,
+        env={**os.environ, "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path / "matplotlib")},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(0 < int(size) < 90 for size in done.stdout.split())
+    assert {path.name for path in tmp_path.iterdir()} <= {"matplotlib"}  # its list of fonts
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "shape", "num_train", "num_test"),
+    [("digits", (1, 8, 8), 1437, 360), ("synthetic", (3, 32, 32), 512, 512)],
+)
+def test_held_out_images_are_in_no_partition(dataset, shape, num_train, num_test):
+    images, labels = task.load_data(app_settings(dataset=dataset), train=True)
+    held_out, held_out_labels = task.load_data(app_settings(dataset=dataset), train=False)
+    assert (images.shape, held_out.shape) == ((num_train, *shape), (num_test, *shape))
+    for part, part_labels in ((images, labels), (held_out, held_out_labels)):
+        assert part.dtype == torch.uint8
+        assert (part_labels.dtype, len(part_labels)) == (torch.int64, len(part))
+        assert set(part_labels.tolist()) == set(range(10))
+        assert part.max() > 200  # the whole range of a byte is used
+    assert not {image.numpy().tobytes() for image in images} & {image.numpy().tobytes() for image in held_out}
+
+
+def test_data_are_the_same_in_every_process_and_for_every_seed():
+    for dataset in ("digits", "synthetic"):
+        one, other = (task.load_data(app_settings(dataset=dataset, seed=s), train=False) for s in (1, 2))
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+def test_cifar10_is_read_from_data_dir(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    # Files of CIFAR-10's own format with fewer images; only their checksums have to be told.
+    generator = np.random.default_rng(0)
+    folder = tmp_path / datasets.CIFAR10.base_folder
+    folder.mkdir()
+    arrays, checksums = {}, {}
+    for name in ("data_batch_1", "test_batch", "batches.meta"):
+        arrays[name] = generator.integers(0, 256, (6, 3 * 32 * 32), dtype=np.uint8)
+        content = pickle.dumps(
+            {"data": arrays[name], "labels": [3, 1, 4, 1, 5, 9], "label_names": list("abcdefghij")}
+        )
+        (folder / name).write_bytes(content)
+        checksums[name] = hashlib.md5(content).hexdigest()
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", [["data_batch_1", checksums["data_batch_1"]]])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", checksums["test_batch"]]])
+    meta = {**datasets.CIFAR10.meta, "md5": checksums["batches.meta"]}
+    monkeypatch.setattr(datasets.CIFAR10, "meta", meta)
+
+    for train, name in ((True, "data_batch_1"), (False, "test_batch")):
+        images, labels = task.load_data(app_settings(dataset="cifar10", data_dir=str(tmp_path)), train)
+        assert torch.equal(images, torch.from_numpy(arrays[name]).reshape(6, 3, 32, 32))
+        assert labels.tolist() == [3, 1, 4, 1, 5, 9]
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("image_shape", [(1, 8, 8), (3, 32, 32)])
+@pytest.mark.parametrize("name", ["cnn", "resnet18"])
+def test_models_fit_the_images_of_all_data_sets(name, image_shape):
+    model = task.build_model(name, image_shape)
+    assert model(torch.rand(2, *image_shape)).shape == (2, 10)
+
+
+def test_resnet18_keeps_small_images_large():
+    stem = torch.nn.Sequential(*list(task.build_model("resnet18", (3, 32, 32)).children())[:4])
+    assert stem(torch.rand(1, 3, 32, 32)).shape == (1, 64, 32, 32)
+
+
+def test_initial_weights_depend_on_the_seed_only():
+    first, again, other = (task.initial_weights(app_settings(seed=seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_unknown_names_are_told():
+    with pytest.raises(ValueError, match="unknown dataset 'mnist'"):
+        task.load_data(app_settings(dataset="mnist"), train=True)
+    with pytest.raises(ValueError, match="unknown model 'vgg'"):
+        task.build_model("vgg", (1, 8, 8))
+    with pytest.raises(KeyError, match="pathological"):
+        task.partition(torch.arange(10), app_settings(partition="pathological"))
+
+
+# --- training and evaluation ------------------------------------------------------------------------------
+
+
+def fit(weights, server_round=1, **changed):
+    return task.train(weights, {"server-round": server_round}, settings=app_settings(**changed))
+
+
+def evaluate(weights, **changed):
+    return task.evaluate(1, weights, {}, settings=app_settings(**changed))
+
+
+def test_one_fit_lowers_the_loss_and_leaves_the_arguments_alone():
+    weights = task.initial_weights(app_settings())
+    before = [array.copy() for array in weights]
+    trained, num_examples, metrics = fit(weights)
+    assert num_examples == 719
+    assert metrics["train_loss"] < 1
+    assert evaluate(trained)[0] < evaluate(weights)[0] / 2
+    assert all(np.array_equal(a, b) for a, b in zip(before, weights, strict=True))
+
+
+def test_the_same_call_gives_the_same_bits_and_another_call_others():
+    weights = task.initial_weights(app_settings())
+    first, again = fit(weights), fit(weights)
+    assert first[1:] == again[1:]
+    assert all(np.array_equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+    for other in (fit(weights, seed=1), fit(weights, server_round=2), fit(weights, partition_id=1)):
+        assert not any(np.array_equal(a, b) for a, b in zip(first[0], other[0], strict=True))
+
+
+def test_clients_with_the_same_data_shuffle_it_differently(monkeypatch):
+    monkeypatch.setattr(task, "partition", lambda labels, settings: list(range(100)))
+    weights = task.initial_weights(app_settings())
+    first, other = (fit(weights, partition_id=partition_id)[0] for partition_id in (0, 1))
+    assert not np.array_equal(first[0], other[0])
+
+
+def test_the_call_and_not_the_process_decides_about_randomness():
+    weights = task.initial_weights(app_settings())
+    torch.manual_seed(1)
+    first = fit(weights, local_epochs=1)[0]
+    torch.manual_seed(2)
+    assert all(np.array_equal(a, b) for a, b in zip(first, fit(weights, local_epochs=1)[0], strict=True))
+
+
+@pytest.mark.parametrize("batch_size", [71, 100])  # a last batch of one example; less than one batch
+def test_resnet18_trains_on_partitions_of_any_size(batch_size):
+    changed = {"model": "resnet18", "batch_size": batch_size, "local_epochs": 1}
+    weights = task.initial_weights(app_settings(**changed))
+    trained, num_examples, metrics = fit(weights, num_partitions=20, **changed)
+    assert num_examples == 72
+    assert np.isfinite(metrics["train_loss"])
+    assert not np.array_equal(weights[0], trained[0])
+    counter = list(task.build_model("resnet18", (1, 8, 8)).state_dict()).index("bn1.num_batches_tracked")
+    assert trained[counter] == 1  # and not 2
+
+
+def test_evaluation_counts_every_held_out_image_and_saves_the_model(tmp_path, monkeypatch):
+    weights = fit(task.initial_weights(app_settings()))[0]
+    loss, metrics = evaluate(weights)
+    assert list(tmp_path.iterdir()) == []
+    assert 0 < loss < 1
+    assert set(metrics) == {"accuracy", "precision", "recall", "f1", "num_examples"}
+    assert metrics["num_examples"] == 360
+    assert metrics["accuracy"] > 0.5
+
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    assert evaluate(weights) == (loss, metrics)
+    model = task.build_model("cnn", (1, 8, 8))  # as in the README
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert all(np.array_equal(a, b) for a, b in zip(weights, get_weights(model), strict=True))
+
+
+def test_the_defaults_reach_95_percent_of_the_held_out_digits():
+    weights = task.initial_weights(app_settings())
+    for server_round in range(1, DEFAULTS["num-server-rounds"] + 1):
+        results = [fit(weights, server_round, partition_id=partition_id) for partition_id in range(2)]
+        examples = [num_examples for _, num_examples, _ in results]
+        clients = [trained for trained, _, _ in results]
+        weights = [
+            np.average(arrays, axis=0, weights=examples).astype(arrays[0].dtype)
+            for arrays in zip(*clients, strict=True)
+        ]
+    assert evaluate(weights)[1]["accuracy"] >= 0.95
+
+
+@pytest.mark.skipif(not CIFAR10.exists(), reason="the images are not beside the repository")
+def test_the_same_code_trains_on_real_cifar10_images(monkeypatch):
+    def load_data(settings, train):  # what a user puts in its place
+        from PIL import Image
+
+        with np.load(CIFAR10) as file:
+            offsets, jpeg, labels = file["offsets"], file["jpeg"], file["labels"]
+        chosen = range(800) if train else range(800, 1200)
+        files = [jpeg[offsets[i] : offsets[i + 1]].tobytes() for i in chosen]
+        images = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in files])
+        return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels[chosen]).long()
+
+    monkeypatch.setattr(task, "load_data", load_data)
+    weights = task.initial_weights(app_settings())
+    trained, num_examples, _ = fit(weights, num_partitions=1)
+    assert num_examples == 800
+    (loss_before, _), (loss, metrics) = evaluate(weights), evaluate(trained)
+    assert loss < loss_before
+    assert metrics["accuracy"] > 0.2  # chance is 0.1

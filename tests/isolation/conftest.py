@@ -1,0 +1,99 @@
+"""Start methods, and the check that a call left nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import descriptors, running_in_group, wait_until, zombies_of
+
+from flower_gpu import run_in_worker, trace
+from flower_gpu.isolation.native import initialized_cuda_devices
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(params=["spawn", "fork"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    if request.param == "fork" and initialized_cuda_devices() is not None:
+        pytest.skip("an earlier test has initialised CUDA in this process")
+    return str(request.param)
+
+
+@dataclass
+class Run:
+    """The calls of one test and what they may leave behind."""
+
+    folder: Path
+    temporary: Path
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in trace.read(self.folder / trace.FILE_NAME) if line["event"] == event]
+
+    def pids(self) -> list[int]:
+        return [line["pid"] for line in self.events("worker_started")]
+
+
+@pytest.fixture(scope="session")
+def first_call() -> None:
+    """What is opened or imported once for all calls is there after this."""
+    run_in_worker("plain_tasks:answer", start_method="spawn")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> Iterator[Run]:
+    """Trace the calls of a test, and check after it that nothing of them is left and a next call works."""
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = descriptors()
+    shared = set(SHARED_MEMORY.iterdir())
+    this = Run(folder, temporary)
+
+    yield this
+
+    def new_in_shared_memory() -> set[Path]:
+        return set(SHARED_MEMORY.iterdir()) - shared
+
+    assert zombies_of(os.getpid()) == []
+    for pid in this.pids():
+        assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
+    assert {name: what for name, what in descriptors().items() if name not in before} == {}
+    assert wait_until(lambda: not new_in_shared_memory()), new_in_shared_memory()
+    assert list(temporary.iterdir()) == []
+    methods = {line["start_method"] for line in this.events("worker_started")}
+    for method in methods & {"spawn", "fork"}:
+        assert run_in_worker("plain_tasks:answer", start_method=method) == 42
+
+
+@pytest.fixture
+def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
+    """Call a task that hangs, and return the error of a call whose task was reached in time.
+
+    A short limit keeps the test short; a machine that is too busy to get there gets a longer one.
+    """
+
+    def call(
+        task: Any,
+        *args: Any,
+        expected: type[BaseException],
+        limits_s: tuple[float, ...] = (0.7, 4, 20),
+        **options: Any,
+    ) -> BaseException:
+        for number, timeout_s in enumerate(limits_s):
+            reached = tmp_path / f"reached{number}"
+            with pytest.raises(expected) as caught:
+                run_in_worker(task, str(reached), *args, timeout_s=timeout_s, **options)
+            if reached.exists():
+                return caught.value
+        raise AssertionError(f"{task} was not reached in {limits_s} s")
+
+    return call

@@ -1,0 +1,60 @@
+"""Tasks that return something."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import flower_gpu
+
+
+def answer() -> int:
+    return 42
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    return args if not kwargs else (args, kwargs)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def where() -> dict[str, Any]:
+    return {"path": list(sys.path), "group": os.getpgrp(), "pid": os.getpid()}
+
+
+def never_ends_its_thread() -> int:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return 42
+
+
+def never_ends_at_exit() -> int:
+    import atexit
+
+    atexit.register(time.sleep, 600)
+    return 42
+
+
+def count(items: int, desc: str = "") -> float:
+    began = time.monotonic()
+    for _ in flower_gpu.progress(range(items), desc=desc):
+        pass
+    return time.monotonic() - began
+
+
+def count_without_length(items: int) -> int:
+    return sum(1 for _ in flower_gpu.progress((n for n in range(items)), desc="stream"))
+
+
+def count_in_a_thread(items: int) -> None:
+    thread = threading.Thread(target=count, args=(items, "thread"))
+    thread.start()
+    thread.join()

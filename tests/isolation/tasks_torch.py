@@ -1,0 +1,100 @@
+"""Tasks with torch, on CPU. Importing this module imports torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(8 * 6 * 6, 32),
+        nn.ReLU(),
+        nn.Dropout(0.25),
+        nn.Linear(32, 10),
+    )
+
+
+def synthetic_data(examples: int = 256) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(examples, 1, 8, 8, generator=generator)
+    labels = torch.randint(10, (examples,), generator=generator)
+    return TensorDataset(images, labels)
+
+
+def initial_weights(seed: int) -> list[np.ndarray]:
+    torch.manual_seed(seed)
+    return [tensor.numpy().copy() for tensor in make_model().state_dict().values()]
+
+
+def train(
+    weights: list[np.ndarray], config: dict[str, Any], *, threads: int = 1, loader_workers: int = 0
+) -> tuple[list[np.ndarray], int, dict[str, float]]:
+    """Two epochs with dropout, shuffling and momentum."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(config["seed"])
+    model = make_model()
+    names = model.state_dict().keys()
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in zip(names, weights, strict=True)})
+    data = synthetic_data()
+    loader = DataLoader(data, batch_size=32, shuffle=True, num_workers=loader_workers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model.train()
+    total = 0.0
+    for _ in range(2):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach()) * len(images)
+    return (
+        [tensor.numpy() for tensor in model.state_dict().values()],
+        len(data),
+        {"loss": total / len(data) / 2},
+    )
+
+
+def sum_of_batches(loader_workers: int = 2) -> float:
+    loader = DataLoader(synthetic_data(), batch_size=8, num_workers=loader_workers)
+    return float(sum(labels.sum() for _, labels in loader))
+
+
+def stop_with_open_loader(reached: str, number: int) -> None:
+    """Be in the middle of an epoch, with idle loader processes, and end or hang."""
+    batches = iter(DataLoader(synthetic_data(), batch_size=8, num_workers=2))
+    for _ in range(4):
+        next(batches)
+    time.sleep(0.3)  # they fetch ahead what they may, and wait
+    Path(reached).touch()
+    if number:
+        os.kill(os.getpid(), number)
+    time.sleep(600)
+
+
+def kill_with_open_loader(reached: str) -> None:
+    stop_with_open_loader(reached, signal.SIGKILL)
+
+
+def hang_with_open_loader(reached: str) -> None:
+    stop_with_open_loader(reached, 0)
+
+
+def matmul(size: int) -> float:
+    """Run an OpenMP region with several threads."""
+    torch.set_num_threads(2)
+    ones = torch.ones(size, size)
+    return float((ones @ ones).sum() + torch.exp(torch.zeros(size * size)).sum())

@@ -1,0 +1,103 @@
+"""Training in a worker: the same weights as in process, DataLoader, OpenMP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Run
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(autouse=True)
+def torch_is_there_for_forks() -> None:
+    """A forked worker has what its caller has imported, and a spawned one its own."""
+    pytest.importorskip("torch")
+
+
+def train(start_method: str, seed: int, **kwargs: Any) -> list[np.ndarray]:
+    import tasks_torch
+    import torch
+
+    weights, examples, metrics = run_in_worker(
+        "tasks_torch:train",
+        tasks_torch.initial_weights(seed=3),
+        {"seed": seed},
+        threads=torch.get_num_threads(),
+        start_method=start_method,
+        **kwargs,
+    )
+    assert examples == 256
+    assert 0 < metrics["loss"] < 10
+    return weights
+
+
+def test_same_weights_bit_for_bit(start_method: str, run: Run) -> None:
+    import tasks_torch
+
+    isolated, in_process = train(start_method, seed=5), train("in-process", seed=5)
+    assert [array.dtype for array in isolated] == [array.dtype for array in in_process]
+    for ours, expected in zip(isolated, in_process, strict=True):
+        assert np.array_equal(ours, expected)
+        assert ours.tobytes() == expected.tobytes()
+    start = tasks_torch.initial_weights(seed=3)
+    assert not any(np.array_equal(a, b) for a, b in zip(isolated, start, strict=True) if a.ndim > 0)
+    assert not np.array_equal(isolated[0], train("in-process", seed=6)[0])  # the seed does matter
+
+
+def test_dataloader_workers_in_a_worker(start_method: str, run: Run) -> None:
+    one_process = run_in_worker("tasks_torch:sum_of_batches", 0, start_method="in-process")
+    assert run_in_worker("tasks_torch:sum_of_batches", 2, start_method=start_method) == one_process
+
+
+def test_killed_with_dataloader_workers(start_method: str, run: Run, tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+    with pytest.raises(WorkerDiedError, match=r"SIGKILL \(9\)"):
+        run_in_worker("tasks_torch:kill_with_open_loader", str(reached), start_method=start_method)
+    assert reached.exists()
+
+
+def test_timeout_with_dataloader_workers(
+    start_method: str, run: Run, after_reaching: Callable[..., BaseException]
+) -> None:
+    error = after_reaching(
+        "tasks_torch:hang_with_open_loader",
+        expected=WorkerTimeoutError,
+        limits_s=(1.5, 20) if start_method == "fork" else (5, 40),
+        start_method=start_method,
+    )
+    assert "in stop_with_open_loader" in str(error)
+
+
+def test_fork_after_openmp_regions(run_script: Callable[..., Any]) -> None:
+    """A forked child of a process with idle OpenMP threads would wait for them for ever."""
+    done = run_script(
+        """
+        import sys, threading
+        sys.path.insert(0, sys.argv[1])
+        import tasks_torch
+        from flower_gpu import run_in_worker
+
+        for _ in range(3):
+            expected = tasks_torch.matmul(600)
+            assert run_in_worker(tasks_torch.matmul, 600, start_method="fork", timeout_s=60) == expected
+        def in_thread():
+            assert tasks_torch.matmul(500) == run_in_worker(
+                "tasks_torch:matmul", 500, start_method="fork", timeout_s=60)
+            print("thread done")
+        thread = threading.Thread(target=in_thread)
+        thread.start(); thread.join()
+        print("done", tasks_torch.matmul(600) == expected)
+        """,
+        str(Path(__file__).parent),
+        timeout_s=120,
+        env={"OMP_NUM_THREADS": "2"},
+    )
+    assert done.stdout == "thread done\ndone True\n"

@@ -1,0 +1,110 @@
+"""The documentation tells the truth: links, tables, options, code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import flower_gpu
+from flower_gpu import errors
+from flower_gpu.cli import build_parser
+from flower_gpu.config import ENVIRONMENT, START_METHODS
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = [
+    *REPOSITORY.glob("*.md"),
+    *(REPOSITORY / "docs").rglob("*.md"),
+    *(REPOSITORY / "examples").rglob("*.md"),
+]
+
+
+def read(page: str) -> str:
+    return (REPOSITORY / page).read_text()
+
+
+def headings(text: str) -> set[str]:
+    """Anchors as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in headings(linked.read_text()), f"{page.name} links to {target}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    seen, todo = set(), [REPOSITORY / "README.md"]
+    while todo:
+        page = todo.pop().resolve()
+        if page in seen or page.suffix != ".md":
+            continue
+        seen.add(page)
+        for target in re.findall(r"\]\(([^)\s#]+)", page.read_text()):
+            if not target.startswith("http"):
+                todo.append(page.parent / target)
+    missing = {page.resolve() for page in (REPOSITORY / "docs").rglob("*.md")} - seen
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_python_examples_compile(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        compile(block, str(page), "exec")
+
+
+def test_environment_table_is_that_of_the_code() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", read("docs/reference/environment.md"), re.MULTILINE))
+    assert rows == dict(ENVIRONMENT)
+
+
+def test_environment_variables_in_the_code_are_all_in_the_table() -> None:
+    used = set()
+    for module in (REPOSITORY / "flower_gpu").rglob("*.py"):
+        used |= set(re.findall(r"FLOWER_GPU_[A-Z_]+\b", module.read_text()))
+    assert used == set(ENVIRONMENT)
+
+
+def test_launch_reference_has_every_option() -> None:
+    page = read("docs/reference/launch.md")
+    launch = build_parser()._subparsers._group_actions[0].choices["launch"]  # type: ignore[union-attr,index]
+    for action in launch._actions:
+        for option in action.option_strings:
+            assert re.search(rf"(?m)^  (-\w, )?{option}\b", page) or f" {option}" in page, option
+        # The same words, wherever the lines are broken.
+        if action.help and "%" not in action.help:
+            assert action.help in re.sub(r"\s+", " ", page), action.option_strings
+
+
+def test_python_reference_has_every_public_name() -> None:
+    text = read("docs/reference/python.md") + read("docs/reference/errors.md")
+    missing = [name for name in flower_gpu.__all__ if f"`{name}" not in text and name != "FlowerGPUError"]
+    assert set(missing) <= {"WorkerError"}, missing
+    assert "FlowerGPUError" in text and "WorkerError" in text
+
+
+def test_error_reference_is_that_of_the_code() -> None:
+    page = read("docs/reference/errors.md")
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and not kind.__subclasses__():
+            assert f"| `{name}` |" in page
+
+
+def test_start_method_table_has_every_method() -> None:
+    page = read("docs/explanation/isolation.md")
+    rows = set(re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE))
+    assert rows == set(START_METHODS) - {"auto"}
+
+
+def test_readme_names_the_lowest_flwr_of_the_metadata() -> None:
+    lowest = re.search(r'"flwr>=([\d.]+)', read("pyproject.toml"))
+    assert lowest and f"flwr {lowest[1]} (the lowest)" in read("README.md")
