@@ -41,7 +41,7 @@ install() (
   rm -f "$stamp"
   "$python" -m venv ${fresh[@]+"${fresh[@]}"} "$venv"
   touch "$unfinished" # --clear has removed it
-  if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e "$here[examples]"; then
+  if ! "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "${here}[examples]"; then
     say "the installation failed, see above; the next start tries again"
     return 1
   fi

@@ -105,7 +105,7 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def leave_group_of_caller(signal_mask: set[int]) -> None:
+def leave_group_of_caller() -> None:
     """Stop, right after a fork, to receive and to handle signals as the caller does."""
     with suppress(OSError):  # the caller does the same; whoever comes first
         os.setpgid(0, 0)
@@ -114,7 +114,6 @@ def leave_group_of_caller(signal_mask: set[int]) -> None:
         # The caller's handlers would act in its name (Flower's report the task as stopped).
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
 
 def forked(

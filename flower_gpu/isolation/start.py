@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -196,30 +195,17 @@ def fork(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -
         name=f"flower-gpu: {call.label}",
         daemon=False,
     )
-    # Until it has left this process's group, a Ctrl-C in the terminal would reach the worker as well.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    worker = None
-    try:
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                child.leave_group_of_caller(mask)
-                code = process._bootstrap()  # type: ignore[attr-defined]
-            finally:
-                os._exit(code & 0xFF)
-        worker = _Child(pid, reap=lambda: os.waitpid(pid, 0))
-        with suppress(OSError):  # so that the group exists before anybody tries to end it
-            os.setpgid(pid, pid)
-    finally:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        except BaseException:  # a Ctrl-C that came meanwhile
-            if worker is not None:
-                os.kill(worker.pid, signal.SIGKILL)
-                worker.reap()
-            raise
-    return worker
+            child.leave_group_of_caller()
+            code = process._bootstrap()  # type: ignore[attr-defined]
+        finally:
+            os._exit(code & 0xFF)
+    with suppress(OSError):  # so that the group exists before anybody tries to end it
+        os.setpgid(pid, pid)
+    return _Child(pid, reap=lambda: os.waitpid(pid, 0))
 
 
 STARTERS: dict[str, Starter] = {"spawn": spawn, "fork": fork}

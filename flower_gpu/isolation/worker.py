@@ -28,6 +28,7 @@ from flower_gpu.isolation import start, transport
 from flower_gpu.isolation.call import Call, load_task
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
+from flower_gpu.isolation.interrupts import deferred_interrupts
 from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -94,7 +95,8 @@ def run(
         finished = worker.watch_until(deadline)
         if not finished:
             worker.ask_where_it_is()
-        exitcode = worker.end()
+        with deferred_interrupts():
+            exitcode = worker.end()
         outcome = worker.outcome(call.label)
     if outcome is not None:
         return _unwrap(call, outcome)
@@ -238,8 +240,7 @@ class _Worker:
     def _let_its_children_tidy_up(self) -> None:
         """Wait a moment for those who still hold the output of the worker that is gone."""
         if self._pidfd >= 0:  # it would end every wait at once
-            with suppress(KeyError):  # done already, and then interrupted
-                self._selector.unregister(self._pidfd)
+            self._selector.unregister(self._pidfd)
         deadline = time.monotonic() + _CHILDREN_GRACE_S
         while self._selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             self._read_once(remaining)
@@ -250,13 +251,15 @@ def _started(call: Call, start_method: str, on_event: Sink | None) -> Iterator[_
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
     worker = _Worker()
     try:
-        worker.launch(call, start_method, _event_handler(worker, on_event))
+        with deferred_interrupts():
+            worker.launch(call, start_method, _event_handler(worker, on_event))
         yield worker
     finally:
-        try:
-            worker.end()
-        finally:
-            worker.close()
+        with deferred_interrupts():
+            try:
+                worker.end()
+            finally:
+                worker.close()
 
 
 def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], None]:

@@ -65,9 +65,7 @@ class Engine(ABC):
             If it cannot complete any more.
         """
 
-    def start_on_free_port(
-        self, make: Callable[[int], Service], is_ready: Callable[[Service, int], bool]
-    ) -> int:
+    def start_on_free_port(self, make: Callable[[int], Service], is_ready: Callable[[int], bool]) -> int:
         """Start a server and wait until it answers; on another port if the one it got is taken meanwhile.
 
         Parameters
@@ -75,7 +73,7 @@ class Engine(ABC):
         make : callable
             Builds the service for a port.
         is_ready : callable
-            Asks it.
+            Asks whoever listens on a port.
 
         Returns
         -------
@@ -87,7 +85,7 @@ class Engine(ABC):
             service = make(port)
             self.supervisor.start(service)
             while service.runs:
-                if is_ready(service, port):
+                if is_ready(port) and service.pid and ports.listens(service.pid, port):
                     return port
                 self.supervisor.wait(0.05)
             if self.plan.port or attempt == PORT_ATTEMPTS or not service.port_was_taken:

@@ -243,7 +243,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="any keys of the app's run config (TOML values; may be repeated)",
     )
-    workers = parser.add_argument_group("workers")
+    workers = parser.add_argument_group(
+        "workers",
+        "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
+    )
     workers.add_argument(
         "--start-method",
         choices=START_METHODS,

@@ -70,7 +70,19 @@ class Plan:
     def num_rounds(self) -> int | None:
         """Number of rounds, where the app declares it under the usual name."""
         value = self.run_config.get(NUM_ROUNDS_KEY)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        return value if _is_whole(value) else None
+
+    @property
+    def clients_at_once(self) -> int:
+        """How many clients may train at the same time."""
+        value = self.run_config.get(CLIENTS_PER_ROUND_KEY)
+        return value if _is_whole(value) and value >= 1 else self.clients
+
+    @property
+    def clients_per_round(self) -> int:
+        """Number of clients that train at a time, as far as the app declares it under the usual name."""
+        value = self.run_config.get(CLIENTS_PER_ROUND_KEY)
+        return value if _is_whole(value) and 0 < value < self.clients else self.clients
 
     def node_config_of(self, client: int) -> dict[str, ConfigValue]:
         """Config of one client's node."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import os
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Final
 
 HOST: Final = "127.0.0.1"
@@ -54,3 +55,27 @@ def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
         return False
     finally:
         connection.close()
+
+
+def listens(pid: int, port: int) -> bool:
+    """Tell whether it is this process that listens on a port; True where that cannot be found out.
+
+    Another server on the same port would answer as well as the one we have just started.
+    """
+    listening = "0A"  # include/net/tcp_states.h
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), open(f"/proc/{pid}/net/{table}", encoding="ascii") as file:
+            for fields in map(str.split, list(file)[1:]):
+                if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    folder = f"/proc/{pid}/fd"
+    try:
+        descriptors = os.listdir(folder)  # noqa: PTH208 - every path here is one of the kernel's
+    except OSError:
+        return True
+    for descriptor in descriptors:
+        with suppress(OSError):
+            if os.readlink(f"{folder}/{descriptor}") in sockets:  # noqa: PTH115
+                return True
+    return False

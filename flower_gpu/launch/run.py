@@ -10,7 +10,7 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
 from flower_gpu.launch.engine import Engine
-from flower_gpu.launch.environment import RUN_DIR_VARIABLE, service_environment
+from flower_gpu.launch.environment import RUN_DIR_VARIABLE, service_environment, threads_per_client
 from flower_gpu.launch.folder import RunFolder, short, write_json
 from flower_gpu.launch.follow import LineFollower, TraceFollower
 from flower_gpu.launch.options import LaunchOptions
@@ -51,7 +51,11 @@ def launch(options: LaunchOptions) -> int:
         try:
             display.line(headline(plan, folder))
             env = service_environment(
-                os.environ, folder, start_method=plan.start_method, timeout_s=plan.timeout_s
+                os.environ,
+                folder,
+                start_method=plan.start_method,
+                timeout_s=plan.timeout_s,
+                concurrent=plan.clients_per_round,
             )
             engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
             _follow(engine, supervisor, display, plan.verbosity)
@@ -93,6 +97,8 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.start_method,
         "timeout_s": plan.timeout_s,
+        "client_omp_num_threads": os.environ.get("OMP_NUM_THREADS")
+        or str(threads_per_client(plan.clients_at_once)),
     }
 
 

@@ -48,7 +48,7 @@ class StartClientEngine(Engine):
             Service(
                 f"client {client}",
                 client_command(settings, port, client),
-                client_environment(self.env, client),
+                client_environment(self.env, client, self.plan.clients_at_once),
                 self.folder.log(f"client-{client}"),
             )
             for client in range(self.plan.clients)

@@ -98,7 +98,7 @@ class SuperLinkEngine(Engine):
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
         self.folder.flwr_home.mkdir()
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
-        self._port = self.start_on_free_port(self._superlink, _superlink_answers)
+        self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         config = self.folder.flwr_home / "config.toml"
         config.write_text(flower_config(self._port), encoding="utf-8")
         node_ports = ports.free_ports(self.plan.clients)
@@ -142,7 +142,7 @@ class SuperLinkEngine(Engine):
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            client_environment(self.env, client),
+            client_environment(self.env, client, self.plan.clients_at_once),
             self.folder.log(f"client-{client}"),
         )
 
@@ -201,10 +201,6 @@ class SuperLinkEngine(Engine):
         # The log stream broke off, the run did not.
         self._ask()
         return False
-
-
-def _superlink_answers(_: Service, port: int) -> bool:
-    return ports.is_healthy(port)
 
 
 def run_status(text: str) -> tuple[str, str]:

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture(autouse=True)
-def torch_is_there_for_forks() -> None:
-    """A forked worker has what its caller has imported, and a spawned one its own."""
+def torch_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import torch here, which forked workers then have; its compiler keeps a cache, which is not ours."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     pytest.importorskip("torch")
 
 

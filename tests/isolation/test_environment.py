@@ -1,0 +1,120 @@
+"""The worker's environment variables: there before anything is imported, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerStartError
+
+pytestmark = pytest.mark.timeout(60)
+
+VARIABLE = "FLOWER_GPU_TEST_VARIABLE"
+
+
+@pytest.fixture(autouse=True)
+def neither_module_nor_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield
+    for module in ("reads_environment", "changes_environment"):
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
+def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "the caller's")
+    call = {"start_method": start_method, "env": {VARIABLE: "the worker's"}}
+    assert run_in_worker("reads_environment:at_import", **call) == ("the worker's", "the worker's")
+    # An inline call ends with its process, a flwr-clientapp: there it stays.
+    assert os.environ[VARIABLE] == ("the worker's" if start_method == "inline" else "the caller's")
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process"])
+def test_new_variable_does_not_leak(start_method: str) -> None:
+    env = {VARIABLE: "new", "FLOWER_GPU_TEST_EMPTY": ""}
+    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method, env=env) == "new"
+    assert (
+        run_in_worker("plain_tasks:variable", "FLOWER_GPU_TEST_EMPTY", start_method=start_method, env=env)
+        == ""
+    )
+    assert not {VARIABLE, "FLOWER_GPU_TEST_EMPTY"} & set(os.environ)
+    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method) is None
+
+
+def test_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="odd"):
+        run_in_worker("crash_tasks:value_error", start_method="in-process", env={VARIABLE: "new"})
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize("value", ["", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000])
+def test_values_arrive_as_they_are(value: str, start_method: str) -> None:
+    env = {VARIABLE: value}
+    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method, env=env) == value
+
+
+def test_module_that_changes_the_environment(start_method: str, run: Run) -> None:
+    with pytest.raises(WorkerStartError) as caught:
+        run_in_worker("changes_environment:task", start_method=start_method, env={VARIABLE: "set"})
+    for part in (VARIABLE, "is 'changed', not 'set'", "env="):
+        assert part in str(caught.value)
+
+
+def test_module_may_change_what_the_caller_did_not_set(start_method: str, run: Run) -> None:
+    assert run_in_worker("changes_environment:task", start_method=start_method) == "not reached"
+
+
+def test_library_path_is_set_at_exec(run: Run) -> None:
+    """The loader reads LD_LIBRARY_PATH when a program starts, so a spawned worker has it from there."""
+
+    def from_the_kernel() -> bytes:
+        with open("/proc/self/environ", "rb") as file:
+            return file.read()
+
+    found = run_in_worker(from_the_kernel, start_method="spawn", env={"LD_LIBRARY_PATH": "/nowhere"})
+    assert b"LD_LIBRARY_PATH=/nowhere\0" in found
+
+
+def test_output_is_read_as_utf8_whatever_the_locale_is(
+    start_method: str, run_script: Callable[..., Any]
+) -> None:
+    done = run_script(
+        """
+        import os, sys
+        from flower_gpu import run_in_worker
+
+        def task():
+            print("caf\\u00e9")
+            os._exit(3)
+
+        try:
+            run_in_worker(task, start_method=sys.argv[1])
+        except Exception as error:
+            print(ascii(str(error)[-4:]))
+        """,
+        start_method,
+        env={"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
+        encoding="latin-1",
+    )
+    assert done.stdout == "café\n'caf\\xe9'\n"
+
+
+def test_output_that_the_callers_stream_cannot_write(
+    start_method: str, run_script: Callable[..., Any]
+) -> None:
+    done = run_script(
+        """
+        import sys
+        from flower_gpu import run_in_worker
+        run_in_worker(print, "caf\\u00e9", "au lait", start_method=sys.argv[1])
+        """,
+        start_method,
+        env={"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout == "caf\\xe9 au lait\n"

@@ -1,0 +1,200 @@
+"""Scripts: what is defined in ``__main__``, what a worker finds where, interpreter options."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Run
+
+from flower_gpu import run_in_worker
+
+pytestmark = pytest.mark.timeout(60)
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_script_without_a_main_guard_runs_once(start_method: str, run_script: RunScript) -> None:
+    done = run_script(
+        """
+        import sys
+        from dataclasses import dataclass
+        from flower_gpu import run_in_worker
+
+        print("the body runs")
+        RATE = 0.5
+
+        @dataclass
+        class Settings:
+            epochs: int = 2
+
+        def helper(x):
+            return x * RATE
+
+        def task(settings, x):
+            return [helper(x), settings, Settings(epochs=9)]
+
+        half, passed, new = run_in_worker(task, Settings(4), 10, start_method=sys.argv[1])
+        print(half, passed, new, type(passed) is Settings, type(new) is Settings)
+        """,
+        start_method,
+    )
+    assert done.stdout == "the body runs\n5.0 Settings(epochs=4) Settings(epochs=9) True True\n"
+    assert done.stderr == ""
+
+
+def test_lambdas_and_closures(start_method: str, run: Run) -> None:
+    offset = 40
+
+    def add(x: int) -> int:
+        return x + offset
+
+    assert run_in_worker(lambda x: add(x), 2, start_method=start_method) == 42
+    returned = run_in_worker(lambda: lambda x: x + offset, start_method=start_method)
+    assert returned(2) == 42
+
+
+def test_a_callable_object_and_a_method(start_method: str, run: Run) -> None:
+    class Adder:
+        def __init__(self, by: int) -> None:
+            self.by = by
+
+        def __call__(self, x: int) -> int:
+            return x + self.by
+
+    assert run_in_worker(Adder(2), 40, start_method=start_method) == 42
+    assert run_in_worker("os:path.basename", "/folder/name", start_method=start_method) == "name"
+
+
+def test_the_worker_searches_the_path_of_its_caller(
+    start_method: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_this_test.py").write_text("def where():\n    return __file__\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("not a string")])  # Python ignores such an entry
+    result = run_in_worker("module_of_this_test:where", start_method=start_method)
+    assert result == str(tmp_path / "module_of_this_test.py")
+    found = run_in_worker("plain_tasks:where", start_method=start_method)
+    assert found["path"] == [entry for entry in sys.path if isinstance(entry, str) or start_method == "fork"]
+    assert found["group"] == found["pid"] != os.getpgrp()
+
+
+NAMED_LIKE_A_LIBRARY = """
+    import os, sys
+    from flower_gpu import run_in_worker
+    assert run_in_worker("plain_tasks:answer", start_method=sys.argv[1]) == 42
+    print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [((), "optimized 0 True"), (("-O",), "optimized 1 False"), (("-P",), "optimized 0 True")],
+)
+def test_interpreter_options(
+    flags: tuple[str, ...], expected: str, start_method: str, run_script: RunScript
+) -> None:
+    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    done = run_script(NAMED_LIKE_A_LIBRARY, start_method, flags=flags, env=env)
+    assert done.stdout == expected + "\n"
+
+
+def test_isolated_interpreter(start_method: str, run_script: RunScript) -> None:
+    """What -I keeps out of the caller stays out of the worker."""
+    done = run_script(
+        """
+        import sys
+        from flower_gpu import run_in_worker
+
+        def flags():
+            import sys
+            return sys.flags.isolated, [entry for entry in sys.path if "nowhere" in entry]
+
+        print(run_in_worker(flags, start_method=sys.argv[1]))
+        """,
+        start_method,
+        flags=("-I",),
+        env={"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"},
+    )
+    assert done.stdout == "(1, [])\n"
+
+
+def test_safe_path_holds_in_the_worker(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
+    """With PYTHONSAFEPATH the working folder and the script's are not searched."""
+    env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
+    (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
+    done = run_script(NAMED_LIKE_A_LIBRARY, start_method, env=env, cwd=tmp_path)
+    assert done.stdout == "optimized 0 True\n"
+
+
+def test_working_folder_is_deleted(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    text = """
+        import os, sys
+        os.rmdir(os.getcwd())
+        from flower_gpu import run_in_worker
+        print(run_in_worker("plain_tasks:echo", 1, start_method=sys.argv[1]))
+        """
+    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    assert run_script(text, start_method, env=env, cwd=folder).stdout == "(1,)\n"
+
+
+@pytest.mark.parametrize("arguments", [["-c"], ["-"]])
+def test_without_a_script_file(arguments: list[str], start_method: str) -> None:
+    text = (
+        "from flower_gpu import run_in_worker\n"
+        f"print(run_in_worker(lambda: 42, start_method={start_method!r}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, *arguments, *([text] if arguments == ["-c"] else [])],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("42\n", "")
+
+
+def test_nested_calls(start_method: str, run: Run) -> None:
+    def outer(method: str) -> Any:
+        from flower_gpu import run_in_worker
+
+        inner = run_in_worker("plain_tasks:where", start_method=method)
+        return os.getpid(), inner["pid"], inner["group"]
+
+    worker, nested, group = run_in_worker(outer, start_method, start_method=start_method)
+    assert len({os.getpid(), worker, nested}) == 3
+    assert group == nested
+
+
+def test_calls_from_a_daemonic_process(start_method: str, run_script: RunScript) -> None:
+    """multiprocessing lets a daemonic process have no children of its own."""
+    done = run_script(
+        """
+        import multiprocessing, sys
+        from flower_gpu import run_in_worker
+
+        def task():
+            import multiprocessing
+            process = multiprocessing.get_context("fork").Process(target=print, args=("grandchild",))
+            process.start()
+            process.join()
+            return multiprocessing.current_process().daemon
+
+        def client():
+            print(run_in_worker(task, start_method=sys.argv[1]), flush=True)
+
+        process = multiprocessing.get_context("fork").Process(target=client, daemon=True)
+        process.start()
+        process.join()
+        """,
+        start_method,
+    )
+    assert done.stdout == "grandchild\nFalse\n"

@@ -1,0 +1,267 @@
+"""What the engines start: command lines, environment, ports, and what they make of Flower's answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+
+from flower_gpu.launch import engine, ports, start_client, superlink
+from flower_gpu.launch.app import FlowerApp
+from flower_gpu.launch.environment import client_environment, script_folders, service_environment
+from flower_gpu.launch.folder import RunFolder
+from flower_gpu.launch.options import LaunchOptions
+from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.launch.service import Service
+from flower_gpu.launch.supervisor import LaunchFailedError, Supervisor
+
+
+def arguments_of(parser: argparse.ArgumentParser, command: list[str]) -> argparse.Namespace:
+    return parser.parse_args(command[1:])
+
+
+def test_superlink_command_is_what_flower_takes() -> None:
+    command = superlink.superlink_command(8123)
+    parsed = arguments_of(_parse_args_run_superlink(), command)
+    assert command[0] == "flower-superlink"
+    assert (parsed.insecure, parsed.host, parsed.port) == (True, "127.0.0.1", 8123)
+    assert parsed.runtime_dependency_install is False
+
+
+def test_supernode_command_is_what_flower_takes() -> None:
+    command = superlink.supernode_command(8123, 8124, {"partition-id": 1, "name": "a b"})
+    parsed = arguments_of(_parse_args_run_supernode(), command)
+    assert command[0] == "flower-supernode"
+    assert (parsed.superlink, parsed.host, parsed.port) == ("127.0.0.1:8123", "127.0.0.1", 8124)
+    assert parsed.node_config == 'partition-id=1 name="a b"'
+    assert parsed.insecure
+    assert not parsed.runtime_dependency_install
+
+
+def test_run_command() -> None:
+    assert superlink.run_command(Path("/my app"), {}) == ["flwr", "run", "/my app", "launch", "--stream"]
+    assert superlink.run_command(Path("/a"), {"x": 1, "y": "z"})[-2:] == ["--run-config", 'x=1 y="z"']
+
+
+def test_flower_configuration_of_a_run() -> None:
+    config = tomllib.loads(superlink.flower_config(8123))["superlink"]
+    assert config["default"] == "launch"
+    assert config["launch"] == {"address": "127.0.0.1:8123", "insecure": True}
+
+
+def test_start_client_commands() -> None:
+    settings = Path("/runs/launch.json")
+    server = start_client.server_command(settings, 9000)
+    client = start_client.client_command(settings, 9000, 3)
+    assert server[0] == client[0] == sys.executable
+    assert server[-2:] == ["/runs/launch.json", "127.0.0.1:9000"]
+    assert client[-3:] == ["/runs/launch.json", "127.0.0.1:9000", "3"]
+
+
+def test_environment_keeps_runs_apart(tmp_path: Path) -> None:
+    base = {
+        "PATH": "/usr/bin",
+        "FLWR_HOME": "/home/me/.flwr",
+        "FLOWER_GPU_CLIENT": "7",
+        "FLOWER_GPU_RUN_DIR": "/old",
+        "HTTP_PROXY": "http://proxy",
+        "no_proxy": "example.org",
+        "MINE": "kept",
+    }
+    env = service_environment(base, RunFolder(tmp_path), start_method="fork", timeout_s=2.5)
+    assert env["FLWR_HOME"] == str(tmp_path / "flwr")
+    assert env["FLOWER_GPU_RUN_DIR"] == str(tmp_path)
+    assert "FLOWER_GPU_CLIENT" not in env
+    assert (env["FLOWER_GPU_START_METHOD"], env["FLOWER_GPU_TIMEOUT_S"]) == ("fork", "2.5")
+    assert env["PATH"].split(os.pathsep) == [*script_folders(), "/usr/bin"]
+    assert env["FLWR_TELEMETRY_ENABLED"] == "0"
+    assert env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.1"
+    assert env["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert env["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    assert env["no_proxy"] == "example.org,127.0.0.1,localhost"
+    assert env["NO_PROXY"] == "127.0.0.1,localhost"
+    assert (env["MINE"], env["HTTP_PROXY"]) == ("kept", "http://proxy")
+
+
+def test_environment_leaves_what_the_user_has_set(tmp_path: Path) -> None:
+    base = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.05", "FLOWER_GPU_START_METHOD": "spawn"}
+    env = service_environment(base, RunFolder(tmp_path))
+    assert env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.05"
+    assert env["FLOWER_GPU_START_METHOD"] == "spawn"
+    assert "FLOWER_GPU_TIMEOUT_S" not in env
+
+
+def test_environment_of_a_client() -> None:
+    assert client_environment({"A": "b"}, 3, 10**6) == {
+        "A": "b",
+        "FLOWER_GPU_CLIENT": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    assert client_environment({"OMP_NUM_THREADS": "5"}, 3, 10**6)["OMP_NUM_THREADS"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ('{"runs": [{"status": "finished:completed", "status-details": "N/A"}]}', "completed"),
+        ('note\n{"runs": [{"status": "finished:failed", "status-details": "why"}]}', "failed"),
+        ('{"runs": [{"status": "running"}]}', "running"),
+    ],
+)
+def test_status_of_the_run(text: str, status: str) -> None:
+    assert superlink.run_status(text)[0].endswith(status)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"runs": []}', '{"runs": [1]}', "[1]", "error"])
+def test_no_status_is_an_error(text: str) -> None:
+    with pytest.raises(LaunchFailedError, match="no status"):
+        superlink.run_status(text)
+
+
+def plan_in(tmp_path: Path, tiny_app: Path, **changes: Any) -> Plan:
+    return make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs", **changes))
+
+
+class OneServer(engine.Engine):
+    """The base class's own part."""
+
+    server_log = Path("unused")
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def has_finished(self) -> bool:
+        raise NotImplementedError
+
+
+# Binds the port of its argument as uvicorn does, and says the same when it is taken.
+SERVER = """
+import socket, sys, time
+try:
+    server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+except OSError as error:
+    sys.exit(f"[Errno {error.errno}] error while attempting to bind: address already in use")
+time.sleep(600)
+"""
+
+
+def test_another_port_when_the_first_is_taken_meanwhile(tmp_path: Path, tiny_app: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs")
+    tried = []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}") as watch,
+    ):
+
+        def make(port: int) -> Service:
+            # The other server answers on this port: being able to connect does not mean it is ours.
+            port = port if tried else other.getsockname()[1]
+            tried.append(port)
+            command = [sys.executable, "-c", SERVER, str(port)]
+            return Service("server", command, os.environ, folder.log(f"server-{len(tried)}"))
+
+        one = OneServer(plan_in(tmp_path, tiny_app), folder, os.environ, watch)
+        port = one.start_on_free_port(make, lambda _: ports.accepts_connections(tried[-1]))
+        assert len(tried) == 2
+        assert port == tried[1] != tried[0]
+    assert not ports.accepts_connections(tried[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "attempts"),
+    [
+        ("sys.exit('address already in use')", engine.PORT_ATTEMPTS),
+        ("sys.exit('something else')", 1),
+    ],
+)
+def test_giving_up_names_the_service(command: str, attempts: int, tmp_path: Path, tiny_app: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs")
+    tried = []
+
+    def make(port: int) -> Service:
+        tried.append(port)
+        log = folder.log(f"server-{port}")
+        return Service("SuperLink", [sys.executable, "-c", f"import sys; {command}"], os.environ, log)
+
+    with Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}") as watch:
+        one = OneServer(plan_in(tmp_path, tiny_app), folder, os.environ, watch)
+        with pytest.raises(LaunchFailedError, match="SuperLink ended with exit code 1") as caught:
+            one.start_on_free_port(make, ports.accepts_connections)
+    assert len(set(tried)) == len(tried) == attempts
+    assert caught.value.service is not None
+    assert "sys.exit" not in caught.value.service.tail().splitlines()[-1]
+
+
+def test_bundling_leaves_out_the_logs_in_the_app(tiny_app: Path) -> None:
+    log_dir = tiny_app / "runs"
+    old = log_dir / "old" / "flwr" / "apps" / "x.py"
+    old.parent.mkdir(parents=True)
+    old.write_text("")
+    folder = RunFolder.create(log_dir)
+    plan = make_plan(LaunchOptions(tiny_app, log_dir=log_dir))
+    one = superlink.SuperLinkEngine(plan, folder, os.environ, Supervisor(""))
+    assert one._app_folder() == folder.app
+    copied = sorted(str(p.relative_to(folder.app)) for p in folder.app.rglob("*") if p.is_file())
+    assert copied == [
+        "pyproject.toml",
+        "tiny/__init__.py",
+        "tiny/client_app.py",
+        "tiny/server_app.py",
+    ]
+
+
+def test_bundling_takes_the_apps_own_folder(tmp_path: Path, tiny_app: Path) -> None:
+    plan = plan_in(tmp_path, tiny_app)
+    folder = RunFolder.create(plan.log_dir)
+    one = superlink.SuperLinkEngine(plan, folder, os.environ, Supervisor(""))
+    assert one._app_folder() == tiny_app.resolve()
+
+
+def test_log_begins_with_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('a b')"]
+    service = Service("x", command, os.environ, tmp_path / "x.log")
+    with Supervisor(f"FLOWER_GPU_RUN_DIR={tmp_path}") as watch:
+        watch.start(service)
+        while service.runs:
+            watch.wait(60.0)
+    first, second = service.log.read_text().splitlines()
+    assert shlex.split(first) == ["$", *command]
+    assert second == "a b"
+
+
+def test_top_level_names_of_a_module(tiny_app: Path) -> None:
+    app = FlowerApp.load(tiny_app)
+    app.check_start_client()
+    file = tiny_app / "tiny" / "client_app.py"
+    for text in (
+        "from other import client_fn",
+        "from other import make as client_fn",
+        "client_fn = make()",
+        "client_fn: object = make()",
+        "try:\n    import x\nexcept ImportError:\n    def client_fn(context): ...",
+        "if True:\n    async def client_fn(context): ...",
+        "from other import *",
+    ):
+        file.write_text(text)
+        app.check_start_client()
+
+
+def test_settings_are_json(tmp_path: Path, tiny_app: Path) -> None:
+    from flower_gpu.launch.run import headline, settings_of
+
+    plan = plan_in(tmp_path, tiny_app, clients=1, run_config_options={"num-server-rounds": 1})
+    settings = json.loads(json.dumps(settings_of(plan)))
+    assert settings["run_config"] == plan.run_config
+    assert settings["node_configs"] == [{"partition-id": 0, "num-partitions": 1}]
+    text = headline(plan, RunFolder(tmp_path / "runs" / "x"))
+    assert text.startswith("tiny: 1 client, 1 round, engine superlink; logs in ")

@@ -1,0 +1,237 @@
+"""What `flower-gpu launch` accepts, and the one line it answers to what it does not."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_gpu import cli
+from flower_gpu.launch import options as launch_options
+from flower_gpu.launch.environment import threads_per_client
+from flower_gpu.launch.plan import Plan, make_plan
+
+BAD_OPTIONS = [
+    # arguments after the app's folder, and words its line must hold
+    ("--clients 0", "--clients must be 1 or more"),
+    ("--clients -3", "--clients must be 1 or more -3"),
+    ("--clients two", "--clients 'two' whole number"),
+    ("--clients 1.5", "--clients '1.5' whole number"),
+    ("--rounds 0", "--rounds must be 1 or more"),
+    ("--rounds -1", "--rounds must be 1 or more"),
+    ("--clients-per-round 0", "--clients-per-round must be 1 or more"),
+    ("--clients-per-round 3", "--clients-per-round 3 more than --clients 2"),
+    ("--clients 4 --clients-per-round 5", "--clients-per-round 5 more than --clients 4"),
+    ("--learning-rate 0", "--learning-rate above 0"),
+    ("--learning-rate -0.1", "--learning-rate above 0"),
+    ("--learning-rate nan", "--learning-rate above 0"),
+    ("--learning-rate fast", "--learning-rate 'fast' number"),
+    ("--seed -1", "--seed must be 0 or more"),
+    ("--timeout-s 0", "--timeout-s above 0"),
+    ("--timeout-s inf", "--timeout-s above 0"),
+    ("--port 0", "--port must be 1 or more"),
+    ("--port 65536", "--port at most 65535"),
+    ("--start-method thread", "--start-method 'thread' spawn fork"),
+    ("--engine ray", "--engine 'ray' superlink start-client"),
+    ("--partition label", "--partition 'label' iid dirichlet"),
+    ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
+    ("--dataset three", "--dataset three tiny knows one two"),
+    ("--run-config dataset='three'", "--run-config dataset three one two"),
+    ("--model cnn", "--model key model tiny num-server-rounds"),
+    ("--batch-size 32", "--batch-size batch-size tiny learning-rate"),
+    ("--run-config unknown=1", "--run-config unknown tiny num-server-rounds"),
+    ("--run-config learning-rate", "--run-config 'learning-rate' key=value"),
+    ("--run-config text=abc", "--run-config text=abc quoted"),
+    ("--run-config text=[1]", "--run-config text=[1]"),
+    ("--run-config num-clients=5", "--run-config num-clients --clients"),
+    ("--rounds 2 --run-config num-server-rounds=2", "--rounds --run-config twice"),
+    ("--node-config partition-id=1", "--node-config partition-id launcher"),
+    ("--node-config num-partitions=1", "--node-config num-partitions launcher"),
+    ("--round 3", "--round"),
+    ("-v -q", "-q -v"),
+    ("--log-dir pyproject.toml/x", "--log-dir not a folder"),
+]
+
+
+def run_main(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def is_one_line_with(err: str, words: str) -> bool:
+    return err.count("\n") == 1 and err.endswith("\n") and all(w in err for w in words.split())
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_OPTIONS)
+def test_bad_option_is_one_line_and_leaves_nothing(
+    arguments: str,
+    words: str,
+    tiny_app: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tiny_app)
+    before = sorted(tiny_app.rglob("*"))
+    code, out, err = run_main(["launch", ".", *arguments.split()], capsys)
+    assert (code, out) == (2, "")
+    assert is_one_line_with(err, words), err
+    assert sorted(tiny_app.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda app: (app / "pyproject.toml").unlink(), "no pyproject.toml"),
+        (lambda app: (app / "pyproject.toml").write_text("[project"), "cannot be read"),
+        (lambda app: (app / "pyproject.toml").write_text("[project]\nname='x'"), "not a Flower app"),
+        (
+            lambda app: replace(app / "pyproject.toml", 'text = ""', "text = [1, 2]"),
+            "run config text list",
+        ),
+        (
+            lambda app: replace(app / "pyproject.toml", "clients-per-round = 0", "clients-per-round = 9"),
+            "--clients-per-round 9 default of tiny --clients 2",
+        ),
+    ],
+)
+def test_bad_app_is_one_line(change, words: str, tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(tiny_app)
+    log_dir = tiny_app.parent / "runs"
+    code, out, err = run_main(["launch", str(tiny_app), "--log-dir", str(log_dir)], capsys)
+    assert (code, out) == (2, "")
+    assert is_one_line_with(err, words), err
+    assert not log_dir.exists()
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def test_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run_main(["launch", str(tmp_path / "nowhere")], capsys)
+    assert code == 2
+    assert is_one_line_with(err, "nowhere not a folder")
+
+
+@pytest.mark.parametrize(("module", "function"), [("client_app", "client_fn"), ("server_app", "server_fn")])
+def test_start_client_needs_its_functions(
+    module: str, function: str, tiny_app: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tiny_app / "tiny" / f"{module}.py"
+    file.write_text(file.read_text().replace(function, "other_name"))
+    code, _, err = run_main(["launch", str(tiny_app), "--engine", "start-client"], capsys)
+    assert code == 2
+    assert is_one_line_with(err, f"{function} {module}.py --engine superlink")
+
+
+def test_port_in_use(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        code, _, err = run_main(["launch", str(tiny_app), "--port", port], capsys)
+    assert code == 2
+    assert is_one_line_with(err, f"--port {port} in use")
+
+
+def test_missing_flower_commands(
+    tiny_app: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tiny_app))
+    monkeypatch.setattr(sys, "executable", str(tiny_app / "python"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tiny_app))
+    code, _, err = run_main(["launch", str(tiny_app)], capsys)
+    assert code == 2
+    assert is_one_line_with(err, "flower-superlink not installed pip install flwr")
+
+
+def plan_of(app: Path, arguments: str) -> Plan:
+    parsed = cli.build_parser().parse_args(["launch", str(app), *arguments.split()])
+    return make_plan(launch_options.from_arguments(parsed))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides"),
+    [
+        ("", {"num-clients": 2}),
+        ("--clients 5", {"num-clients": 5}),
+        ("--rounds 7", {"num-server-rounds": 7, "num-clients": 2}),
+        ("--learning-rate 1", {"learning-rate": 1.0, "num-clients": 2}),
+        ("--clients 4 --clients-per-round 3", {"clients-per-round": 3, "num-clients": 4}),
+        ("--dataset two", {"dataset": "two", "num-clients": 2}),
+        (
+            "--partition dirichlet --dirichlet-alpha 0.1",
+            {"partition": "dirichlet", "dirichlet-alpha": 0.1, "num-clients": 2},
+        ),
+        ("--run-config text='x' --run-config fail='y'", {"text": "x", "fail": "y", "num-clients": 2}),
+    ],
+)
+def test_run_config_holds_what_was_given(
+    arguments: str, overrides: dict[str, object], tiny_app: Path
+) -> None:
+    plan = plan_of(tiny_app, arguments)
+    assert plan.overrides == overrides
+    assert {key: type(value) for key, value in plan.overrides.items()} == {
+        key: type(value) for key, value in overrides.items()
+    }
+    assert plan.run_config == {**plan.app.run_config, **overrides}
+    assert plan.clients == overrides["num-clients"]
+
+
+def test_number_of_clients_without_the_key(tiny_app: Path) -> None:
+    replace(tiny_app / "pyproject.toml", "num-clients = 2\n", "")
+    assert plan_of(tiny_app, "").clients == 2
+    plan = plan_of(tiny_app, "--clients 3")
+    assert (plan.clients, plan.overrides) == (3, {})
+
+
+def test_the_apps_own_number_of_clients(tiny_app: Path) -> None:
+    replace(tiny_app / "pyproject.toml", "num-clients = 2\n", "num-clients = 6\n")
+    assert plan_of(tiny_app, "").clients == 6
+
+
+def test_node_config_of_each_client(tiny_app: Path) -> None:
+    plan = plan_of(tiny_app, "--clients 3 --node-config gpu='never'")
+    assert [plan.node_config_of(client) for client in range(3)] == [
+        {"partition-id": client, "num-partitions": 3, "gpu": "never"} for client in range(3)
+    ]
+
+
+def test_data_dir_becomes_absolute(tiny_app: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace(tiny_app / "pyproject.toml", "[tool.flwr.app.config]", '[tool.flwr.app.config]\ndata-dir = ""')
+    monkeypatch.chdir(tiny_app.parent)
+    assert plan_of(tiny_app, "--data-dir images").overrides["data-dir"] == str(tiny_app.parent / "images")
+
+
+def test_clients_share_the_cores(tiny_app: Path) -> None:
+    assert plan_of(tiny_app, "--clients 8").clients_at_once == 8
+    assert plan_of(tiny_app, "--clients 8 --clients-per-round 2").clients_at_once == 2
+    assert threads_per_client(1) >= threads_per_client(2) >= threads_per_client(10**6) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]])
+def test_answers_without_dependencies(arguments: list[str]) -> None:
+    """-S: no installed package can be imported, as in a fresh clone."""
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "flower_gpu.cli", *arguments],
+        cwd=Path(cli.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "flower-gpu" in result.stdout
+
+
+def test_help_shows_the_apps_defaults(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_main(["launch", str(tiny_app), "--help"], capsys)
+    assert code == 0
+    assert all(option.flag in out for option in launch_options.RUN_CONFIG_OPTIONS)
+    assert "num-server-rounds = 2" in out

@@ -1,0 +1,244 @@
+"""Supervision with real processes: who dies, who says so, and that nobody stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launch_helpers import is_alive, processes_of, read_pids, wait_until
+
+from flower_gpu.launch import ports, processes, supervisor
+from flower_gpu.launch.service import Service, tail
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+#: A launcher in small: starts the services named by its arguments and waits until it is told to stop.
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+from flower_gpu.launch.service import Service
+from flower_gpu.launch.supervisor import LaunchStoppedError, Supervisor
+
+folder, grace_s = Path(sys.argv[1]), float(sys.argv[2])
+marker = f"FLOWER_GPU_RUN_DIR={folder}"
+env = {**os.environ, "FLOWER_GPU_RUN_DIR": str(folder)}
+code = 0
+with Supervisor(marker) as supervisor:
+    for name in sys.argv[3:]:
+        command = [sys.executable, str(folder / f"{name}.py"), str(folder / f"{name}.pids")]
+        supervisor.start(Service(name, command, env, folder / f"{name}.log"))
+    try:
+        while True:
+            supervisor.wait(1.0)
+    except LaunchStoppedError as stopped:
+        code = 128 + stopped.signum
+        supervisor.stop(grace_s=grace_s)
+assert not supervisor.left
+sys.exit(code)
+"""
+
+#: Services: each writes the pids that must not stay, then sleeps.
+POLITE = """
+import os, sys, time
+open(sys.argv[1], "w").write(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
+STUBBORN = """
+import os, signal, sys, time
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signum, signal.SIG_IGN)
+open(sys.argv[1], "w").write(f"{os.getpid()}\\n")
+time.sleep(600)
+"""
+# Like a SuperLink: a child in a session of its own, whose child in turn loses its parent; both stubborn.
+DETACHING = """
+import os, signal, subprocess, sys, time
+grandchild = (
+    "import os, signal, subprocess, sys, time\\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+    "sleep = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'\\n"
+    "orphan = subprocess.Popen(['sh', '-c', f'{sys.executable} -c \\"{sleep}\\" & echo $!'],\\n"
+    "                          stdout=subprocess.PIPE)\\n"
+    "print(os.getpid(), int(orphan.stdout.readline()), flush=True)\\n"
+    "time.sleep(600)\\n"
+)
+child = subprocess.Popen([sys.executable, "-c", grandchild], start_new_session=True, stdout=subprocess.PIPE)
+open(sys.argv[1], "w").write(f"{os.getpid()} {child.stdout.readline().decode()}")
+time.sleep(600)
+"""
+
+StartLauncher = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
+    """Start the small launcher with services; at the end of the test nobody may be left."""
+    for name, text in {"polite": POLITE, "stubborn": STUBBORN, "detaching": DETACHING}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*names: str, grace_s: float = 0.5) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(tmp_path / "launcher.py"), str(tmp_path), str(grace_s), *names]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: not processes_of(tmp_path), "every process of the run is gone")
+
+
+def guard_of(launcher: subprocess.Popen[bytes]) -> int:
+    (guard,) = [
+        process.pid
+        for process in processes.descendants(launcher.pid)
+        if b"guard.py" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    ]
+    return guard
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stop_ends_everything(signum: int, start_launcher: StartLauncher, tmp_path: Path) -> None:
+    names = ("polite", "stubborn", "detaching")
+    launcher = start_launcher(*names)
+    pids = [pid for name in names for pid in read_pids(tmp_path / f"{name}.pids")]
+    assert len(pids) == 5
+    assert all(map(is_alive, pids))
+    launcher.send_signal(signum)
+    _, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, err) == (128 + signum, b"")
+    assert not any(map(is_alive, pids))
+
+
+def test_stopping_cannot_take_five_seconds() -> None:
+    kill = processes.kill_all.__defaults__
+    assert kill is not None
+    assert supervisor.GRACE_S + max(value for value in kill if isinstance(value, float)) < 5.0
+
+
+def test_second_ctrl_c_does_not_wait(start_launcher: StartLauncher, tmp_path: Path) -> None:
+    launcher = start_launcher("stubborn", "polite", grace_s=100_000)
+    (stubborn,), (polite,) = (read_pids(tmp_path / f"{name}.pids") for name in ("stubborn", "polite"))
+    launcher.send_signal(signal.SIGINT)
+    wait_until(lambda: not is_alive(polite), "the launcher is stopping")
+    assert is_alive(stubborn)
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, err) == (130, b"")
+    assert not is_alive(stubborn)
+
+
+def test_killed_launcher_takes_everything_with_it(start_launcher: StartLauncher, tmp_path: Path) -> None:
+    launcher = start_launcher("stubborn", "detaching")
+    pids = [pid for name in ("stubborn", "detaching") for pid in read_pids(tmp_path / f"{name}.pids")]
+    guard = guard_of(launcher)
+    launcher.kill()
+    wait_until(lambda: not any(map(is_alive, [*pids, guard])), "all are gone")
+
+
+def test_services_die_with_the_launcher_without_the_guard(
+    start_launcher: StartLauncher, tmp_path: Path
+) -> None:
+    launcher = start_launcher("stubborn", "polite")
+    pids = [pid for name in ("stubborn", "polite") for pid in read_pids(tmp_path / f"{name}.pids")]
+    os.kill(guard_of(launcher), signal.SIGKILL)
+    launcher.kill()
+    wait_until(lambda: not any(map(is_alive, pids)), "the kernel has killed them")
+
+
+def test_processes_that_were_there_before_stay(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as before:
+        with supervisor.Supervisor(f"FLOWER_GPU_RUN_DIR={tmp_path}") as watch:
+            during = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            assert during.pid in [process.pid for process in processes.descendants(os.getpid())]
+        assert watch.left == []
+        assert not is_alive(during.pid)
+        during.wait(timeout=60)
+        assert before.poll() is None
+        before.communicate(b"\n", timeout=60)
+    assert before.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV (-11)"),
+        ("import os, signal; os.kill(os.getpid(), 40)", "signal 40"),
+        ("1 / 0", "exit code 1"),
+    ],
+)
+def test_early_end_is_noticed_and_described(code: str, how: str, tmp_path: Path) -> None:
+    log = tmp_path / "broken.log"
+    with supervisor.Supervisor(f"FLOWER_GPU_RUN_DIR={tmp_path}") as watch:
+        service = Service("broken part", [sys.executable, "-c", code], os.environ, log)
+        assert (service.pid, service.returncode, service.runs) == (None, None, False)
+        watch.start(service)
+        while service.runs:
+            watch.wait(60.0)  # a child's end interrupts it
+    assert service.describe_end() == f"broken part ended with {how}"
+    assert log.read_text().startswith("$ ")
+    if code == "1 / 0":
+        assert service.tail().endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_program_that_is_missing_leaves_nothing_open(tmp_path: Path) -> None:
+    before = sorted(Path("/proc/self/fd").iterdir())
+    service = Service("missing", [str(tmp_path / "nothing")], os.environ, tmp_path / "missing.log")
+    with pytest.raises(FileNotFoundError):
+        service.start()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
+def test_tail_keeps_what_says_something(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"old\n\n\x1b[91mERROR \x1b[0m: bad\n    f(x)\n    ~~~^^^\n\xff\n")
+    assert tail(path, 3) == "ERROR : bad\n    f(x)\n\N{REPLACEMENT CHARACTER}"
+    assert tail(tmp_path / "missing.log") == ""
+
+
+def test_free_ports_are_free_and_different() -> None:
+    found = ports.free_ports(50)
+    assert len(set(found)) == 50
+    assert all(map(ports.is_free, found))
+
+
+def test_who_listens_on_a_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert not ports.is_free(port)
+        assert ports.accepts_connections(port)
+        assert ports.listens(os.getpid(), port)
+        assert not ports.listens(os.getppid(), port)
+    assert ports.is_free(port)
+    assert not ports.accepts_connections(port)
+    assert not ports.listens(os.getpid(), port)
+
+
+def test_health_is_asked_over_http() -> None:
+    answers = [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 503 Busy\r\n\r\n", b"no http\r\n\r\n"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = server.getsockname()[1]
+        assert [ports.is_healthy(port) for _ in answers] == [True, False, False]
+        thread.join()
+    assert not ports.is_healthy(port)

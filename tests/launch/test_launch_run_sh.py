@@ -1,0 +1,187 @@
+"""run.sh, with a real virtual environment and a real pip, in a clone of a package that needs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PYPROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "flower-gpu"
+version = "0"
+"""
+
+# An editable wheel is a .pth file; nothing else is needed to see what run.sh does.
+BACKEND = """
+import base64, hashlib, os, zipfile
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    name = "flower_gpu-0-py3-none-any.whl"
+    info = "flower_gpu-0.dist-info"
+    files = {
+        "flower_gpu.pth": os.getcwd(),
+        f"{info}/METADATA": "Metadata-Version: 2.1\\nName: flower-gpu\\nVersion: 0\\n"
+        "Provides-Extra: examples\\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    }
+    record = "".join(f"{path},," + "\\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(os.path.join(folder, name), "w") as wheel:
+        for path, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(path, text)
+    return name
+
+def build_wheel(*args, **kwargs):
+    raise NotImplementedError
+"""
+
+CLI = """
+import sys
+print("cli of", sys.prefix, *sys.argv[1:], sep="|")
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone with a space in its path."""
+    folder = tmp_path / "my clone"
+    (folder / "flower_gpu").mkdir(parents=True)
+    (folder / "flower_gpu" / "__init__.py").write_text("")
+    (folder / "flower_gpu" / "cli.py").write_text(CLI)
+    (folder / "pyproject.toml").write_text(PYPROJECT)
+    (folder / "backend.py").write_text(BACKEND)
+    shutil.copy(ROOT / "run.sh", folder)
+    return folder
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    """An environment in which python3 is the Python of these tests."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "python3").symlink_to(getattr(sys, "_base_executable", sys.executable))
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
+    return {**kept, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+def run(script: Path, *arguments: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(script), *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=150
+    )
+
+
+def expected(clone: Path, *arguments: str) -> str:
+    return "|".join(["cli of", str(clone / ".venv"), "launch", *arguments]) + "\n"
+
+
+def test_first_start_installs_and_later_ones_do_not(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    quickstart = str(clone / "examples" / "quickstart")
+    link = tmp_path / "link"
+    link.symlink_to(clone / "run.sh")
+    # flower_gpu in the current folder must not be taken for the package.
+    (tmp_path / "flower_gpu").mkdir()
+
+    first = run(link, "--rounds", "2", "a b", env=env, cwd=tmp_path)
+    assert (first.returncode, first.stdout) == (0, expected(clone, quickstart, "--rounds", "2", "a b"))
+    assert first.stderr.count("\n") == 1
+    assert "only this once" in first.stderr
+
+    second = run(clone / "run.sh", "my app", "--x", env=env, cwd=tmp_path)
+    assert (second.stdout, second.stderr) == (expected(clone, "my app", "--x"), "")
+
+    env["FLOWER_GPU_APP"] = "other app"
+    third = run(clone / "run.sh", "-v", env=env, cwd=tmp_path)
+    assert (third.stdout, third.stderr) == (expected(clone, "other app", "-v"), "")
+
+    # A half-made environment: the last installation was broken off, and pip does not even start.
+    (clone / ".venv" / ".flower-gpu-unfinished").touch()
+    (clone / ".venv" / ".flower-gpu-installed").unlink()
+    shutil.rmtree(next((clone / ".venv").glob("lib/python*/site-packages/pip")))
+    repaired = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert repaired.stdout == expected(clone, "other app")
+    assert not (clone / ".venv" / ".flower-gpu-unfinished").exists()
+
+    with (clone / "pyproject.toml").open("a") as file:
+        file.write("# other dependencies\n")
+    assert "only this once" in run(clone / "run.sh", env=env, cwd=tmp_path).stderr
+    assert run(clone / "run.sh", env=env, cwd=tmp_path).stderr == ""
+
+
+def test_two_first_starts_at_once(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    both = [
+        subprocess.Popen(
+            [clone / "run.sh", str(number)],
+            env=env,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    results = [process.communicate(timeout=150) for process in both]
+    assert [out for out, _ in results] == [expected(clone, str(number)) for number in range(2)]
+    assert "".join(err for _, err in results).count("\n") == 1
+
+
+def test_failed_installation_is_said(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    (clone / "backend.py").write_text("raise SystemExit('broken build')")
+    failed = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert failed.returncode == 1
+    assert failed.stdout == ""
+    assert failed.stderr.splitlines()[-1].startswith("run.sh: the installation failed")
+
+
+def test_an_existing_environment(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    env["FLOWER_GPU_VENV"] = sys.prefix
+    env["PYTHONPATH"] = str(clone)
+    result = run(clone / "run.sh", "--rounds=1", env=env, cwd=tmp_path)
+    quickstart = clone / "examples" / "quickstart"
+    assert result.stdout == f"cli of|{sys.prefix}|launch|{quickstart}|--rounds=1\n"
+    assert not (clone / ".venv").exists()
+    env["FLOWER_GPU_VENV"] = str(tmp_path)
+    result = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def no_python(env: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment with the programs run.sh uses, but no Python that is new enough."""
+    folder = tmp_path / "no-python"
+    folder.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname", "env", "flock", "mkdir", "readlink", "rm", "touch"):
+        if found := shutil.which(name):
+            (folder / name).symlink_to(found)
+    (folder / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.8.1 || exit 1\n")
+    (folder / "python3").chmod(0o755)
+    yield {**env, "PATH": str(folder)}
+
+
+def test_no_python(clone: Path, no_python: dict[str, str], tmp_path: Path) -> None:
+    for arguments in ([], ["--help"]):
+        result = run(clone / "run.sh", *arguments, env=no_python, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr == ("run.sh: needs Python 3.11 or newer; python3 here is Python 3.8.1\n")
+    assert not (clone / ".venv").exists()
+
+
+def test_help_lists_the_options_without_installing(env: dict[str, str], tmp_path: Path) -> None:
+    had_venv = (ROOT / ".venv").exists()
+    result = run(ROOT / "run.sh", "--clients", "3", "--help", env=env, cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+    for word in ("--clients", "--engine", "--start-method", "FLOWER_GPU_VENV", "num-server-rounds"):
+        assert word in result.stdout
+    assert (ROOT / ".venv").exists() == had_venv

@@ -1,0 +1,174 @@
+"""`flower-gpu launch` as a user starts it, with real Flower processes and an app without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launch_helpers import is_alive, processes_of, wait_until
+
+from flower_gpu import trace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+Launch = Callable[..., "subprocess.Popen[str]"]
+TIMEOUT_S = 240
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return process.returncode, out, err
+
+
+def only_run(tmp_path: Path) -> Path:
+    (folder,) = (tmp_path / "runs").iterdir()
+    return folder
+
+
+def wait_for_a_worker(tmp_path: Path) -> Path:
+    """Wait until a client trains; return the run's folder."""
+
+    def started() -> bool:
+        return any(
+            "worker_started" in file.read_text() for file in tmp_path.glob(f"runs/*/{trace.FILE_NAME}")
+        )
+
+    wait_until(started, "a client trains", TIMEOUT_S)
+    return only_run(tmp_path)
+
+
+def given_to(log: Path) -> list[list[object]]:
+    lines = [line for line in log.read_text().splitlines() if line.startswith("given ")]
+    return [json.loads(line.removeprefix("given ")) for line in lines]
+
+
+def test_start_client_from_start_to_result(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
+    code, out, err = finish(
+        launch(
+            tiny_app,
+            "--clients=3",
+            "--learning-rate=0.5",
+            "--start-method=in-process",
+            "--run-config",
+            "text='a \"b\" = c'",
+            "--node-config",
+            "site='north pole'",
+        )
+    )
+    assert (code, err) == (0, "")
+    folder = only_run(tmp_path)
+    assert (
+        out.splitlines()[0]
+        == f"tiny: 3 clients, 2 rounds, engine start-client; logs in {folder.relative_to(tmp_path)}"
+    )
+    assert "round 2/2  loss 0.333  accuracy 0.667" in out
+    assert "│       2 │ 0.3333 │   0.6667 │  - │" in out
+    result = json.loads((folder / "result.json").read_text())
+    assert [row["round"] for row in result["rounds"]] == [1, 2]
+    assert [row["loss"] for row in result["rounds"]] == [0.5, pytest.approx(1 / 3)]
+    assert result["initial"]["loss"] == 1.0
+    assert sorted(worker["client"] for worker in result["workers"]) == ["0", "0", "1", "1", "2", "2"]
+    assert {worker["start_method"] for worker in result["workers"]} == {"in-process"}
+    assert len({worker["pid"] for worker in result["workers"]}) == 3
+    for client in range(3):
+        log = folder / f"client-{client}.log"
+        first, second = given_to(log)
+        node_config, run_config, rounds = first
+        assert node_config == {"partition-id": client, "num-partitions": 3, "site": "north pole"}
+        assert run_config["learning-rate"] == 0.5
+        assert run_config["num-clients"] == 3
+        assert run_config["text"] == 'a "b" = c'
+        assert (rounds, second[2]) == (1, 2), "the state of a client lasts from round to round"
+        assert log.read_text().splitlines()[-1] == "torch imported: no"
+        assert "DEPRECATED" in log.read_text()
+
+
+def test_torch_in_a_client_is_not_denied(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
+    code, _, err = finish(launch(tiny_app, "--rounds=1", "--run-config", "fail='torch'"))
+    assert (code, err) == (0, "")
+    assert "torch imported: yes" in (only_run(tmp_path) / "client-0.log").read_text()
+
+
+def test_app_without_rounds_succeeds(launch: Launch, tiny_app: Path) -> None:
+    code, out, err = finish(launch(tiny_app, "--rounds=1", "--run-config", "fail='silent'", "-q"))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].startswith("The app reported no rounds")
+
+
+@pytest.mark.parametrize(
+    ("fail", "who", "why"),
+    [
+        ("client", "client 1 ended with exit code 1", "RuntimeError: client 1 fails on purpose"),
+        ("server_fn", "server ended with exit code 1", "RuntimeError: server_fn fails on purpose"),
+        ("evaluate", "server ended with exit code 1", "RuntimeError: the evaluation fails on purpose"),
+    ],
+)
+def test_failure_is_named_and_shown(
+    fail: str, who: str, why: str, launch: Launch, tmp_path: Path, tiny_app: Path
+) -> None:
+    code, _, err = finish(launch(tiny_app, "--run-config", f"fail='{fail}'"))
+    assert code == 1
+    assert who in err.splitlines()[0]
+    assert why in err
+    assert (only_run(tmp_path) / "result.json").exists()
+
+
+@pytest.mark.parametrize("victim", ["start_client_client", "start_client_server"])
+def test_a_killed_process_is_named(victim: str, launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
+    process = launch(tiny_app, "--run-config", "seconds=100.0")
+    folder = wait_for_a_worker(tmp_path)
+    pid = next(pid for pid in processes_of(folder) if victim in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(pid, signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert "ended with SIGKILL (-9)" in err.splitlines()[0]
+
+
+@pytest.mark.parametrize("engine", ["start-client", "superlink"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_survives_the_launcher(
+    signum: int, engine: str, launch: Launch, tmp_path: Path, tiny_app: Path
+) -> None:
+    process = launch(tiny_app, "--run-config", "seconds=100.0", engine=engine)
+    folder = wait_for_a_worker(tmp_path)
+    pids = processes_of(folder)
+    assert len(pids) >= (3 if engine == "start-client" else 8)
+    process.send_signal(signum)
+    code, _, err = finish(process)
+    if signum == signal.SIGINT:
+        assert code == 130
+        assert not any(map(is_alive, pids))
+        assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
+        assert "Traceback" not in err
+    else:
+        wait_until(lambda: not any(map(is_alive, pids)), "all are gone")
+
+
+def test_superlink_reports_a_failed_server_app(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
+    code, _, err = finish(launch(tiny_app, "--run-config", "fail='evaluate'", engine="superlink"))
+    assert code == 1
+    assert "Flower reports the run as finished:failed" in err.splitlines()[0]
+    assert "RuntimeError: the evaluation fails on purpose" in err
+    assert len(json.loads((only_run(tmp_path) / "result.json").read_text())["workers"]) == 2
+
+
+def test_superlink_twice_at_once(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
+    both = [launch(tiny_app, "--rounds=1", "-v", engine="superlink") for _ in range(2)]
+    for process in both:
+        code, out, err = finish(process)
+        assert (code, err) == (0, "")
+        assert "round 1/1" in out
+        assert "configure_fit: strategy sampled 2 clients (out of 2)" in out  # -v
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        result = json.loads((folder / "result.json").read_text())
+        assert sorted(worker["client"] for worker in result["workers"]) == ["0", "1"]
+        logs = sorted(path.name for path in folder.glob("*.log"))
+        assert logs == ["client-0.log", "client-1.log", "flwr-list.log", "run.log", "superlink.log"]
+        assert (folder / "flwr" / "config.toml").exists()
