@@ -64,8 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + n: ended by signal n.
     """
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments, unknown = build_parser().parse_known_args(argv)
         try:
+            if unknown:
+                raise ConfigError(
+                    f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
+                )
             options = launch_options.from_arguments(arguments)
             from flower_gpu.launch import run
 

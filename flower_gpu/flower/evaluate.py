@@ -28,20 +28,13 @@ class GPUEvaluate:
     """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy."""
 
     def __init__(
-        self,
-        fn: Task,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        num_rounds: int | None = None,
-        start_method: str | None = None,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
+        self, fn: Task, kwargs: Mapping[str, Any], num_rounds: int | None, settings: WorkerSettings
     ) -> None:
         check_task(fn)
         self.num_rounds = num_rounds
         self._fn = fn
-        self._kwargs = dict(kwargs or {})
-        self._settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER)
+        self._kwargs = dict(kwargs)
+        self._settings = settings
         self._rounds = _RoundDisplay()
 
     def __call__(self, server_round: int, arrays: Any, config: Any = None) -> Any:
@@ -115,14 +108,8 @@ def gpu_evaluate(
     >>> strategy = FedAdam()
     >>> strategy.start(grid, arrays, evaluate_fn=gpu_evaluate(global_evaluate))
     """
-    return GPUEvaluate(
-        fn,
-        kwargs=kwargs,
-        num_rounds=num_rounds,
-        start_method=start_method,
-        timeout_s=timeout_s,
-        env=env,
-    )
+    settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER)
+    return GPUEvaluate(fn, kwargs or {}, num_rounds, settings)
 
 
 def isolated(fn: Task | GPUEvaluate | None, num_rounds: int | None) -> GPUEvaluate | None:

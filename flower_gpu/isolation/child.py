@@ -125,9 +125,12 @@ def forked(
     request: tuple[Any, ...],
 ) -> None:
     """Run in a fork of the caller, where locks and streams are those of the caller."""
+    os.dup2(stderr, 2)  # first: what fails from here on is told there
+    os.dup2(stdout, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, standard in ((nothing, 0), (stdout, 1), (stderr, 2)):
-        os.dup2(descriptor, standard)
+    os.dup2(nothing, 0)
+    for descriptor in {stdout, stderr, nothing} - {0, 1, 2}:
+        os.close(descriptor)
     # The caller's sys.stdout may be anything (a notebook's, a test runner's).
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115

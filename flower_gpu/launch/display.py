@@ -126,6 +126,7 @@ class TerminalDisplay(Display):
         more = f" (+{others} more)" if others > 0 else ""
         desc = f"  {self._running[self._worker]}{more} {event.get('desc') or ''}".rstrip()
         self._batches.set_description_str(desc, refresh=False)
+        self._batches.bar_format = "{desc} |{bar}| {n_fmt}/{total_fmt}"
         self._batches.total = event.get("total")
         self._batches.n = event.get("n") or 0
         self._batches.refresh()
@@ -157,7 +158,7 @@ class TerminalDisplay(Display):
                 leave=False,
                 position=1,
                 dynamic_ncols=True,
-                bar_format="{desc} |{bar}| {n_fmt}/{total_fmt}",
+                bar_format="{desc} ...",  # until it says how much there is to do
                 file=sys.stdout,
             )
 

@@ -85,6 +85,11 @@ def absolute_path(text: str) -> str:
     return str(Path(text_value(text)).expanduser().resolve())
 
 
+def folder(text: str) -> Path:
+    """Read a path."""
+    return Path(text_value(text)).expanduser()
+
+
 def _int(text: str, minimum: int) -> int:
     try:
         value = int(text)
@@ -203,7 +208,7 @@ class _HelpWithAppDefaults(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``launch`` to a parser."""
     add = parser.add_argument
-    add("app_dir", metavar="APP_DIR", type=Path, help="folder of the Flower app")
+    add("app_dir", metavar="APP_DIR", type=folder, help="folder of the Flower app")
     add("-h", "--help", action=_HelpWithAppDefaults)
     federation = parser.add_argument_group("federation")
     federation.add_argument(
@@ -262,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--log-dir",
         metavar="DIR",
-        type=Path,
+        type=folder,
         default=Path("runs"),
         help="where the run's folder is made (default: runs)",
     )

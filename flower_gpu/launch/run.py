@@ -70,7 +70,6 @@ def launch(options: LaunchOptions) -> int:
             _explain(failure)
         finally:
             _close(display)
-            supervisor.stop()
     for pid in supervisor.left:
         _complain(f"process {pid} could not be ended")
         code = code or 1
@@ -83,7 +82,7 @@ def headline(plan: Plan, folder: RunFolder) -> str:
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
-    return f"{plan.app.name}: {', '.join(counts)}, engine {plan.engine}; logs in {folder.shown}"
+    return f"{plan.app.name}: {', '.join(counts)}, {plan.engine}; logs in {folder.shown}"
 
 
 def settings_of(plan: Plan) -> dict[str, object]:

@@ -196,7 +196,7 @@ class SuperLinkEngine(Engine):
         if status == "finished:completed":
             return True
         if status.startswith("finished"):
-            text = "" if details in ("", "N/A") else f": {details}"
+            text = "" if details in ("", "N/A") else f": {details.splitlines()[0]}"
             raise LaunchFailedError(f"Flower reports the run as {status}{text}", self._run)
         # The log stream broke off, the run did not.
         self._ask()

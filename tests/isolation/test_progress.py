@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -191,6 +192,8 @@ def at_a_terminal(script: Path, *arguments: str) -> str:
         [sys.executable, str(script), *arguments], stdout=subprocess.DEVNULL, stderr=theirs
     ) as process:
         os.close(theirs)
+        limit = threading.Timer(30, process.kill)  # a deadlock is what one of the tests is about
+        limit.start()
         drawn = b""
         while True:
             try:
@@ -201,6 +204,7 @@ def at_a_terminal(script: Path, *arguments: str) -> str:
                 break
             drawn += data
         os.close(ours)
+        limit.cancel()
         assert process.wait(timeout=30) == 0, drawn.decode()
     return drawn.decode()
 

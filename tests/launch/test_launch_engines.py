@@ -264,4 +264,4 @@ def test_settings_are_json(tmp_path: Path, tiny_app: Path) -> None:
     assert settings["run_config"] == plan.run_config
     assert settings["node_configs"] == [{"partition-id": 0, "num-partitions": 1}]
     text = headline(plan, RunFolder(tmp_path / "runs" / "x"))
-    assert text.startswith("tiny: 1 client, 1 round, engine superlink; logs in ")
+    assert text.startswith("tiny: 1 client, 1 round, superlink; logs in ")

@@ -50,7 +50,8 @@ BAD_OPTIONS = [
     ("--rounds 2 --run-config num-server-rounds=2", "--rounds --run-config twice"),
     ("--node-config partition-id=1", "--node-config partition-id launcher"),
     ("--node-config num-partitions=1", "--node-config num-partitions launcher"),
-    ("--round 3", "--round"),
+    ("--round 3", "unknown: --round 3 flower-gpu launch --help"),
+    ("another", "unknown: another"),
     ("-v -q", "-q -v"),
     ("--log-dir pyproject.toml/x", "--log-dir not a folder"),
 ]

@@ -63,6 +63,7 @@ def clone(tmp_path: Path) -> Path:
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND)
     shutil.copy(ROOT / "run.sh", folder)
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
     return folder
 
 
@@ -107,7 +108,7 @@ def test_first_start_installs_and_later_ones_do_not(clone: Path, env: dict[str, 
 
     # A half-made environment: the last installation was broken off, and pip does not even start.
     (clone / ".venv" / ".flower-gpu-unfinished").touch()
-    (clone / ".venv" / ".flower-gpu-installed").unlink()
+    (clone / ".venv" / ".flower-gpu-examples").unlink()
     shutil.rmtree(next((clone / ".venv").glob("lib/python*/site-packages/pip")))
     repaired = run(clone / "run.sh", env=env, cwd=tmp_path)
     assert repaired.stdout == expected(clone, "other app")

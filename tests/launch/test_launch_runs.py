@@ -64,7 +64,7 @@ def test_start_client_from_start_to_result(launch: Launch, tmp_path: Path, tiny_
     folder = only_run(tmp_path)
     assert (
         out.splitlines()[0]
-        == f"tiny: 3 clients, 2 rounds, engine start-client; logs in {folder.relative_to(tmp_path)}"
+        == f"tiny: 3 clients, 2 rounds, start-client; logs in {folder.relative_to(tmp_path)}"
     )
     assert "round 2/2  loss 0.333  accuracy 0.667" in out
     assert "│       2 │ 0.3333 │   0.6667 │  - │" in out

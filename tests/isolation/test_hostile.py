@@ -1,0 +1,319 @@
+"""Callers in odd conditions: closed streams, limits, ignored signals, other code that waits for children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Run
+from processes import is_running, wait_until
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+
+pytestmark = pytest.mark.timeout(60)
+
+RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
+TASKS = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "01", "12", "012"])
+def test_caller_with_closed_standard_streams(
+    closed: str, start_method: str, run_script: RunScript, tmp_path: Path
+) -> None:
+    """Then descriptors of the call would get the numbers 0, 1 and 2, on which a worker puts its own."""
+    answer = tmp_path / "answer"
+    run_script(
+        """
+        import os, sys
+        path, method, closed = sys.argv[1:]
+        for number in closed:
+            os.close(int(number))
+        if "1" in closed:
+            sys.stdout = None
+        if "2" in closed:
+            sys.stderr = None
+        from flower_gpu import WorkerDiedError, run_in_worker
+
+        def streams():
+            return os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1")[:5]
+
+        found = [run_in_worker(streams, start_method=method)]
+        try:
+            run_in_worker("crash_tasks:kill_itself", 9, start_method=method)
+        except WorkerDiedError as error:
+            found.append((error.exitcode, error.tail))
+        left = [number for number in closed if os.path.exists("/proc/self/fd/" + number)]
+        with open(path, "w") as file:
+            print(found, left, file=file)
+        os._exit(0)  # Python itself cannot end without its streams
+        """,
+        str(answer),
+        start_method,
+        closed,
+        env=TASKS,
+    )
+    assert answer.read_text() == "[('/dev/null', 'pipe:'), (-9, 'the last words')] []\n"
+
+
+def test_sigchld_is_ignored(start_method: str, run_script: RunScript) -> None:
+    """Then the kernel reaps, and nobody learns how a process ended."""
+    done = run_script(
+        """
+        import signal, subprocess, sys
+        from flower_gpu import WorkerDiedError, run_in_worker
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+        def child_of_the_worker():
+            return subprocess.run(["false"]).returncode
+
+        print(run_in_worker(child_of_the_worker, start_method=sys.argv[1]))
+        try:
+            run_in_worker("crash_tasks:kill_itself", 9, start_method=sys.argv[1])
+        except WorkerDiedError as error:
+            print("how is not known" in str(error), "SIGCHLD is ignored" in str(error), error.tail)
+        """,
+        start_method,
+        env=TASKS,
+    )
+    assert done.stdout.splitlines() == ["1", "the last words", "True True the last words"]
+
+
+def test_somebody_else_waits_for_all_children(start_method: str, run_script: RunScript) -> None:
+    done = run_script(
+        """
+        import os, sys, threading, time
+        from flower_gpu import WorkerDiedError, run_in_worker
+
+        def reap():
+            while True:
+                try:
+                    os.waitpid(-1, 0)
+                except ChildProcessError:
+                    time.sleep(0.001)
+
+        threading.Thread(target=reap, daemon=True).start()
+        for _ in range(5):
+            print(run_in_worker("plain_tasks:answer", start_method=sys.argv[1]))
+        try:
+            run_in_worker("crash_tasks:os_exit", 7, start_method=sys.argv[1])
+        except WorkerDiedError:
+            print("died")
+        """,
+        start_method,
+        env=TASKS,
+    )
+    assert done.stdout.splitlines() == ["42"] * 5 + ["leaving at once", "died"]
+
+
+def test_multiprocessing_in_other_threads(run: Run) -> None:
+    """Its start() and active_children() reap the children it knows; workers are not among them."""
+    import multiprocessing
+
+    stop = threading.Event()
+
+    def reap() -> None:
+        while not stop.is_set():
+            multiprocessing.active_children()
+
+    thread = threading.Thread(target=reap)
+    thread.start()
+    try:
+        for _ in range(30):
+            with pytest.raises(WorkerDiedError, match="exited with code 7"):
+                run_in_worker("crash_tasks:os_exit", 7, start_method="fork")
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_few_descriptors_left(start_method: str, run_script: RunScript) -> None:
+    """Too few to start a worker is an error that says so and leaves none open; enough is enough."""
+    done = run_script(
+        """
+        import os, resource, sys
+        from flower_gpu import WorkerError, run_in_worker
+
+        def answer():
+            return 42
+
+        run_in_worker(answer, start_method=sys.argv[1])
+        used = len(os.listdir("/proc/self/fd"))
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        results = []
+        for more in range(1, 40):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
+            try:
+                results.append(run_in_worker(answer, start_method=sys.argv[1]))
+            except WorkerError as error:
+                assert "Too many open files" in str(error), error
+                results.append(type(error).__name__)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            assert len(os.listdir("/proc/self/fd")) == used, (more, os.listdir("/proc/self/fd"))
+        print(results[0], results[-1], set(results) <= {"WorkerStartError", "WorkerDiedError", 42})
+        """,
+        start_method,
+    )
+    assert done.stdout == "WorkerStartError 42 True\n"
+
+
+def test_file_size_limit(start_method: str, run_script: RunScript) -> None:
+    """RLIMIT_FSIZE holds for memory files too."""
+    done = run_script(
+        """
+        import resource, sys
+        import numpy as np
+        from flower_gpu import WorkerError, WorkerStartError, run_in_worker
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        try:
+            run_in_worker("numpy:zeros", 1_000_000, start_method=sys.argv[1])
+        except WorkerError as error:
+            print(error)
+        try:
+            print(run_in_worker(lambda array: 42, np.zeros(1_000_000), start_method=sys.argv[1]))
+        except WorkerStartError as error:
+            print(error)
+        print(run_in_worker("numpy:ones", 3, start_method=sys.argv[1]))
+        """,
+        start_method,
+    )
+    result, argument, small = done.stdout.splitlines()
+    assert result == "no room for the result: OSError: [Errno 27] File too large"
+    # A fork has its arguments as they are.
+    assert argument == (
+        "42" if start_method == "fork" else "cannot start a worker: [Errno 27] File too large"
+    )
+    assert small == "[1. 1. 1.]"
+
+
+def test_no_python_to_spawn(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flower_gpu.errors import WorkerStartError
+
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(WorkerStartError, match=r"cannot start a worker: .*/nowhere/python"):
+        run_in_worker("plain_tasks:answer", start_method="spawn")
+    monkeypatch.undo()
+
+
+def test_no_more_processes_allowed(start_method: str, run_script: RunScript) -> None:
+    """RLIMIT_NPROC does not bind root, so a user of our own makes it real."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become a user without other processes")
+    done = run_script(
+        """
+        import os, resource, sys
+        from flower_gpu import WorkerStartError, run_in_worker
+        run_in_worker("plain_tasks:answer", start_method=sys.argv[1])
+        before = os.listdir("/proc/self/fd")
+        os.setresuid(54321, 54321, 54321)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+        try:
+            run_in_worker("plain_tasks:answer", start_method=sys.argv[1])
+        except WorkerStartError as error:
+            print(error, os.listdir("/proc/self/fd") == before)
+        """,
+        start_method,
+        env=TASKS,
+    )
+    assert done.stdout == "cannot start a worker: [Errno 11] Resource temporarily unavailable True\n"
+
+
+def test_hangup_is_ignored_as_under_nohup(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
+    script = f"""
+        from flower_gpu import run_in_worker
+        print(run_in_worker("plain_tasks:answer", start_method={start_method!r}))
+        """
+    done = run_script(script, env=TASKS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert done.stdout == "42\n"
+
+
+def test_handlers_of_the_caller_are_not_the_workers(start_method: str, run_script: RunScript) -> None:
+    """Flower's would report the client's task as stopped when a worker is ended."""
+    done = run_script(
+        """
+        import os, signal, sys
+        from flower_gpu import WorkerDiedError, run_in_worker
+
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+            signal.signal(number, lambda *_: print("the caller's handler", flush=True))
+        signal.set_wakeup_fd(os.open("/dev/null", os.O_WRONLY | os.O_NONBLOCK))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM):
+            try:
+                run_in_worker("crash_tasks:kill_itself", number, start_method=sys.argv[1])
+            except WorkerDiedError as error:
+                print(error.exitcode)
+        """,
+        start_method,
+        env=TASKS,
+    )
+    assert done.stdout.splitlines() == [x for n in (15, 10, 14) for x in ("the last words", str(-n))]
+
+
+def test_buffered_output_of_the_caller_is_written_once(start_method: str, run_script: RunScript) -> None:
+    done = run_script(
+        """
+        import os, sys
+        from flower_gpu import run_in_worker
+        sys.stdout.write("before ")
+        run_in_worker("builtins:print", "in the worker", start_method=sys.argv[1])
+        print("after")
+        """,
+        start_method,
+    )
+    assert done.stdout == "before in the worker\nafter\n"
+
+
+def test_what_leaves_the_group_does_not_stop_the_call(
+    start_method: str, run: Run, after_reaching: Callable[..., BaseException], tmp_path: Path
+) -> None:
+    """A process in a session of its own is out of reach; it may even go on writing into our pipe."""
+    pid_file = tmp_path / "pid"
+
+    def leave(reached: str) -> None:
+        code = "import os\nwhile True: os.write(1, b'escaped' * 1000)"
+        process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+        pid_file.write_text(str(process.pid))
+        Path(reached).touch()
+        os.setsid()
+
+    # os.setsid is refused: a worker leads a group. Its own child got away.
+    try:
+        with pytest.raises(PermissionError):
+            run_in_worker(leave, str(tmp_path / "first"), start_method=start_method)
+    finally:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    assert wait_until(lambda: not is_running(int(pid_file.read_text())))
+
+
+def test_very_long_limit(start_method: str) -> None:
+    """Longer than the kernel can wait at once (24 days)."""
+    assert run_in_worker("plain_tasks:answer", start_method=start_method, timeout_s=1e9) == 42
+
+
+def test_very_short_limit(start_method: str, run: Run) -> None:
+    for timeout_s in (1e-9, 0.001, 0.01, 0.02):
+        with pytest.raises(WorkerTimeoutError, match="no result within timeout_s="):
+            run_in_worker("time:sleep", 600, start_method=start_method, timeout_s=timeout_s)
+
+
+def test_without_pidfd_and_waitid(start_method: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, or with an old kernel: the same by polling."""
+    monkeypatch.delattr(os, "pidfd_open")
+    monkeypatch.delattr(os, "waitid")
+    assert run_in_worker("plain_tasks:answer", start_method=start_method) == 42
+    with pytest.raises(WorkerDiedError, match="exited with code 7"):
+        run_in_worker("crash_tasks:os_exit", 7, start_method=start_method)
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        run_in_worker("crash_tasks:die_with_children", start_method=start_method)
+
+
+def test_trace_into_a_missing_folder(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", "/nowhere/at/all")
+    assert run_in_worker("plain_tasks:answer", start_method=start_method) == 42

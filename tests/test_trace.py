@@ -1,0 +1,120 @@
+"""The trace of a run: JSON lines that many processes append to one file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flower_gpu import WorkerDiedError, run_in_worker, trace
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    return tmp_path
+
+
+def events(folder: Path) -> list[dict[str, object]]:
+    return list(trace.read(folder / trace.FILE_NAME))
+
+
+def test_lines(run_folder: Path) -> None:
+    before = time.time()
+    trace.write("round", round=1, num_rounds=None, metrics={"loss": 0.5, "text": "ä\n\u2028"})
+    trace.write("own")
+    first, second = events(run_folder)
+    assert before <= first.pop("time") <= time.time()
+    metrics = {"loss": 0.5, "text": "ä\n\u2028"}
+    assert first == {"v": 1, "event": "round", "round": 1, "num_rounds": None, "metrics": metrics}
+    assert second["event"] == "own"
+    assert len((run_folder / "trace.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_outside_of_a_run_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLOWER_GPU_RUN_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    trace.write("own")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torn_and_foreign_lines_are_skipped(run_folder: Path) -> None:
+    trace.write("first")
+    with (run_folder / "trace.jsonl").open("ab") as file:
+        file.write(b'\nno json\n[1]\n5\n{"v": 99, "event": "of the future"}\n\xff\xfe\n')
+    trace.write("second")
+    with (run_folder / "trace.jsonl").open("ab") as file:
+        file.write(b'{"v": 1, "time": 1.0, "event": "to')
+    assert [event["event"] for event in events(run_folder)] == ["first", "second"]
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert list(trace.read(tmp_path / "trace.jsonl")) == []
+
+
+def test_missing_folder_does_not_stop_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path / "missing"))
+    trace.write("own")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_json_has_no_word_for(run_folder: Path) -> None:
+    trace.write("own", path=Path("/a"), error=ValueError("text"))
+    (event,) = events(run_folder)
+    assert (event["path"], event["error"]) == ("/a", "text")
+
+
+def test_many_processes_append_at_once(run_folder: Path) -> None:
+    code = "import sys\nfrom flower_gpu import trace\nfor n in range(200): trace.write('own', n=n, who=sys.argv[1], x='y' * 500)"
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(number)]) for number in range(4)]
+    assert [writer.wait(timeout=40) for writer in writers] == [0] * 4
+    found = events(run_folder)
+    assert len(found) == 800
+    for number in range(4):
+        assert [event["n"] for event in found if event["who"] == str(number)] == list(range(200))
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
+def test_events_of_a_call(start_method: str, run_folder: Path) -> None:
+    pid = run_in_worker(os.getpid, start_method=start_method, name="3")
+    started, finished = events(run_folder)
+    common = {"v": 1, "pid": pid, "client": "3", "task": "getpid", "start_method": start_method}
+    started.pop("time")
+    finished.pop("time")
+    seconds = finished.pop("seconds")
+    assert started == {**common, "event": "worker_started"}
+    assert finished == {**common, "event": "worker_finished", "outcome": "ok", "error": None}
+    assert isinstance(seconds, float)
+    assert 0 <= seconds < 60
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
+    with pytest.raises(WorkerDiedError):
+        run_in_worker(kill_itself, start_method="fork")
+    finished = events(run_folder)[-1]
+    assert (finished["client"], finished["outcome"]) == ("server", "died")
+    assert str(finished["error"]).startswith("WorkerDiedError: kill_itself on the server: the worker (pid ")
+
+
+def test_events_of_a_call_that_could_not_start(run_folder: Path) -> None:
+    with pytest.raises(Exception, match="cannot be passed"):
+        run_in_worker(print, (n for n in ()), start_method="spawn")
+    assert events(run_folder) == []  # there was no worker
+
+
+def test_lines_stay_json_whatever_is_in_them(run_folder: Path) -> None:
+    trace.write("own", text="\udc80 \0 \r\n")
+    (line,) = (run_folder / "trace.jsonl").read_bytes().splitlines()
+    assert json.loads(line)["text"] == "\udc80 \0 \r\n"
