@@ -17,6 +17,7 @@ from flower_gpu.config import run_dir
 
 VERSION = 1
 FILE_NAME = "trace.jsonl"
+_START = f'{{"v": {VERSION}, "time": '  # of every line
 
 
 def write(event: str, **fields: Any) -> None:
@@ -39,15 +40,21 @@ def write(event: str, **fields: Any) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a trace file, oldest first; skip lines that are torn or not ours."""
+    """Yield the events of a trace file, oldest first; skip what is torn or not ours."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
     for line in text.splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
+        event = _parse(line)
+        if event is None:  # torn; then the next process's line begins in the middle of it
+            event = _parse(line[max(line.rfind(_START), 0) :])
         if isinstance(event, dict) and event.get("v") == VERSION:
             yield event
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None

@@ -113,7 +113,7 @@ def test_building_a_client_imports_no_torch() -> None:
     code = """
 import sys
 import flower_gpu
-client = flower_gpu.GPUClient("nowhere.task:train", "nowhere.task:evaluate", initial_weights="nowhere.task:init")
+client = flower_gpu.GPUClient("nowhere.task:train", "nowhere.task:test", initial_weights="nowhere.task:init")
 client.to_client()
 flower_gpu.gpu_client("nowhere.client:FlowerClient", 1, name="2")
 flower_gpu.gpu_evaluate("nowhere.task:evaluate")

@@ -56,6 +56,16 @@ def test_torn_and_foreign_lines_are_skipped(run_folder: Path) -> None:
     assert [event["event"] for event in events(run_folder)] == ["first", "second"]
 
 
+def test_line_after_a_torn_one(run_folder: Path) -> None:
+    """Who writes next knows nothing of the torn line and appends to it."""
+    trace.write("first", text="x" * 100)
+    path = run_folder / "trace.jsonl"
+    path.write_bytes(path.read_bytes()[:60])
+    trace.write("second", metrics={"v": 1})
+    trace.write("third")
+    assert [event["event"] for event in events(run_folder)] == ["second", "third"]
+
+
 def test_no_file(tmp_path: Path) -> None:
     assert list(trace.read(tmp_path / "trace.jsonl")) == []
 
@@ -73,7 +83,10 @@ def test_values_json_has_no_word_for(run_folder: Path) -> None:
 
 
 def test_many_processes_append_at_once(run_folder: Path) -> None:
-    code = "import sys\nfrom flower_gpu import trace\nfor n in range(200): trace.write('own', n=n, who=sys.argv[1], x='y' * 500)"
+    code = (
+        "import sys\nfrom flower_gpu import trace\n"
+        "for n in range(200): trace.write('own', n=n, who=sys.argv[1], text='x' * 500)"
+    )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(number)]) for number in range(4)]
     assert [writer.wait(timeout=40) for writer in writers] == [0] * 4
     found = events(run_folder)
