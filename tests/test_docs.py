@@ -11,6 +11,8 @@ import flower_gpu
 from flower_gpu import errors
 from flower_gpu.cli import build_parser
 from flower_gpu.config import ENVIRONMENT, START_METHODS
+from flower_gpu.launch.environment import client_environment, service_environment
+from flower_gpu.launch.folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
@@ -63,8 +65,22 @@ def test_python_examples_compile(page: Path) -> None:
 
 
 def test_environment_table_is_that_of_the_code() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", read("docs/reference/environment.md"), re.MULTILINE))
-    assert rows == dict(ENVIRONMENT)
+    page, _, _ = read("docs/reference/environment.md").partition("\n## ")
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)) == dict(ENVIRONMENT)
+
+
+def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:
+    _, _, page = read("docs/reference/environment.md").partition("\n## ")
+    documented: dict[str, bool] = {}
+    for names, yours_wins in re.findall(r"^\| (`.+?`) \|.*\| (yes|no) \|$", page, re.MULTILINE):
+        documented |= dict.fromkeys(re.findall(r"\w+", names), yours_wins == "yes")
+    folder = RunFolder(tmp_path)
+    own = client_environment(service_environment({}, folder), 3, at_once=4)
+    assert set(own) == {*documented, "PATH", "NO_PROXY", "no_proxy"}
+    users = client_environment(service_environment(dict.fromkeys(documented, "mine"), folder), 3, at_once=4)
+    assert {name for name, value in users.items() if value == "mine"} == {
+        name for name, wins in documented.items() if wins
+    }
 
 
 def test_environment_variables_in_the_code_are_all_in_the_table() -> None:

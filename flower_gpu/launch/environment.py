@@ -23,7 +23,6 @@ def service_environment(
     *,
     start_method: str | None = None,
     timeout_s: float | None = None,
-    concurrent: int = 1,
 ) -> dict[str, str]:
     """Build the environment of every process of a run: the user's own, plus what a run needs.
 
@@ -35,17 +34,12 @@ def service_environment(
         The run's folder.
     start_method, timeout_s
         For calls in workers, where the user gave them.
-    concurrent : int
-        How many clients train at a time.
     """
     env = {
         # What a user may want otherwise, and can set.
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # cuda.is_available() at import does not start CUDA
-        # OpenMP's threads wait for each other in busy loops: with more of them than cores a call takes
-        # many times as long. The number is fixed for the whole run, since results depend on it.
-        "OMP_NUM_THREADS": str(max(1, _cores() // concurrent)),
         "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
         **base,
         # What keeps runs apart from each other and from the user's Flower configuration.
@@ -65,13 +59,6 @@ def service_environment(
     return env
 
 
-def _cores() -> int:
-    """Cores this process may use; fewer than the machine has under ``taskset`` or in a container."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def client_environment(env: Mapping[str, str], client: int, at_once: int) -> dict[str, str]:
     """Build the environment of one client's processes from that of every process.
 
@@ -85,7 +72,8 @@ def client_environment(env: Mapping[str, str], client: int, at_once: int) -> dic
         How many clients may train at the same time.
     """
     return {
-        # Three clients with two threads each on two cores were seen to take six times as long as with one.
+        # OpenMP's threads wait for each other in busy loops: three clients with two threads each on two
+        # cores were seen to take six times as long as with one.
         "OMP_NUM_THREADS": str(threads_per_client(at_once)),
         **env,
         "FLOWER_GPU_CLIENT": str(client),

@@ -78,12 +78,6 @@ class Plan:
         value = self.run_config.get(CLIENTS_PER_ROUND_KEY)
         return value if _is_whole(value) and value >= 1 else self.clients
 
-    @property
-    def clients_per_round(self) -> int:
-        """Number of clients that train at a time, as far as the app declares it under the usual name."""
-        value = self.run_config.get(CLIENTS_PER_ROUND_KEY)
-        return value if _is_whole(value) and 0 < value < self.clients else self.clients
-
     def node_config_of(self, client: int) -> dict[str, ConfigValue]:
         """Config of one client's node."""
         return {"partition-id": client, "num-partitions": self.clients, **self.node_config}

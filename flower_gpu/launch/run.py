@@ -55,7 +55,6 @@ def launch(options: LaunchOptions) -> int:
                 folder,
                 start_method=plan.start_method,
                 timeout_s=plan.timeout_s,
-                concurrent=plan.clients_per_round,
             )
             engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
             _follow(engine, supervisor, display, plan.verbosity)

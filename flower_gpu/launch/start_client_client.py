@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flwr.common import Context as ContextType
 
 _MAX_RETRIES = 3  # a server that is gone does not come back
-_POLL_S = 0.1
+_POLL_S = (0.1, 1.0)  # at first and at most: there may be hundreds of clients
 
 
 def main(settings_path: str, address: str, client: str) -> None:
@@ -60,8 +60,10 @@ def main(settings_path: str, address: str, client: str) -> None:
 
 def _wait_for_server(port: int) -> None:
     """Wait as long as it takes: the launcher ends this process if there will be no server."""
+    interval, longest = _POLL_S
     while not ports.accepts_connections(port):
-        time.sleep(_POLL_S)
+        time.sleep(interval)
+        interval = min(1.5 * interval, longest)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,8 @@ def train(
     )
 
 
-def sum_of_batches(loader_workers: int = 2) -> float:
-    loader = DataLoader(synthetic_data(), batch_size=8, num_workers=loader_workers)
-    return float(sum(labels.sum() for _, labels in loader))
+def train_with_and_without_loader_workers(weights: list[np.ndarray], seed: int, threads: int) -> list[Any]:
+    return [train(weights, {"seed": seed}, threads=threads, loader_workers=workers) for workers in (0, 2)]
 
 
 def stop_with_open_loader(reached: str, number: int) -> None:

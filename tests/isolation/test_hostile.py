@@ -147,7 +147,7 @@ def test_few_descriptors_left(start_method: str, run_script: RunScript) -> None:
         used = len(os.listdir("/proc/self/fd"))
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         results = []
-        for more in range(1, 40):
+        for more in range(1, 40, 3):
             resource.setrlimit(resource.RLIMIT_NOFILE, (used + more, hard))
             try:
                 results.append(run_in_worker(answer, start_method=sys.argv[1]))

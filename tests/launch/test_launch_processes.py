@@ -74,13 +74,24 @@ open(sys.argv[1], "w").write(f"{os.getpid()} {child.stdout.readline().decode()}"
 time.sleep(600)
 """
 
+# An orphan that nothing in its environment connects with the run.
+NAMELESS = """
+import os, subprocess, sys, time
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+shell = f'env -i {sys.executable} -c "{sleep}" > /dev/null & echo $!'
+orphan = subprocess.run(["sh", "-c", shell], stdout=subprocess.PIPE, start_new_session=True).stdout
+open(sys.argv[1], "w").write(f"{os.getpid()} {orphan.decode()}")
+time.sleep(600)
+"""
+SERVICES = {"polite": POLITE, "stubborn": STUBBORN, "detaching": DETACHING, "nameless": NAMELESS}
+
 StartLauncher = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
 def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
     """Start the small launcher with services; at the end of the test nobody may be left."""
-    for name, text in {"polite": POLITE, "stubborn": STUBBORN, "detaching": DETACHING}.items():
+    for name, text in SERVICES.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     started: list[subprocess.Popen[bytes]] = []
@@ -95,7 +106,11 @@ def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
     for process in started:
         process.kill()
         process.communicate()
-    wait_until(lambda: not processes_of(tmp_path), "every process of the run is gone")
+    try:
+        wait_until(lambda: not processes_of(tmp_path), "every process of the run is gone")
+    finally:  # a test that fails leaves nothing either
+        pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
+        processes.send(filter(is_alive, pids), signal.SIGKILL)
 
 
 def guard_of(launcher: subprocess.Popen[bytes]) -> int:
@@ -109,10 +124,9 @@ def guard_of(launcher: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stop_ends_everything(signum: int, start_launcher: StartLauncher, tmp_path: Path) -> None:
-    names = ("polite", "stubborn", "detaching")
-    launcher = start_launcher(*names)
-    pids = [pid for name in names for pid in read_pids(tmp_path / f"{name}.pids")]
-    assert len(pids) == 5
+    launcher = start_launcher(*SERVICES)
+    pids = [pid for name in SERVICES for pid in read_pids(tmp_path / f"{name}.pids")]
+    assert len(pids) == 7
     assert all(map(is_alive, pids))
     launcher.send_signal(signum)
     _, err = launcher.communicate(timeout=60)
