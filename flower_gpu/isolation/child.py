@@ -88,7 +88,8 @@ def spawned() -> NoReturn:
         request: tuple[Any, ...] = transport.load(descriptors.request)
         return request
 
-    serve(descriptors, record["env"], record["setup"], load)
+    env = {name: os.environ[name] for name in record["env"]}
+    serve(descriptors, env, record["setup"], load)
     _leave()
 
 

@@ -162,7 +162,8 @@ def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) 
                 "and pass plain values"
             ) from error
         descriptors = replace(descriptors, request=request)
-        record = {"descriptors": vars(descriptors), "env": dict(call.env), "setup": call.setup}
+        # Of env only the names: everybody on the machine may read a command line.
+        record = {"descriptors": vars(descriptors), "env": list(call.env), "setup": call.setup}
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
         program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
         process = subprocess.Popen(

@@ -109,7 +109,7 @@ def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
         remember(data)
         text = decoder.decode(data)
         if target is not None and text:
-            with suppress(OSError, ValueError):  # the caller's stream is closed
+            with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
                 target.write(_writable(text, target))
                 target.flush()
 

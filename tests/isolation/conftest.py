@@ -17,6 +17,11 @@ from flower_gpu.isolation.native import initialized_cuda_devices
 
 SHARED_MEMORY = Path("/dev/shm")
 
+#: Environment in which a script finds the modules of this folder.
+WITH_TASKS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+}
+
 
 @pytest.fixture(params=["spawn", "fork"])
 def start_method(request: pytest.FixtureRequest) -> str:
@@ -85,7 +90,7 @@ def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
         task: Any,
         *args: Any,
         expected: type[BaseException],
-        limits_s: tuple[float, ...] = (0.7, 4, 20),
+        limits_s: tuple[float, ...] = (0.4, 3, 20),
         **options: Any,
     ) -> BaseException:
         for number, timeout_s in enumerate(limits_s):

@@ -68,8 +68,8 @@ def train(
     )
 
 
-def train_with_and_without_loader_workers(weights: list[np.ndarray], seed: int, threads: int) -> list[Any]:
-    return [train(weights, {"seed": seed}, threads=threads, loader_workers=workers) for workers in (0, 2)]
+def train_with_and_without_loader_workers(weights: list[np.ndarray], seed: int) -> list[Any]:
+    return [train(weights, {"seed": seed}, loader_workers=workers) for workers in (0, 2)]
 
 
 def stop_with_open_loader(reached: str, number: int) -> None:

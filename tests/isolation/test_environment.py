@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,20 @@ def test_library_path_is_set_at_exec(run: Run) -> None:
 
     found = run_in_worker(from_the_kernel, start_method="spawn", env={"LD_LIBRARY_PATH": "/nowhere"})
     assert b"LD_LIBRARY_PATH=/nowhere\0" in found
+
+
+def test_values_are_not_on_the_command_line(start_method: str, run: Run) -> None:
+    """Everybody on the machine may read that; a value may be a token."""
+
+    def command_line() -> str:
+        return Path("/proc/self/cmdline").read_text()
+
+    env = {VARIABLE: "a-secret-token"}
+    found = run_in_worker(command_line, name="3", start_method=start_method, env=env)
+    assert "a-secret-token" not in found
+    if start_method == "spawn":
+        assert "flower-gpu: " in found  # what it is for is
+        assert " of client 3" in found
 
 
 def test_output_is_read_as_utf8_whatever_the_locale_is(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from conftest import WITH_TASKS, Run
 from processes import is_running, wait_until
 
 from flower_gpu import run_in_worker
@@ -20,7 +20,6 @@ from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 pytestmark = pytest.mark.timeout(60)
 
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
-TASKS = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 @pytest.mark.parametrize("closed", ["0", "1", "2", "01", "12", "012"])
@@ -57,7 +56,7 @@ def test_caller_with_closed_standard_streams(
         str(answer),
         start_method,
         closed,
-        env=TASKS,
+        env=WITH_TASKS,
     )
     assert answer.read_text() == "[('/dev/null', 'pipe:'), (-9, 'the last words')] []\n"
 
@@ -80,7 +79,7 @@ def test_sigchld_is_ignored(start_method: str, run_script: RunScript) -> None:
             print("how is not known" in str(error), "SIGCHLD is ignored" in str(error), error.tail)
         """,
         start_method,
-        env=TASKS,
+        env=WITH_TASKS,
     )
     assert done.stdout.splitlines() == ["1", "the last words", "True True the last words"]
 
@@ -107,7 +106,7 @@ def test_somebody_else_waits_for_all_children(start_method: str, run_script: Run
             print("died")
         """,
         start_method,
-        env=TASKS,
+        env=WITH_TASKS,
     )
     assert done.stdout.splitlines() == ["42"] * 5 + ["leaving at once", "died"]
 
@@ -125,7 +124,7 @@ def test_multiprocessing_in_other_threads(run: Run) -> None:
     thread = threading.Thread(target=reap)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(10):
             with pytest.raises(WorkerDiedError, match="exited with code 7"):
                 run_in_worker("crash_tasks:os_exit", 7, start_method="fork")
     finally:
@@ -220,7 +219,7 @@ def test_no_more_processes_allowed(start_method: str, run_script: RunScript) -> 
             print(error, os.listdir("/proc/self/fd") == before)
         """,
         start_method,
-        env=TASKS,
+        env=WITH_TASKS,
     )
     assert done.stdout == "cannot start a worker: [Errno 11] Resource temporarily unavailable True\n"
 
@@ -230,7 +229,7 @@ def test_hangup_is_ignored_as_under_nohup(start_method: str, run_script: RunScri
         from flower_gpu import run_in_worker
         print(run_in_worker("plain_tasks:answer", start_method={start_method!r}))
         """
-    done = run_script(script, env=TASKS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    done = run_script(script, env=WITH_TASKS, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     assert done.stdout == "42\n"
 
 
@@ -251,7 +250,7 @@ def test_handlers_of_the_caller_are_not_the_workers(start_method: str, run_scrip
                 print(error.exitcode)
         """,
         start_method,
-        env=TASKS,
+        env=WITH_TASKS,
     )
     assert done.stdout.splitlines() == [x for n in (15, 10, 14) for x in ("the last words", str(-n))]
 
@@ -261,6 +260,7 @@ def test_buffered_output_of_the_caller_is_written_once(start_method: str, run_sc
         """
         import os, sys
         from flower_gpu import run_in_worker
+        sys.stdout = open(1, "w", closefd=False)  # a worker that lets go of its copy writes what is in it
         sys.stdout.write("before ")
         run_in_worker("builtins:print", "in the worker", start_method=sys.argv[1])
         print("after")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from conftest import WITH_TASKS, Run
 
 from flower_gpu import run_in_worker
 
@@ -99,7 +99,7 @@ NAMED_LIKE_A_LIBRARY = """
 def test_interpreter_options(
     flags: tuple[str, ...], expected: str, start_method: str, run_script: RunScript
 ) -> None:
-    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    env = WITH_TASKS
     done = run_script(NAMED_LIKE_A_LIBRARY, start_method, flags=flags, env=env)
     assert done.stdout == expected + "\n"
 
@@ -126,7 +126,7 @@ def test_isolated_interpreter(start_method: str, run_script: RunScript) -> None:
 
 def test_safe_path_holds_in_the_worker(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
     """With PYTHONSAFEPATH the working folder and the script's are not searched."""
-    env = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**WITH_TASKS, "PYTHONSAFEPATH": "1"}
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
     done = run_script(NAMED_LIKE_A_LIBRARY, start_method, env=env, cwd=tmp_path)
@@ -142,7 +142,7 @@ def test_working_folder_is_deleted(start_method: str, run_script: RunScript, tmp
         from flower_gpu import run_in_worker
         print(run_in_worker("plain_tasks:echo", 1, start_method=sys.argv[1]))
         """
-    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    env = WITH_TASKS
     assert run_script(text, start_method, env=env, cwd=folder).stdout == "(1,)\n"
 
 

@@ -80,9 +80,12 @@ def test_total_may_be_a_numpy_integer(start_method: str) -> None:
 
 
 def test_outside_of_a_call_it_just_iterates(capsys: pytest.CaptureFixture[str]) -> None:
+    received, _ = events_of("in-process", "plain_tasks:count", 2)
+    assert len(received) == 2
     assert list(flower_gpu.progress(n * n for n in range(4))) == [0, 1, 4, 9]
     assert list(flower_gpu.progress([], desc="nothing")) == []
     assert capsys.readouterr() == ("", "")
+    assert len(received) == 2  # the call is over
 
 
 def test_the_loop_may_end_early(start_method: str) -> None:
