@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# A shell without job control starts what it puts into the background with SIGINT ignored, nohup does so with
+# SIGHUP, and programs inherit that; tests that press Ctrl-C need the usual state.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -102,7 +102,8 @@ def _leave() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(AttributeError, OSError, ValueError):  # the task has closed or replaced it
+            stream.flush()
     os._exit(0)
 
 

@@ -259,8 +259,9 @@ def test_hang_after_the_result(
 
 
 @pytest.mark.parametrize("task", ["leave_children", "close_stdout"])
-def test_result_counts(task: str, start_method: str, run: Run) -> None:
+def test_result_counts(task: str, start_method: str, run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_in_worker(f"crash_tasks:{task}", start_method=start_method) == 42
+    assert capfd.readouterr() == ("", "")
 
 
 def test_leaked_shared_memory_is_tidied_up(start_method: str, run: Run) -> None:
