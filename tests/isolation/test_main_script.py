@@ -162,6 +162,28 @@ def test_without_a_script_file(arguments: list[str], start_method: str) -> None:
     assert (done.stdout, done.stderr) == ("42\n", "")
 
 
+def test_a_worker_exits_as_a_program_does(start_method: str, run: Run, tmp_path: Path) -> None:
+    """Threads that are no daemons end first, what is printed arrives, exit functions run."""
+
+    def task(folder: Path) -> str:
+        import atexit
+        import threading
+        import time
+
+        def later() -> None:
+            time.sleep(0.2)
+            (folder / "thread").touch()
+
+        threading.Thread(target=later).start()
+        atexit.register((folder / "atexit").touch)
+        return "result"
+
+    assert run_in_worker(task, tmp_path, start_method=start_method) == "result"
+    assert (tmp_path / "thread").exists()
+    # A fork has its caller's exit functions too, which are the caller's to run.
+    assert (tmp_path / "atexit").exists() == (start_method == "spawn")
+
+
 def test_nested_calls(start_method: str, run: Run) -> None:
     def outer(method: str) -> Any:
         from flower_gpu import run_in_worker
