@@ -130,7 +130,8 @@ def test_ctrl_c_at_a_terminal(start_method: str, write_script: Callable[[str], P
     script = write_script(INTERRUPTED)
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execv(sys.executable, [sys.executable, str(script), start_method])
+        plain = {**os.environ, "PYTHON_COLORS": "0"}  # Python 3.13 colours tracebacks on a terminal
+        os.execve(sys.executable, [sys.executable, str(script), start_method], plain)
     try:
         output = b""
         while b"pids " not in output or not output.endswith(b"\n"):

@@ -133,6 +133,9 @@ def test_safe_path_holds_in_the_worker(start_method: str, run_script: RunScript,
     assert done.stdout == "optimized 0 True\n"
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="3.13.0 itself fails there: SystemError in a module's getattr"
+)
 def test_working_folder_is_deleted(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
