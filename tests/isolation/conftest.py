@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
         task: Any,
         *args: Any,
         expected: type[BaseException],
+        says: Sequence[str] = (),
         limits_s: tuple[float, ...] = (0.4, 3, 20),
         **options: Any,
     ) -> BaseException:
@@ -97,8 +98,9 @@ def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
             reached = tmp_path / f"reached{number}"
             with pytest.raises(expected) as caught:
                 run_in_worker(task, str(reached), *args, timeout_s=timeout_s, **options)
-            if reached.exists():
+            missing = [part for part in says if part not in str(caught.value)]
+            if reached.exists() and not missing:  # it may get there between the limit and its end
                 return caught.value
-        raise AssertionError(f"{task} was not reached in {limits_s} s")
+        raise AssertionError(f"{task} not reached in {limits_s} s, or {missing} not in: {caught.value}")
 
     return call

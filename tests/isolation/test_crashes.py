@@ -179,12 +179,11 @@ def test_timeout(
 ) -> None:
     with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
         error = after_reaching(
-            f"crash_tasks:{function}", expected=WorkerTimeoutError, start_method=start_method
+            f"crash_tasks:{function}", expected=WorkerTimeoutError, says=says, start_method=start_method
         )
     text = str(error)
     assert "no result within timeout_s=" in text
     assert f"(pid {run.pids()[-1]}) and its children were ended" in text
-    assert [part for part in says if part not in text] == []
     assert len(text.splitlines()) < 40
     assert isinstance(error, TimeoutError)
     assert {line["outcome"] for line in run.events("worker_finished")} == {"timeout"}
