@@ -85,7 +85,7 @@ def spawned() -> NoReturn:
     def load() -> tuple[Any, ...]:
         from flower_gpu.isolation import transport
 
-        request: tuple[Any, ...] = transport.load(descriptors.request)
+        request: tuple[Any, ...] = transport.read_request(descriptors.request)
         return request
 
     env = {name: os.environ[name] for name in record["env"]}
@@ -200,10 +200,10 @@ def serve(
         except BaseException as error:
             outcome = _failure(error)
     try:
-        transport.dump(outcome, descriptors.reply, to_caller=True)
+        transport.write_reply(outcome, descriptors.reply)
     except Exception as error:
         os.ftruncate(descriptors.reply, 0)
-        transport.dump(_failure(_unsendable(error)), descriptors.reply, to_caller=True)
+        transport.write_reply(_failure(_unsendable(error)), descriptors.reply)
     send({"event": "result"})
 
 

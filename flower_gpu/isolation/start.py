@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -84,8 +84,46 @@ class Lines:
         close_life_end(self.life)
 
 
-def launch(call: Call, start_method: str) -> tuple[Process, Lines]:
+def write_request(call: Call, start_method: str) -> int:
+    """Return a memory file with the task and its arguments, or -1 where the worker has them by itself.
+
+    Raises
+    ------
+    WorkerStartError
+        If they cannot be passed to another process.
+    """
+    if start_method == "fork":
+        return -1
+    request = -1
+    try:
+        request = transport.create("flower-gpu-request")
+        transport.write_request((call.task, call.args, dict(call.kwargs)), request)
+    except BaseException as error:
+        if request >= 0:
+            os.close(request)
+        if isinstance(error, OSError):  # no memory for it, or a limit
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        if not isinstance(error, Exception):
+            raise
+        raise WorkerStartError(
+            f"{task_name(call.task)} or its arguments cannot be passed to a worker "
+            f"({type(error).__name__}: {error}). Name the function as 'package.module:function' "
+            "and pass plain values"
+        ) from error
+    return request
+
+
+def launch(call: Call, start_method: str, request: int) -> tuple[Process, Lines]:
     """Make the lines to a worker and start it. After an error none of them is left.
+
+    Parameters
+    ----------
+    call : Call
+        The task.
+    start_method : str
+        One of :data:`STARTERS`.
+    request : int
+        What :func:`write_request` returned; stays the caller's.
 
     Raises
     ------
@@ -108,7 +146,7 @@ def launch(call: Call, start_method: str) -> tuple[Process, Lines]:
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
             (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
-            descriptors = child.Descriptors(life=life_read, events=events_write, reply=reply)
+            descriptors = child.Descriptors(life_read, events_write, reply, request)
             process = STARTERS[start_method](call, descriptors, stdout_write, stderr_write)
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
@@ -149,35 +187,20 @@ def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) 
     """Start a fresh interpreter. Works everywhere; pays for every import."""
     # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
     # script without a main guard once more, and leaves a resource tracker process with every caller.
-    request = transport.create("flower-gpu-request")
-    try:
-        try:
-            transport.dump((call.task, call.args, dict(call.kwargs)), request)
-        except OSError:  # no memory for it, or a limit
-            raise
-        except Exception as error:
-            raise WorkerStartError(
-                f"{task_name(call.task)} or its arguments cannot be passed to a worker "
-                f"({type(error).__name__}: {error}). Name the function as 'package.module:function' "
-                "and pass plain values"
-            ) from error
-        descriptors = replace(descriptors, request=request)
-        # Of env only the names: everybody on the machine may read a command line.
-        record = {"descriptors": vars(descriptors), "env": list(call.env), "setup": call.setup}
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
-        program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
-        process = subprocess.Popen(
-            [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            env={**os.environ, **call.env},
-            pass_fds=tuple(vars(descriptors).values()),
-            process_group=0,
-        )
-        return _Child(process.pid, reap=process.wait)
-    finally:
-        os.close(request)
+    # Of env only the names: everybody on the machine may read a command line.
+    record = {"descriptors": vars(descriptors), "env": list(call.env), "setup": call.setup}
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
+    program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env={**os.environ, **call.env},
+        pass_fds=tuple(vars(descriptors).values()),
+        process_group=0,
+    )
+    return _Child(process.pid, reap=process.wait)
 
 
 def fork(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:

@@ -31,9 +31,27 @@ def create(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def dump(value: Any, descriptor: int, *, to_caller: bool = False) -> None:
-    """Write ``value`` into an empty memory file, for a worker or (``to_caller``) from one."""
-    head, views = _pickled_to_caller(value) if to_caller else _pickled(cloudpickle.dumps, value)
+def write_request(value: Any, descriptor: int) -> None:
+    """Write ``value`` into an empty memory file for a worker."""
+    _write_file(descriptor, *_pickled(cloudpickle.dumps, value))
+
+
+def read_request(descriptor: int) -> Any:
+    """Read, in a worker, what :func:`write_request` wrote."""
+    return load(descriptor)
+
+
+def write_reply(value: Any, descriptor: int) -> None:
+    """Write ``value`` into an empty memory file for the caller of this worker."""
+    _write_file(descriptor, *_pickled_to_caller(value))
+
+
+def read_reply(descriptor: int, request: int = -1) -> Any:
+    """Read, in the caller, what the worker wrote; ``request`` is the memory file that it was given."""
+    return load(descriptor)
+
+
+def _write_file(descriptor: int, head: bytes, views: list[memoryview]) -> None:
     sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
     offset = _write(descriptor, _HEADER.pack(_MAGIC, len(head), len(views)) + sizes + head, 0)
     for view in views:
@@ -65,7 +83,7 @@ def _pickled(dumps: Callable[..., bytes], value: Any) -> tuple[bytes, list[memor
 
 
 def load(descriptor: int) -> Any:
-    """Read what :func:`dump` wrote; arrays come back writable, except those that were read-only.
+    """Read what was written; arrays come back writable, except those that were read-only.
 
     Raises
     ------

@@ -120,6 +120,7 @@ class _Worker:
         self.tail = Tail()
         self._process: start.Process | None = None
         self._lines: start.Lines | None = None
+        self._request = -1
         self._streams: list[Stream] = []
         self._has_result = False
         self._ended = False
@@ -134,8 +135,12 @@ class _Worker:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else -1
 
+    def prepare(self, call: Call, start_method: str) -> None:
+        """Do what may take long, and may be interrupted."""
+        self._request = start.write_request(call, start_method)
+
     def launch(self, call: Call, start_method: str, on_event: Callable[[str], None]) -> None:
-        self._process, self._lines = start.launch(call, start_method)
+        self._process, self._lines = start.launch(call, start_method, self._request)
         self._pidfd = _open_pidfd(self.pid)
         if self._pidfd >= 0:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
@@ -200,7 +205,7 @@ class _Worker:
         if not self._has_result or self._lines is None:
             return None
         try:
-            outcome: Outcome = transport.load(self._lines.reply)
+            outcome: Outcome = transport.read_reply(self._lines.reply, self._request)
         except WorkerError:
             raise
         except Exception as error:
@@ -216,6 +221,8 @@ class _Worker:
         self._selector.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
+        if self._request >= 0:
+            os.close(self._request)
         if self._lines is not None:
             self._lines.close()
 
@@ -251,6 +258,7 @@ def _started(call: Call, start_method: str, on_event: Sink | None) -> Iterator[_
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
     worker = _Worker()
     try:
+        worker.prepare(call, start_method)
         with deferred_interrupts():
             worker.launch(call, start_method, _event_handler(worker, on_event))
         yield worker

@@ -166,7 +166,7 @@ def test_something_else(memory_file: int) -> None:
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
 def test_torn_file(part: float, memory_file: int) -> None:
-    transport.dump([np.ones(5000), "text"], memory_file)
+    transport.write_request([np.ones(5000), "text"], memory_file)
     os.ftruncate(memory_file, int(os.fstat(memory_file).st_size * part))
     with pytest.raises(WorkerError, match="ends too early"):
         transport.load(memory_file)
@@ -187,7 +187,7 @@ def test_torn_file(part: float, memory_file: int) -> None:
 def test_any_arrays(arrays: list[np.ndarray]) -> None:
     descriptor = transport.create("test")
     try:
-        transport.dump({"weights": arrays}, descriptor)
+        transport.write_request({"weights": arrays}, descriptor)
         arrived = transport.load(descriptor)["weights"]
     finally:
         os.close(descriptor)
