@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -22,8 +24,13 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_TIMEOUT_S": "Time limit of a call in seconds when the code names none.",
         "FLOWER_GPU_RUN_DIR": "Folder of the run; when set, events are appended to trace.jsonl in it.",
         "FLOWER_GPU_CLIENT": "Name of this process's client in the trace and in log lines.",
+        "FLOWER_GPU_CONCURRENCY": "How many workers may run at the same time; they share the cores.",
     }
 )
+
+# As OpenMP reads it: a number, or one for each level of nesting.
+_THREADS = re.compile(r"\s*\+?(\d{1,20})\s*(?:,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
+_MAX_THREADS = 2**31 - 1  # a C int
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,15 @@ class WorkerSettings:
         Environment variables of the worker, set before anything heavy is imported.
     name : str, optional
         The client's name in the trace and in messages.
+    threads : int
+        How many threads torch and OpenMP use in a worker.
     """
 
     start_method: str = "auto"
     timeout_s: float | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
+    threads: int = 1
 
     def __post_init__(self) -> None:
         if self.start_method not in START_METHODS:
@@ -87,12 +97,54 @@ class WorkerSettings:
                 timeout_s = float(text)
             except ValueError:
                 raise ConfigError(f"{variable}={text!r} is not a number of seconds") from None
-        return cls(
+        settings = cls(
             start_method=start_method or "auto",
             timeout_s=timeout_s,
             env=env or {},
             name=name or os.environ.get("FLOWER_GPU_CLIENT"),
         )
+        return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
+
+
+def planned_threads(environ: Mapping[str, str]) -> int:
+    """Return how many threads torch and OpenMP use in a worker with these environment variables.
+
+    The user's own ``OMP_NUM_THREADS``, or an equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The
+    load at the moment plays no part: another number of threads gives other bits.
+
+    Raises
+    ------
+    ConfigError
+        If ``FLOWER_GPU_CONCURRENCY`` is no whole number from 1 on.
+    """
+    variable = "FLOWER_GPU_CONCURRENCY"
+    text = environ.get(variable) or "1"
+    if not (re.fullmatch(r"\s*\d{1,20}\s*", text, re.ASCII) and int(text) >= 1):
+        raise ConfigError(f"{variable}={text!r} is not a number of workers, 1 or more")
+    return openmp_threads(environ) or max(1, cores() // int(text))
+
+
+def openmp_threads(environ: Mapping[str, str], variable: str = "OMP_NUM_THREADS") -> int | None:
+    """Return the number of threads that a variable asks for; None where OpenMP ignores its value."""
+    found = _THREADS.fullmatch(environ.get(variable, ""))
+    threads = int(found[1]) if found else 0
+    return threads if 1 <= threads <= _MAX_THREADS else None
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return _cores_of(frozenset(affinity(0))) if affinity else os.cpu_count() or 1
+
+
+@cache
+def _cores_of(cpus: frozenset[int]) -> int:
+    # The two CPUs of a core share what computes: PyTorch starts one thread for both, too.
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({Path(siblings.format(cpu)).read_text() for cpu in cpus})
+    except OSError:
+        return len(cpus)
 
 
 def run_dir() -> Path | None:

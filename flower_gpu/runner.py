@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from flower_gpu import trace
 from flower_gpu.config import WorkerSettings
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
-from flower_gpu.isolation import start, worker
+from flower_gpu.isolation import start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
 from flower_gpu.progress_display import ProgressDisplay
 
@@ -46,7 +48,15 @@ def run_call(
     client = settings.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     method = start.choose(settings.start_method)
-    record: dict[str, Any] = {"client": client, "task": kind, "start_method": method}
+    count = threads.of_worker(settings.threads, settings.env, method)
+    env = threads.environment(count, settings.env)
+    setup = None if method == "spawn" else threads.SETUP  # nothing is loaded there yet
+    around: AbstractContextManager[None] = nullcontext()
+    if method == "fork":
+        around = threads.prepared({**os.environ, **env})
+    elif method == "in-process":
+        around = threads.restored()
+    record: dict[str, Any] = {"client": client, "task": kind, "start_method": method, "threads": count}
 
     def on_start(pid: int) -> None:
         record["pid"] = pid
@@ -55,9 +65,9 @@ def run_call(
     began = time.monotonic()
     error: BaseException | None = None
     try:
-        with ProgressDisplay(label, record) as display:
+        with ProgressDisplay(label, record) as display, around:
             return worker.run(
-                Call(task, args, kwargs or {}, env=settings.env, label=label),
+                Call(task, args, kwargs or {}, env=env, setup=setup, label=label),
                 method,
                 timeout_s=settings.timeout_s,
                 on_event=display.on_event,

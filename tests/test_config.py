@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from flower_gpu import run_in_worker
-from flower_gpu.config import ENVIRONMENT, START_METHODS, WorkerSettings, run_dir
+from flower_gpu.config import ENVIRONMENT, START_METHODS, WorkerSettings, cores, run_dir
 from flower_gpu.errors import ConfigError, FlowerGPUError
 
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
+    for name in (*ENVIRONMENT, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
 
 def test_defaults() -> None:
-    assert WorkerSettings.resolve() == WorkerSettings("auto", None, {}, None)
+    assert WorkerSettings.resolve() == WorkerSettings("auto", None, {}, None, threads=cores())
 
 
 @pytest.mark.parametrize("method", START_METHODS)
@@ -42,6 +42,7 @@ BAD = [
     ({"env": {1: "a"}}, "env maps names to strings, not 1 to 'a'"),
     ({"env": {"CUDA_VISIBLE_DEVICES": 0}}, "env maps names to strings, not 'CUDA_VISIBLE_DEVICES' to 0"),
     ({"env": {"A": None}}, "env maps names to strings, not 'A' to None"),
+    ({"env": {"OMP_NUM_THREADS": 2}}, "env maps names to strings, not 'OMP_NUM_THREADS' to 2"),
 ]
 
 
@@ -67,6 +68,7 @@ def test_bad_values(settings: dict[str, Any], message: str) -> None:
         ("FLOWER_GPU_TIMEOUT_S", "soon", "FLOWER_GPU_TIMEOUT_S='soon' is not a number of seconds"),
         ("FLOWER_GPU_TIMEOUT_S", "-1", "timeout_s must be a positive number of seconds or None, not -1.0"),
         ("FLOWER_GPU_TIMEOUT_S", "nan", "timeout_s must be a positive number of seconds or None, not nan"),
+        ("FLOWER_GPU_CONCURRENCY", "0", "FLOWER_GPU_CONCURRENCY='0' is not a number of workers, 1 or more"),
     ],
 )
 def test_bad_values_in_the_environment(
@@ -83,7 +85,8 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FLOWER_GPU_TIMEOUT_S", "12.5")
     monkeypatch.setenv("FLOWER_GPU_CLIENT", "7")
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    assert WorkerSettings.resolve() == WorkerSettings("fork", 12.5, {}, "7")
+    monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", "1000000")
+    assert WorkerSettings.resolve() == WorkerSettings("fork", 12.5, {}, "7", threads=1)
     assert run_dir() == tmp_path
 
 
@@ -91,14 +94,16 @@ def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "no method")
     monkeypatch.setenv("FLOWER_GPU_TIMEOUT_S", "no number")
     monkeypatch.setenv("FLOWER_GPU_CLIENT", "7")
-    settings = WorkerSettings.resolve("spawn", 3, {"A": "b"}, "8")
-    assert settings == WorkerSettings("spawn", 3, {"A": "b"}, "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    settings = WorkerSettings.resolve("spawn", 3, {"OMP_NUM_THREADS": "2"}, "8")
+    assert settings == WorkerSettings("spawn", 3, {"OMP_NUM_THREADS": "2"}, "8", threads=2)
 
 
 def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FLOWER_GPU_START_METHOD", "FLOWER_GPU_TIMEOUT_S", "FLOWER_GPU_RUN_DIR"):
+    variables = ("START_METHOD", "TIMEOUT_S", "RUN_DIR", "CONCURRENCY")
+    for name in ("OMP_NUM_THREADS", *(f"FLOWER_GPU_{variable}" for variable in variables)):
         monkeypatch.setenv(name, "")
-    assert WorkerSettings.resolve() == WorkerSettings()
+    assert WorkerSettings.resolve() == WorkerSettings(threads=cores())
     assert run_dir() is None
 
 

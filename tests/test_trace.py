@@ -96,10 +96,11 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
-def test_events_of_a_call(start_method: str, run_folder: Path) -> None:
+def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
     started, finished = events(run_folder)
-    common = {"v": 1, "pid": pid, "client": "3", "task": "getpid", "start_method": start_method}
+    common = {"v": 1, "pid": pid, "client": "3", "task": "getpid", "start_method": start_method, "threads": 2}
     started.pop("time")
     finished.pop("time")
     seconds = finished.pop("seconds")

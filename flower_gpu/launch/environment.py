@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from flower_gpu.config import planned_threads
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.ports import HOST
@@ -71,20 +72,15 @@ def client_environment(env: Mapping[str, str], client: int, at_once: int) -> dic
     at_once : int
         How many clients may train at the same time.
     """
-    return {
-        # OpenMP's threads wait for each other in busy loops: three clients with two threads each on two
-        # cores were seen to take six times as long as with one.
-        "OMP_NUM_THREADS": str(threads_per_client(at_once)),
-        **env,
-        "FLOWER_GPU_CLIENT": str(client),
-    }
-
-
-def threads_per_client(at_once: int) -> int:
-    """Share the cores between the clients that train at the same time; fixed for a run, for equal results."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, cores // at_once)
+    result = {**env, "FLOWER_GPU_CLIENT": str(client)}
+    if not env.get("FLOWER_GPU_CONCURRENCY"):
+        result["FLOWER_GPU_CONCURRENCY"] = str(at_once)
+    if not env.get("OMP_NUM_THREADS"):
+        # Workers get their share by themselves. This is for apps that train in the client's own process:
+        # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on
+        # two cores were seen to take six times as long as with one.
+        result["OMP_NUM_THREADS"] = str(planned_threads(result))
+    return result
 
 
 def script_folders() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Final
 from flower_gpu import trace
 from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
 from flower_gpu.launch.engine import Engine
-from flower_gpu.launch.environment import RUN_DIR_VARIABLE, service_environment, threads_per_client
+from flower_gpu.launch.environment import RUN_DIR_VARIABLE, client_environment, service_environment
 from flower_gpu.launch.folder import RunFolder, short, write_json
 from flower_gpu.launch.follow import LineFollower, TraceFollower
 from flower_gpu.launch.options import LaunchOptions
@@ -43,8 +43,9 @@ def launch(options: LaunchOptions) -> int:
         If the options cannot be used; then nothing was started or written.
     """
     plan = make_plan(options)
+    settings = settings_of(plan)
     folder = RunFolder.create(plan.log_dir)
-    write_json(folder.settings, settings_of(plan))
+    write_json(folder.settings, settings)
     code = 0
     with Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor:
         display = make_display(plan.num_rounds, plan.verbosity)
@@ -95,8 +96,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.start_method,
         "timeout_s": plan.timeout_s,
-        "client_omp_num_threads": os.environ.get("OMP_NUM_THREADS")
-        or str(threads_per_client(plan.clients_at_once)),
+        "client_omp_num_threads": client_environment(os.environ, 0, plan.clients_at_once)["OMP_NUM_THREADS"],
     }
 
 

@@ -16,6 +16,8 @@ import pytest
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
+from flower_gpu.config import cores
+from flower_gpu.errors import ConfigError
 from flower_gpu.launch import engine, ports, start_client, superlink
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.environment import client_environment, script_folders, service_environment
@@ -105,9 +107,30 @@ def test_environment_of_a_client() -> None:
     assert client_environment({"A": "b"}, 3, 10**6) == {
         "A": "b",
         "FLOWER_GPU_CLIENT": "3",
+        "FLOWER_GPU_CONCURRENCY": "1000000",
         "OMP_NUM_THREADS": "1",
     }
     assert client_environment({"OMP_NUM_THREADS": "5"}, 3, 10**6)["OMP_NUM_THREADS"] == "5"
+    empty = client_environment({"FLOWER_GPU_CONCURRENCY": "", "OMP_NUM_THREADS": ""}, 3, 10**6)
+    assert (empty["FLOWER_GPU_CONCURRENCY"], empty["OMP_NUM_THREADS"]) == ("1000000", "1")
+    assert client_environment({}, 3, 1)["OMP_NUM_THREADS"] == str(cores())
+
+
+def test_concurrency_that_the_user_has_set() -> None:
+    users = {"FLOWER_GPU_CONCURRENCY": "1"}
+    assert client_environment(users, 3, 10**6) == {
+        "FLOWER_GPU_CLIENT": "3",
+        "FLOWER_GPU_CONCURRENCY": "1",
+        "OMP_NUM_THREADS": str(cores()),
+    }
+    with pytest.raises(ConfigError, match="FLOWER_GPU_CONCURRENCY='all' is not a number of workers"):
+        client_environment({"FLOWER_GPU_CONCURRENCY": "all"}, 3, 4)
+
+
+def test_server_has_all_cores(tmp_path: Path) -> None:
+    """Its evaluation runs while the clients wait."""
+    env = service_environment({}, RunFolder(tmp_path))
+    assert not {"FLOWER_GPU_CONCURRENCY", "OMP_NUM_THREADS"} & set(env)
 
 
 @pytest.mark.parametrize(

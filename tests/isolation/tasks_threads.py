@@ -1,0 +1,59 @@
+"""Tasks that tell how many threads the libraries of their process use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def count_threads() -> dict[str, Any]:
+    """Load the libraries where they are not loaded yet, and ask them."""
+    import scipy.linalg  # noqa: F401
+    import sklearn.cluster  # noqa: F401
+    import threadpoolctl
+    import torch
+
+    counts: dict[str, Any] = {"torch": torch.get_num_threads()}
+    for library in threadpoolctl.threadpool_info():
+        counts[Path(library["filepath"]).name] = library["num_threads"]
+    return counts
+
+
+def variable_and_torch() -> tuple[str | None, int]:
+    import torch
+
+    return os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
+
+
+def compute() -> None:
+    """Run a region with several threads in each library; in a bad fork it never ends."""
+    import scipy.linalg
+    import sklearn.cluster
+    import torch
+
+    ones = torch.ones(600, 600)
+    assert float((ones @ ones).sum() + torch.exp(torch.zeros(400 * 400)).sum()) == 600**3 + 400**2
+    values = np.random.default_rng(1).random((700, 700))
+    assert (values @ np.eye(700) == values).all()
+    assert scipy.linalg.svdvals(values[:200, :200]).shape == (200,)
+    sklearn.cluster.KMeans(3, n_init=1).fit(values)
+    layer = torch.nn.Conv2d(3, 8, 3)
+    layer(torch.randn(8, 3, 64, 64)).sum().backward()
+
+
+def train(weights: list[np.ndarray], seed: int) -> tuple[list[np.ndarray], int]:
+    import tasks_torch
+    import torch
+
+    threads = torch.get_num_threads()
+    return tasks_torch.train(weights, {"seed": seed}, threads=threads)[0], threads
+
+
+def set_in_torch(threads: int) -> int:
+    import torch
+
+    torch.set_num_threads(threads)
+    return torch.get_num_threads()
