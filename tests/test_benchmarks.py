@@ -1,0 +1,114 @@
+"""The benchmarks run, tiny, and write rows of the shape that is promised. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+CALL_KEYS = ["call", "way", "weights_mb", "runs", "median_s", "min_s", "max_s", "caller_peak_mb"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the benchmarks read /proc")
+
+
+def run(script: str, *options: object, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tests run beside each other
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
+
+
+def figures(file: Path, script: str, *options: object) -> dict[str, Any]:
+    done = run(script, "--json", file, *options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_isolation_measures_each_way(tmp_path: Path) -> None:
+    ways = ["article", "executor", "loky", "ours-fork"]  # others in the tests below
+    options = "--quick", "--only", "calls", "--ways", ",".join(ways)
+    result = figures(tmp_path / "figures.json", "isolation.py", *options)
+    rows = result["calls"]
+    assert all(list(row) == CALL_KEYS for row in rows)
+    for call in ("update", "return"):
+        assert ways == [row["way"] for row in rows if row["call"] == call]
+    for row in rows:
+        assert row["weights_mb"] == 0.1
+        assert row["runs"] == 1
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+        assert row["caller_peak_mb"] > 10
+    assert result["machine"]["cpus"] >= 1
+    assert {"python", "torch", "flwr", "kernel", "gpus"} <= result["machine"].keys()
+
+
+def test_isolation_measures_a_client_and_waiting_ones(tmp_path: Path) -> None:
+    options = "--quick", "--only", "client,memory", "--ways", "in-process,article"
+    result = figures(tmp_path / "figures.json", "isolation.py", *options)
+    assert result["calls"] == []
+    assert [row["way"] for row in result["client"]] == ["in-process", "article"]
+    assert all(len(row["seconds"]) == 1 for row in result["client"])
+    torch = {row["way"]: row["torch_in_client"] for row in result["memory"]}
+    assert torch == {"plain": False, "in-process": True}
+    assert all(row["clients"] == row["processes"] == 2 for row in result["memory"])
+    assert all(row["client_mb"] > 0 for row in result["memory"])
+
+
+def test_wrong_values_end_the_benchmark(tmp_path: Path) -> None:
+    """A way whose calls lose something must not get a figure."""
+    for file in BENCHMARKS.glob("*.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    tasks = tmp_path / "tasks.py"
+    text = tasks.read_text().replace("np.add(array, 1, out=array)", "np.add(array, 2, out=array)")
+    tasks.write_text(text)
+    command = [sys.executable, str(tmp_path / "isolation.py"), "--quick", "--only", "calls"]
+    done = subprocess.run([*command, "--ways", "in-process"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "array 0 has wrong values" in done.stderr
+    assert "in-process" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "0.01"], "not between"),
+        (["--sizes", "big"], "not a number"),
+        (["--ways", "article,magic"], "'magic' is not one of in-process"),
+        (["--runs", "0"], "whole number"),
+        (["--only", "all"], "not one of calls"),
+        (["--json", "/nowhere/file.json"], "in none that exists"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: list[str], message: str) -> None:
+    done = run("isolation.py", *options, timeout_s=60)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_gpu_benchmark_cuts_a_call_into_parts(tmp_path: Path) -> None:
+    """On the CPU: the same path, other figures."""
+    options = "--device", "cpu", "--runs", 1, "--batch", 2, "--side", 32, "--ways", "spawn,ours-spawn"
+    result = figures(tmp_path / "figures.json", "gpu.py", *options)
+    assert result["device"] == "cpu"
+    assert [row["way"] for row in result["steps"]] == ["spawn", "ours-spawn"]
+    parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
+    for row in result["steps"]:
+        assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
+        assert all(row[f"{part}_s"] > 0 for part in parts)
+
+
+def test_gpu_benchmark_says_that_there_is_no_gpu() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    try:
+        pynvml.nvmlInit()
+        pytest.skip("there is one")
+    except pynvml.NVMLError:
+        pass
+    done = run("gpu.py", timeout_s=60)
+    assert done.returncode == 2
+    assert "no NVIDIA GPU" in done.stderr
