@@ -52,17 +52,14 @@ class _Pool:
     get: Callable[[], int]
     set: Callable[[int], object]
     variables: tuple[str, ...]  # which the library puts before OMP_NUM_THREADS
-    most: int | None = None  # threads that it takes from its variables
+    most: Callable[[], int] | None = None  # threads that it takes from its variables
     starts_threads: bool = False  # as soon as the count is set
 
-    def adjust(self, environ: Mapping[str, str]) -> None:
-        """Set the count that the library would have read from these variables."""
+    def count(self, environ: Mapping[str, str]) -> int | None:
+        """Return the count that the library would have read from these variables."""
         read = (openmp_threads(environ, name) for name in (*self.variables, VARIABLE))
         count = next((number for number in read if number is not None), None)
-        if count is not None and self.most is not None:
-            count = min(count, self.most)
-        if count is not None and self.get() != count:
-            self.set(count)
+        return count if count is None or self.most is None else min(count, self.most())
 
 
 # The process that has called `prepare`, and what its forks find.
@@ -117,9 +114,7 @@ def prepare(environ: Mapping[str, str]) -> None:
     global _found_before_fork
     pools = _pools()
     _found_before_fork = (os.getpid(), pools)
-    for pool in pools:
-        if pool.starts_threads:
-            pool.adjust(environ)
+    _adjust([pool for pool in pools if pool.starts_threads], environ)
 
 
 @contextmanager
@@ -145,8 +140,17 @@ def apply(environ: Mapping[str, str] = os.environ) -> None:
     global _found_before_fork
     found, _found_before_fork = _found_before_fork, None
     # To find them takes longest, as a new fork has to copy every page that it touches.
-    for pool in _pools() if found is None or found[0] == os.getpid() else found[1]:
-        pool.adjust(environ)
+    _adjust(_pools() if found is None or found[0] == os.getpid() else found[1], environ)
+
+
+def follow(applied: Mapping[str, str]) -> None:
+    """Apply what code of the user's has set in ``os.environ`` since ``applied`` was applied.
+
+    Modules do so before they import torch. Where torch is loaded already, it is done here; not in a library
+    whose count was set directly meanwhile.
+    """
+    if os.environ.get(VARIABLE) != applied.get(VARIABLE):
+        _adjust([pool for pool in _pools() if pool.get() == pool.count(applied)], os.environ)
 
 
 @contextmanager
@@ -162,9 +166,19 @@ def _restored(pools: list[_Pool]) -> Iterator[None]:
     try:
         yield
     finally:
-        for pool, count in before:
-            if pool.get() != count:
-                pool.set(count)
+        _set(before)
+
+
+def _adjust(pools: list[_Pool], environ: Mapping[str, str]) -> None:
+    counts = [(pool, pool.count(environ)) for pool in pools]  # before one of them changes another's
+    _set([(pool, count) for pool, count in counts if count is not None])
+
+
+def _set(counts: list[tuple[_Pool, int]]) -> None:
+    for pool, count in counts:
+        # What torch answers is the number of its OpenMP runtime; it has more of them, as for new threads.
+        if not pool.starts_threads or pool.get() != count:
+            pool.set(count)
 
 
 def _pools() -> list[_Pool]:
@@ -188,18 +202,20 @@ def _library_pool(path: str) -> _Pool | None:
             if hasattr(library, set_):
                 pool = _Pool(getattr(library, get), getattr(library, set_), variables)
                 if functions is _OPENBLAS:
-                    return replace(pool, most=_usable_cpus(), starts_threads=True)
+                    return replace(pool, most=_usable_cpus, starts_threads=True)
                 return pool
     return None
 
 
 def _torch_pool(torch: Any) -> _Pool:
-    variables: tuple[str, ...] = ()
-    most = None
-    if torch.backends.mkl.is_available():  # torch begins with MKL's count, which has a limit
-        variables = ("MKL_NUM_THREADS",)
-        most = max(cores(), torch.get_num_threads())  # more than there are cores: the caller has set it
-    return _Pool(torch.get_num_threads, torch.set_num_threads, variables, most)
+    pool = _Pool(torch.get_num_threads, torch.set_num_threads, ())
+    if not torch.backends.mkl.is_available():
+        return pool
+
+    def most() -> int:
+        return max(cores(), pool.get())  # more than there are cores: the caller has set that
+
+    return replace(pool, variables=("MKL_NUM_THREADS",), most=most)  # torch begins with MKL's count
 
 
 def _set_in_torch() -> int | None:

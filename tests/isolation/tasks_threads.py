@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ def count_threads() -> dict[str, Any]:
     import torch
 
     counts: dict[str, Any] = {"torch": torch.get_num_threads()}
+    with ThreadPoolExecutor(1) as pool:
+        counts["torch in a new thread"] = pool.submit(torch.get_num_threads).result()
+    if found := re.search(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info()):
+        counts["torch's MKL"] = int(found[1])
     for library in threadpoolctl.threadpool_info():
         counts[Path(library["filepath"]).name] = library["num_threads"]
     return counts

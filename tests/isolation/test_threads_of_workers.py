@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from flower_gpu import run_in_worker
 from flower_gpu.config import WorkerSettings, cores, openmp_threads, planned_threads
 from flower_gpu.errors import ConfigError
-from flower_gpu.isolation import start
+from flower_gpu.isolation import start, threads
 from flower_gpu.isolation.native import initialized_cuda_devices
 
 pytestmark = pytest.mark.timeout(180)
@@ -269,6 +269,24 @@ def test_same_weights_bit_for_bit_at_the_same_number(worker_start: str, threads:
         assert ours.tobytes() != old.tobytes()
 
 
+def test_number_that_a_module_sets_is_followed(
+    torch_of_the_caller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker that has torch from the beginning, too; what it sets in torch itself stays."""
+    torch = torch_of_the_caller
+    applied = {"OMP_NUM_THREADS": str(cores())}
+    with threads.restored():
+        monkeypatch.setenv("OMP_NUM_THREADS", str(cores()))
+        threads.follow(applied)
+        assert torch.get_num_threads() == cores()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        threads.follow(applied)
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(cores() + 1)
+        threads.follow(applied)
+        assert torch.get_num_threads() == cores() + 1
+
+
 # What a fork of a process with other numbers does.
 
 ENVIRONMENTS: list[dict[str, str]] = [
@@ -282,6 +300,9 @@ ENVIRONMENTS: list[dict[str, str]] = [
 
 FORKS = """
 import json, os, sys
+cpus = os.sched_getaffinity(0)
+if sys.argv[2] == "on one cpu":
+    os.sched_setaffinity(0, {min(cpus)})
 import tasks_threads, torch
 from flower_gpu.isolation import threads
 
@@ -296,6 +317,7 @@ for variables in json.loads(sys.argv[1]):
     if os.fork() == 0:
         os.environ.clear()
         os.environ.update(environ)
+        os.sched_setaffinity(0, cpus)
         threads.apply()
         found = [len(os.listdir("/proc/self/task")), tasks_threads.count_threads()]
         tasks_threads.compute()
@@ -328,18 +350,19 @@ def of_fresh_processes() -> list[dict[str, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker begins with libraries loaded")
-@pytest.mark.parametrize("regions", ["none", "after regions"])
+@pytest.mark.parametrize("parent", ["idle", "after regions", "on one cpu"])
 def test_fork_has_the_numbers_of_a_fresh_process(
-    regions: str, of_fresh_processes: list[dict[str, int]], run_script: Callable[..., Any]
+    parent: str, of_fresh_processes: list[dict[str, int]], run_script: Callable[..., Any]
 ) -> None:
     """A fork server is loaded with one thread each; its children compute with several, and do not hang."""
     done = run_script(
         FORKS,
         json.dumps(ENVIRONMENTS),
-        regions,
+        parent,
         timeout_s=120,
         env={**WITH_TASKS, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [counts for _, counts in found] == of_fresh_processes
-    assert {running for running, _ in found} == {1}  # OpenBLAS's would wait in a busy loop
+    if parent != "on one cpu":
+        assert {running for running, _ in found} == {1}  # OpenBLAS's would wait in a busy loop
