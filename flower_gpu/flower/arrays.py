@@ -1,0 +1,121 @@
+"""Flower's ``Array`` between caller and worker, without the copies of packing it into ``.npy`` and out again.
+
+Flower keeps the bytes of a ``.npy`` file in each ``Array``. They travel as they are: beside the pickle, and
+once for all workers of a round. What arrives is an ``Array`` that reads them where they lie in memory.
+
+Importing this module is enough for ``Array`` and all that holds one (``ArrayRecord``, ``RecordDict``,
+``Context``); the worker imports it with the first one that it gets.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from flwr.common import Array as FlowerArray
+from flwr.common.constant import SType
+from numpy.typing import NDArray
+
+from flower_gpu.isolation import regions
+from flower_gpu.isolation.ndarrays import aligned
+from flower_gpu.isolation.regions import SMALL_BYTES, Parts, Region
+
+_HEADER_BYTES = 4096  # of a .npy file; it is longer for record types with very many fields only
+
+
+class Array(FlowerArray):
+    """An ``Array`` that came from another process.
+
+    It is Flower's in every way; only its bytes are made when somebody asks for :attr:`data`, and
+    :meth:`numpy` need not copy them. Pickled or copied it becomes a plain one.
+    """
+
+    # Its name is part of its object id in Flower: the class must not be called otherwise.
+
+    def __eq__(self, other: object) -> bool:
+        # That of a dataclass wants the very same class.
+        if not isinstance(other, FlowerArray):
+            return NotImplemented
+        return _fields(self) == _fields(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        region = self.__dict__.get("_region")
+        if name != "data" or region is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        data = bytes(region.memory)
+        self.__dict__["data"] = data  # not as an attribute is set: nothing has changed
+        return data
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data":
+            self.__dict__.pop("_region", None)
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain(self)
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the array as a NumPy array of its own; the first time without a copy."""
+        region = self.__dict__.get("_region")
+        found = _read_npy(region) if region is not None and self.stype == SType.NUMPY else None
+        return super().numpy() if found is None else found
+
+
+def _fields(array: FlowerArray) -> tuple[str, tuple[int, ...], str, bytes]:
+    return array.dtype, tuple(array.shape), array.stype, array.data
+
+
+def _plain(array: FlowerArray) -> tuple[Any, ...]:
+    # Without Flower's own cache of object id and chunks: those are views, which cannot be pickled.
+    state = dict(zip(("dtype", "shape", "stype", "data"), _fields(array), strict=True))
+    return object.__new__, (FlowerArray,), state
+
+
+def _read_npy(region: Region) -> NDArray[Any] | None:
+    """Return the array of a ``.npy`` file, or None for the kinds that are left to numpy."""
+    file = io.BytesIO(region.memory[:_HEADER_BYTES])
+    try:
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        elif version == (2, 0):
+            shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        else:
+            return None
+    except ValueError:  # numpy's own reader says it better
+        return None
+    start, size = file.tell(), dtype.itemsize
+    for length in shape:
+        size *= length
+    if dtype.hasobject or start + size != region.memory.nbytes:
+        return None
+    mapped = region.take()
+    memory = region.memory if mapped is None else mapped
+    array: NDArray[Any] = np.ndarray(shape, dtype, memory, start, order="F" if is_fortran else "C")
+    return array.copy(order="K") if mapped is None else aligned(array)
+
+
+def _rebuild(dtype: str, shape: tuple[int, ...], stype: str, region: Region) -> Array:
+    array = Array.__new__(Array)
+    array.__dict__.update(dtype=dtype, shape=shape, stype=stype, _region=region)
+    return array
+
+
+def _reduce(array: FlowerArray, parts: Parts) -> Any:
+    region = array.__dict__.get("_region")
+    if region is not None:
+        raw = np.frombuffer(region.memory, np.uint8)
+        address = raw.__array_interface__["data"][0]
+        handle = parts.add(region.memory, address=address, immutable=True)
+    elif isinstance(array.data, bytes) and len(array.data) >= SMALL_BYTES:
+        handle = parts.add(memoryview(array.data), immutable=True, shareable=array.data)
+    else:
+        return _plain(array)
+    return _rebuild, (array.dtype, tuple(array.shape), array.stype, handle)
+
+
+regions.register(FlowerArray, _reduce)
+regions.register(Array, _reduce)

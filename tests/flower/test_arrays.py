@@ -1,0 +1,401 @@
+"""Flower's Array and ArrayRecord through a worker: the same in every way, with fewer copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import array_tasks
+import numpy as np
+import pytest
+from flwr.common import Array, ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from flower_gpu import run_in_worker
+from flower_gpu.flower import arrays
+from flower_gpu.isolation import memory, sharing, transport
+
+pytestmark = pytest.mark.timeout(120)
+
+needs_seals = pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files")
+
+
+@pytest.fixture(params=["spawn", "forkserver", "fork"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def nothing_shared_yet() -> Iterator[None]:
+    sharing.sharing.__init__()  # type: ignore[misc]
+    yield
+    sharing.sharing.__init__()  # type: ignore[misc]
+
+
+def record(size: int = 300_000, value: float = 0.0) -> ArrayRecord:
+    return ArrayRecord(
+        {
+            "large": Array(np.full(size, value, np.float32)),
+            "small": Array(np.full((2, 3), value)),
+            "fortran": Array(np.asfortranarray(np.arange(600_000.0).reshape(600, 1000))),
+        }
+    )
+
+
+def arrived_from(value: Any) -> Any:
+    """Send a value to a fork that sends it back."""
+    request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
+    try:
+        transport.write_request(value, request)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                transport.write_reply(transport.read_request(request), reply)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return transport.read_reply(reply, request)
+    finally:
+        os.close(request)
+        os.close(reply)
+
+
+def test_both_ways(start_method: str) -> None:
+    sent = record()
+    arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
+    assert type(arrived) is ArrayRecord
+    assert list(arrived) == list(sent)
+    for name in sent:
+        assert isinstance(arrived[name], Array)
+        ours, theirs = arrived[name].numpy(), sent[name].numpy()
+        assert (ours.dtype, ours.shape, ours.flags.f_contiguous) == (
+            theirs.dtype,
+            theirs.shape,
+            theirs.flags.f_contiguous,
+        )
+        assert (ours == theirs).all()
+        ours += 1  # as from np.load
+    assert arrived == sent and sent == arrived
+
+
+def test_updates_come_back(start_method: str) -> None:
+    sent = record()
+    arrived = run_in_worker(array_tasks.update, sent, start_method=start_method)
+    for ours, theirs in zip(arrived.to_numpy_ndarrays(), sent.to_numpy_ndarrays(), strict=True):
+        assert (ours == theirs + 1).all()
+
+
+def test_torch(start_method: str) -> None:
+    sent = record(value=2)
+    arrived = run_in_worker(array_tasks.torch_step, sent, start_method=start_method)
+    assert (arrived["large"].numpy() == 3).all()
+    assert (sent["large"].numpy() == 2).all()
+
+
+def test_an_array_does_not_change_with_what_numpy_returned(start_method: str) -> None:
+    sent = Array(np.zeros(300_000))
+    first, again, same = run_in_worker(array_tasks.add_one_and_look_again, sent, start_method=start_method)
+    assert (first, again, same) == (300_000, 0, True)
+    arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
+    changed = arrived.numpy()
+    changed += 1
+    assert not arrived.numpy().any()
+    assert arrived == sent
+
+
+def test_an_array_whose_id_was_asked_for(start_method: str) -> None:
+    """Flower then keeps views in it, which cannot be pickled."""
+    for size in (10, 300_000):
+        sent = ArrayRecord([np.arange(size, dtype=np.float32)])
+        sent_id = sent.object_id
+        arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
+        assert arrived.object_id == sent_id
+
+
+@needs_seals
+def test_bytes_are_made_when_somebody_asks() -> None:
+    arrived = arrived_from(record())
+    array = arrived["large"]
+    assert type(array) is arrays.Array
+    assert "data" not in vars(array)
+    array.numpy()
+    assert "data" not in vars(array)
+    assert array.data == record()["large"].data
+    assert array.data is array.data
+    assert not hasattr(array, "something_else")
+
+
+def test_it_is_flowers_in_every_way() -> None:
+    sent = record()["large"]
+    arrived = arrived_from(sent)
+    assert isinstance(arrived, Array)
+    assert arrived == sent and sent == arrived
+    assert arrived != Array(np.ones(300_000, np.float32)) and arrived != 5
+    with pytest.raises(TypeError):
+        hash(arrived)
+    assert repr(arrived)[:100] == repr(sent)[:100]
+    assert arrived.object_id == sent.object_id
+    assert arrived.deflate() == sent.deflate()
+    assert Array.inflate(arrived.deflate(), arrived.children) == sent
+    assert ArrayRecord({"a": arrived}) == ArrayRecord({"a": sent})
+    assert ArrayRecord({"a": arrived}).count_bytes() == ArrayRecord({"a": sent}).count_bytes()
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda array: pickle.loads(pickle.dumps(array))]
+)
+def test_copies_are_plain_arrays(duplicate: Any) -> None:
+    arrived = arrived_from(record())
+    assert arrived["large"].object_id
+    for array in (duplicate(arrived["large"]), *duplicate(arrived_from(record())).values()):
+        assert isinstance(array, Array)
+    twin = duplicate(arrived["large"])
+    assert type(twin) is Array
+    assert twin == record()["large"]
+
+
+def test_new_bytes(start_method: str) -> None:
+    arrived = arrived_from(record())["large"]
+    before = arrived.object_id
+    other = Array(np.ones(5))
+    arrived.data, arrived.shape, arrived.dtype = other.data, other.shape, other.dtype
+    assert arrived == other
+    assert arrived.object_id == other.object_id != before
+    assert (arrived.numpy() == 1).all()
+    assert run_in_worker(array_tasks.same, arrived, start_method=start_method) == other
+
+
+def test_sent_on(start_method: str) -> None:
+    """What arrived is sent to the next worker as it is."""
+    first = run_in_worker(array_tasks.update, record(), start_method=start_method)
+    second = run_in_worker(array_tasks.update, first, start_method=start_method)
+    assert (second["1"].numpy() == 2).all()
+    assert (first["1"].numpy() == 1).all()
+
+
+def test_made_in_the_worker(start_method: str) -> None:
+    for size in (5, 300_000):
+        arrived = run_in_worker(array_tasks.made_here, size, start_method=start_method)
+        assert arrived["0"].numpy().tolist() == list(range(size))
+
+
+def test_records_within_records(start_method: str) -> None:
+    sent = RecordDict({"arrays": record(), "config": ConfigRecord({"lr": 0.1})})
+    arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
+    assert arrived == sent
+    assert arrived.object_id == sent.object_id
+
+
+def test_other_serialisations(start_method: str) -> None:
+    sent = Array(dtype="mine", shape=(3,), stype="mine", data=os.urandom(10_000))
+    arrived = run_in_worker(array_tasks.same, sent, start_method=start_method)
+    assert arrived == sent
+    with pytest.raises(TypeError, match="mine"):
+        arrived.numpy()
+
+
+def npy(array: np.ndarray, version: tuple[int, int] | None = None) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, version)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_versions_of_the_format(version: tuple[int, int]) -> None:
+    numbers = np.arange(5000.0)
+    data = npy(numbers, version)
+    arrived = arrived_from(Array(dtype="float64", shape=(5000,), stype="numpy.ndarray", data=data))
+    assert (arrived.numpy() == numbers).all()
+
+
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_other_lengths_of_the_header(offset: int) -> None:
+    """Written by something else than numpy: torch needs 16-byte alignment all the same."""
+    text = "{'descr': '<c16', 'fortran_order': False, 'shape': (5000,), }"
+    header = text.ljust(128 - 10 + offset - 1) + "\n"
+    numbers = np.arange(5000, dtype=np.complex128)
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + numbers.tobytes()
+    arrived = arrived_from(Array(dtype="complex128", shape=(5000,), stype="numpy.ndarray", data=data)).numpy()
+    assert (arrived == numbers).all()
+    assert arrived.ctypes.data % 16 == 0
+    assert arrived.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        os.urandom(5000),
+        npy(np.arange(5000.0))[:-1],
+        npy(np.arange(5000.0))[:5000],
+        b"\x93NUMPY\x01\x00\xff\xff" + b" " * 6000,
+        npy(np.array([None] * 5000)),
+    ],
+    ids=["random", "short", "half", "header", "objects"],
+)
+def test_broken_data_fails_as_in_flower(data: bytes) -> None:
+    sent = Array(dtype="float64", shape=(5000,), stype="numpy.ndarray", data=data)
+    with pytest.raises(Exception) as of_flower:  # numpy's own
+        sent.numpy()
+    with pytest.raises(type(of_flower.value)):
+        arrived_from(sent).numpy()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    hnp.arrays(
+        dtype=st.one_of(
+            hnp.boolean_dtypes(),
+            hnp.integer_dtypes(),
+            hnp.floating_dtypes(),
+            hnp.complex_number_dtypes(),
+            hnp.datetime64_dtypes(),
+        ),
+        shape=hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=30),
+    ),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_array(values: np.ndarray, with_seals: bool, fortran: bool) -> None:
+    sent = Array(np.asfortranarray(values) if fortran else values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "SEALS", with_seals and memory.SEALS)
+        patch.setattr(transport, "_MAPPED_BYTES", 0)
+        arrived = arrived_from(sent)
+    theirs = sent.numpy()
+    for _ in range(2):
+        ours = arrived.numpy()
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.tobytes() == theirs.tobytes()
+        assert ours.flags.writeable
+    assert arrived == sent
+
+
+def test_an_array_that_is_used_at_exit() -> None:
+    code = """
+import atexit
+@atexit.register  # the first one runs last
+def use():
+    numbers = array.numpy()
+    numbers += 1
+    print(numbers[-1], array.numpy()[-1], len(array.data))
+import numpy as np
+from flwr.common import Array
+from flower_gpu.flower import arrays
+from flower_gpu.isolation import transport
+reply = transport.create("test")
+transport.write_reply(Array(np.ones(300_000)), reply)
+array = transport.read_reply(reply)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0 1.0 2400128\n", "")
+
+
+def shared_files() -> int:
+    gc.collect()
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(entry.readlink()))
+        except OSError:
+            continue
+    return sum("memfd:flower-gpu-shared" in link for link in links)
+
+
+@needs_seals
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_model_is_written_once_for_all_workers(start_method: str) -> None:
+    model = record()
+
+    def one() -> tuple[list[str], float]:
+        found: tuple[list[str], float] = run_in_worker(
+            array_tasks.files, ArrayRecord(dict(model)), start_method=start_method
+        )
+        return found
+
+    first = one()
+    assert first[0] == ["flower-gpu-request"]
+    assert shared_files() == 0  # a client that gets each model once keeps nothing
+    later = [one() for _ in range(3)]
+    assert all("flower-gpu-shared" in found[0] for found in later)
+    assert {found[1] for found in [first, *later]} == {first[1]}
+    assert shared_files() == 1
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda _: one(), range(8)))
+    assert all("flower-gpu-shared" in found[0] for found in together)
+    assert shared_files() == 1
+
+    model = record(value=1)  # the next round
+    one()
+    assert shared_files() == 0  # nobody has the last one any more
+    assert "flower-gpu-shared" in one()[0]
+    assert shared_files() == 1
+
+
+@needs_seals
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_workers_cannot_change_what_they_share(start_method: str) -> None:
+    model = record()
+    for _ in range(3):
+        arrived = run_in_worker(array_tasks.update, ArrayRecord(dict(model)), start_method=start_method)
+        assert (arrived["0"].numpy() == 1).all()
+    assert shared_files() == 1
+    kept = run_in_worker(array_tasks.same, ArrayRecord(dict(model)), start_method=start_method)
+    assert kept == model
+
+
+@needs_seals
+def test_nothing_is_shared_with_workers_that_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = record()
+
+    def unreachable(*args: Any) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(memory, "open_of", unreachable)  # in forks as well, which play the workers
+    for _ in range(4):
+        assert arrived_from(model) == model
+    assert shared_files() == 0
+
+
+@needs_seals
+def test_a_call_that_fails_keeps_nothing_open() -> None:
+    model = record()
+    for _ in range(3):
+        arrived_from(ArrayRecord(dict(model)))
+    assert shared_files() == 1
+    request = transport.create("test")
+    transport.write_request(ArrayRecord(dict(model)), request)
+    os.close(request)  # its worker died
+    del model
+    assert arrived_from(1) == 1
+    assert shared_files() == 0
+
+
+@needs_seals
+def test_a_worker_that_starts_after_the_next_model_was_written() -> None:
+    first = record()
+    for _ in range(3):
+        arrived_from(ArrayRecord(dict(first)))
+    request = transport.create("test")
+    try:
+        transport.write_request(ArrayRecord(dict(first)), request)
+        second = record(value=1)
+        for _ in range(3):
+            assert arrived_from(ArrayRecord(dict(second))) == second
+        assert shared_files() == 2
+        assert transport.read_request(request) == first
+    finally:
+        os.close(request)
+        transport._leave_request()
