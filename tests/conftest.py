@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,19 @@ import pytest
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+# The fork servers of the tests are none of the user's, and end with them.
+STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
+os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
+os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "10"
+
+
+def pytest_sessionfinish() -> None:
+    from flower_gpu.isolation.forkserver import control
+
+    control.stop(wait_s=10)
+    shutil.rmtree(STATE_DIR)
+
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 

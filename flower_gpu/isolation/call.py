@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,8 @@ class Call:
         ``"package.module:function"``, called without arguments before the task is loaded.
     label : str
         Names the call in messages, for example ``"fit of client 3"``.
+    preload : sequence of (str, mapping)
+        What the worker finds loaded: ``"package.module:function"`` with keyword arguments for it.
     """
 
     task: Task
@@ -40,6 +42,7 @@ class Call:
     env: Mapping[str, str] = field(default_factory=dict)
     setup: str | None = None
     label: str = "call"
+    preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
 
     def __post_init__(self) -> None:
         check_task(self.task)

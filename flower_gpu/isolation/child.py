@@ -10,6 +10,7 @@ import atexit
 import faulthandler
 import fcntl
 import json
+import multiprocessing
 import os
 import pickle
 import select
@@ -118,15 +119,40 @@ def leave_group_of_caller() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+def fork_process(target: Callable[[], None], name: str) -> int:
+    """Fork this process; the child leads a group of its own, runs ``target`` and exits. Return its pid."""
+    # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
+    # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
+    # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
+    process = multiprocessing.Process(target=target, name=name, daemon=False)
+    # Until the child has reset them, the handlers of this process would act in its name there.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                leave_group_of_caller()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                code = process._bootstrap()  # type: ignore[attr-defined]
+            finally:
+                os._exit(code & 0xFF)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with suppress(OSError):  # so that the group exists before anybody tries to end it
+        os.setpgid(pid, pid)
+    return pid
+
+
 def forked(
     descriptors: Descriptors,
     stdout: int,
     stderr: int,
     env: Mapping[str, str],
     setup: str | None,
-    request: tuple[Any, ...],
+    load: Callable[[], tuple[Any, ...]],
 ) -> None:
-    """Run in a fork of the caller, where locks and streams are those of the caller."""
+    """Run in a fork, where locks and streams are those of the process that was forked."""
     os.dup2(stderr, 2)  # first: what fails from here on is told there
     os.dup2(stdout, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -140,7 +166,7 @@ def forked(
         # Its lock is one for the whole family of processes: a worker that is killed with it, or that
         # waits for the caller to read its output, would stop the caller's bars for ever.
         sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
-    serve(descriptors, env, setup, lambda: request)
+    serve(descriptors, env, setup, load)
 
 
 def serve(
@@ -160,7 +186,7 @@ def serve(
     setup : str, optional
         ``"package.module:function"`` to call before the task is loaded.
     load : callable
-        Returns ``(task, args, kwargs)``. May import whatever the task needs.
+        Returns ``(task, args, kwargs, preload)``. May import whatever the task needs.
     """
     _die_with_the_caller(descriptors.life)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
@@ -176,7 +202,7 @@ def serve(
     if sys.platform == "linux":
         _use_sockets_without_files()
 
-    from flower_gpu.isolation import events, transport
+    from flower_gpu.isolation import events, preload, transport
     from flower_gpu.isolation.call import load_task
 
     lock = threading.Lock()
@@ -191,7 +217,8 @@ def serve(
         try:
             if setup is not None:
                 load_task(setup)()
-            task, args, kwargs = load()
+            task, args, kwargs, functions = load()
+            preload.run(functions)
             function = load_task(task)
             _check_environment(env)
             outcome = Outcome(value=function(*args, **kwargs))

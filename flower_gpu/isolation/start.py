@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.isolation import child, transport
 from flower_gpu.isolation.call import Call, task_name
+from flower_gpu.isolation.forkserver import client
+from flower_gpu.isolation.forkserver.sockets import Gone as Gone
 from flower_gpu.isolation.native import initialized_cuda_devices, release_openmp_threads
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
@@ -52,7 +55,9 @@ class Process(Protocol):
 class Starter(Protocol):
     """Starts a worker for ``call`` with its ends of the lines to the caller."""
 
-    def __call__(self, call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
+    def __call__(
+        self, call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
+    ) -> Process:
         """Start it."""
         ...
 
@@ -84,20 +89,95 @@ class Lines:
         close_life_end(self.life)
 
 
-def write_request(call: Call, start_method: str) -> int:
-    """Return a memory file with the task and its arguments, or -1 where the worker has them by itself.
+@dataclass
+class Prepared:
+    """What the start of a worker needs and may take long to get.
+
+    Parameters
+    ----------
+    start_method : str
+        One of :data:`STARTERS`.
+    request : int
+        Memory file with the task and its arguments; -1 where the worker has them by itself.
+    place : Place, optional
+        The fork server that will fork the worker.
+    """
+
+    start_method: str
+    request: int = -1
+    place: client.Place | None = None
+
+    def close(self) -> None:
+        """Let go of both."""
+        if self.request >= 0:
+            os.close(self.request)
+            self.request = -1
+        if self.place is not None:
+            self.place.close()
+            self.place = None
+
+
+def prepare(call: Call, start_method: str, *, or_spawn: bool, deadline: float | None) -> Prepared:
+    """Do what comes before the start of a worker; may take long, and may be interrupted.
+
+    Parameters
+    ----------
+    call : Call
+        The task.
+    start_method : str
+        What :func:`choose` returned.
+    or_spawn : bool
+        Whether to spawn where there can be no fork server, instead of an error.
+    deadline : float, optional
+        On the clock of ``time.monotonic``.
 
     Raises
     ------
     WorkerStartError
-        If they cannot be passed to another process.
+        If the task cannot be passed to another process, or there is no fork server.
+    TimeoutError
+        If there is none until the deadline.
     """
-    if start_method == "fork":
-        return -1
+    prepared = Prepared(start_method)
+    try:
+        with _standard_descriptors_occupied():
+            if start_method == "forkserver":
+                _find_place(prepared, call, or_spawn, deadline)
+            if start_method != "fork":
+                prepared.request = _write_request(call, preloaded=prepared.place is not None)
+    except BaseException:
+        prepared.close()
+        raise
+    return prepared
+
+
+# Why calls with this to preload are spawned; a server that cannot be started is not tried for every call.
+_spawned_instead: dict[str, str] = {}
+
+
+def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float | None) -> None:
+    key = repr(call.preload)
+    if or_spawn and key in _spawned_instead:
+        prepared.start_method = "spawn"
+        return
+    try:
+        prepared.place = client.find(call, deadline)
+    except TimeoutError:
+        raise
+    except (OSError, ConfigError, WorkerStartError) as error:
+        if not or_spawn:
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        warnings.warn(f"workers are spawned, which is slower: {error}", RuntimeWarning, stacklevel=2)
+        _spawned_instead[key] = str(error)
+        prepared.start_method = "spawn"
+
+
+def _write_request(call: Call, *, preloaded: bool) -> int:
     request = -1
     try:
         request = transport.create("flower-gpu-request")
-        transport.write_request((call.task, call.args, dict(call.kwargs)), request)
+        functions = () if preloaded else call.preload
+        transport.write_request((call.task, call.args, dict(call.kwargs), functions), request)
     except BaseException as error:
         if request >= 0:
             os.close(request)
@@ -113,24 +193,17 @@ def write_request(call: Call, start_method: str) -> int:
     return request
 
 
-def launch(call: Call, start_method: str, request: int) -> tuple[Process, Lines]:
+def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
     """Make the lines to a worker and start it. After an error none of them is left.
-
-    Parameters
-    ----------
-    call : Call
-        The task.
-    start_method : str
-        One of :data:`STARTERS`.
-    request : int
-        What :func:`write_request` returned; stays the caller's.
 
     Raises
     ------
     WorkerStartError
         If it could not be started.
+    Gone
+        If its fork server has ended meanwhile; then everything has to be prepared anew.
     """
-    with start_lock, ExitStack() as ours, ExitStack() as theirs:
+    with start_lock, _standard_descriptors_occupied(), ExitStack() as ours, ExitStack() as theirs:
 
         def pipe() -> tuple[int, int]:
             read, write = os.pipe()
@@ -139,15 +212,15 @@ def launch(call: Call, start_method: str, request: int) -> tuple[Process, Lines]
             return read, write
 
         try:
-            _occupy_standard_descriptors(theirs)
             reply = transport.create("flower-gpu-reply")
             ours.callback(os.close, reply)
             life_read, life_write = life_pipe()
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
             (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
-            descriptors = child.Descriptors(life_read, events_write, reply, request)
-            process = STARTERS[start_method](call, descriptors, stdout_write, stderr_write)
+            descriptors = child.Descriptors(life_read, events_write, reply, prepared.request)
+            start = STARTERS[prepared.start_method]
+            process = start(call, prepared, descriptors, stdout_write, stderr_write)
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
         # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
@@ -155,17 +228,30 @@ def launch(call: Call, start_method: str, request: int) -> tuple[Process, Lines]
     return process, Lines(life_write, reply, events, stdout, stderr)
 
 
-def choose(start_method: str) -> str:
+def choose(start_method: str, *, preload: bool = False) -> str:
     """Turn ``"auto"`` into the method for this process, and check a method that was asked for.
 
     A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
     Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
-    itself if that can see one GPU only, and in a fresh interpreter otherwise.
+    itself if that can see one GPU only, and in a fresh interpreter otherwise. What it preloads, however,
+    would be gone with it: then the fork server keeps that.
+
+    Parameters
+    ----------
+    start_method : str
+        One of :data:`flower_gpu.config.START_METHODS`.
+    preload : bool
+        Whether there is something to preload.
 
     Returns
     -------
     str
         One of the names in :data:`STARTERS`, ``"inline"`` or ``"in-process"``.
+
+    Raises
+    ------
+    ConfigError
+        If the method that was asked for cannot be used here.
     """
     gpus = initialized_cuda_devices()
     if start_method == "fork" and gpus is not None:
@@ -173,17 +259,19 @@ def choose(start_method: str) -> str:
             "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it "
             "could not. Use 'auto' or 'spawn'"
         )
+    if start_method == "forkserver" and not client.is_supported():
+        raise ConfigError("start_method='forkserver' needs Linux 5.3 or later. Use 'auto' or 'spawn'")
     if start_method != "auto":
         return start_method
-    if Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux":
-        if gpus is None:
-            return "fork"
-        if gpus == 1:
-            return "inline"
-    return "spawn"
+    in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
+    if in_client_app and not (preload and client.is_supported()):
+        return "fork" if gpus is None else "inline" if gpus == 1 else "spawn"
+    return "forkserver" if client.is_supported() else "spawn"
 
 
-def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
+def spawn(
+    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
+) -> Process:
     """Start a fresh interpreter. Works everywhere; pays for every import."""
     # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
     # script without a main guard once more, and leaves a resource tracker process with every caller.
@@ -203,36 +291,27 @@ def spawn(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) 
     return _Child(process.pid, reap=process.wait)
 
 
-def fork(call: Call, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
+def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
     """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
     release_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
-    # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
-    # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
-    request = (call.task, call.args, dict(call.kwargs))
-    process = multiprocessing.Process(
-        target=child.forked,
-        args=(descriptors, stdout, stderr, call.env, call.setup, request),
-        name=f"flower-gpu: {call.label}",
-        daemon=False,
-    )
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            child.leave_group_of_caller()
-            code = process._bootstrap()  # type: ignore[attr-defined]
-        finally:
-            os._exit(code & 0xFF)
-    with suppress(OSError):  # so that the group exists before anybody tries to end it
-        os.setpgid(pid, pid)
+    request = (call.task, call.args, dict(call.kwargs), call.preload)
+    target = partial(child.forked, descriptors, stdout, stderr, call.env, call.setup, lambda: request)
+    pid = child.fork_process(target, f"flower-gpu: {call.label}")
     return _Child(pid, reap=lambda: os.waitpid(pid, 0))
 
 
-STARTERS: dict[str, Starter] = {"spawn": spawn, "fork": fork}
+def forkserver(
+    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
+) -> Process:
+    """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
+    assert prepared.place is not None
+    return prepared.place.fork(descriptors, stdout, stderr)
+
+
+STARTERS: dict[str, Starter] = {"forkserver": forkserver, "spawn": spawn, "fork": fork}
 
 
 def life_pipe() -> tuple[int, int]:
@@ -248,14 +327,20 @@ def close_life_end(write: int) -> None:
     os.close(write)
 
 
-def _occupy_standard_descriptors(held: ExitStack) -> None:
+@contextmanager
+def _standard_descriptors_occupied() -> Iterator[None]:
     """Let nothing of the worker get the number of a standard stream that this program has closed.
 
     The worker's own standard streams are put there, on top of whatever has the number.
     """
-    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
-        held.callback(os.close, descriptor)
-    os.close(descriptor)
+    with ExitStack() as held:
+        try:
+            while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+                held.callback(os.close, descriptor)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        os.close(descriptor)
+        yield
 
 
 class _Child:

@@ -24,7 +24,7 @@ from flower_gpu.errors import (
     WorkerTaskError,
     WorkerTimeoutError,
 )
-from flower_gpu.isolation import start, transport
+from flower_gpu.isolation import preload, start, transport
 from flower_gpu.isolation.call import Call, load_task
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
@@ -54,7 +54,8 @@ def run(
     start_method: str,
     timeout_s: float | None = None,
     on_event: Sink | None = None,
-    on_start: Callable[[int], None] | None = None,
+    on_start: Callable[[int, str], None] | None = None,
+    or_spawn: bool = False,
 ) -> Any:
     """Run ``call`` and return what its task returned, once the worker is gone.
 
@@ -70,7 +71,9 @@ def run(
     on_event : callable, optional
         Receives the events the task sends.
     on_start : callable, optional
-        Receives the pid of the worker.
+        Receives the pid of the worker, and how it was started.
+    or_spawn : bool
+        Spawn the worker where there can be no fork server, instead of an error.
 
     Raises
     ------
@@ -85,13 +88,23 @@ def run(
     """
     if start_method in ("inline", "in-process"):
         if on_start is not None:
-            on_start(os.getpid())
+            on_start(os.getpid(), start_method)
         return _run_here(call, keep_env=start_method == "inline", on_event=on_event)
     began = time.monotonic()
     deadline = None if timeout_s is None else began + timeout_s
-    with _started(call, start_method, on_event) as worker:
+
+    def prepare() -> start.Prepared:
+        try:
+            return start.prepare(call, start_method, or_spawn=or_spawn, deadline=deadline)
+        except TimeoutError as error:
+            raise WorkerTimeoutError(
+                f"{call.label}: no worker within timeout_s={timeout_s:g}, {error}. Raise timeout_s if this "
+                "was only slow"
+            ) from error
+
+    with _started(call, prepare, on_event) as worker:
         if on_start is not None:
-            on_start(worker.pid)
+            on_start(worker.pid, worker.start_method)
         finished = worker.watch_until(deadline)
         if not finished:
             worker.ask_where_it_is()
@@ -120,7 +133,7 @@ class _Worker:
         self.tail = Tail()
         self._process: start.Process | None = None
         self._lines: start.Lines | None = None
-        self._request = -1
+        self._prepared: start.Prepared | None = None
         self._streams: list[Stream] = []
         self._has_result = False
         self._ended = False
@@ -135,12 +148,13 @@ class _Worker:
     def pid(self) -> int:
         return self._process.pid if self._process is not None else -1
 
-    def prepare(self, call: Call, start_method: str) -> None:
-        """Do what may take long, and may be interrupted."""
-        self._request = start.write_request(call, start_method)
+    @property
+    def start_method(self) -> str:
+        return self._prepared.start_method if self._prepared is not None else ""
 
-    def launch(self, call: Call, start_method: str, on_event: Callable[[str], None]) -> None:
-        self._process, self._lines = start.launch(call, start_method, self._request)
+    def launch(self, call: Call, prepared: start.Prepared, on_event: Callable[[str], None]) -> None:
+        self._process, self._lines = start.launch(call, prepared)
+        self._prepared = prepared
         self._pidfd = _open_pidfd(self.pid)
         if self._pidfd >= 0:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
@@ -202,10 +216,10 @@ class _Worker:
 
     def outcome(self, label: str) -> Outcome | None:
         """Read the result, or return None when the worker left none."""
-        if not self._has_result or self._lines is None:
+        if not self._has_result or self._lines is None or self._prepared is None:
             return None
         try:
-            outcome: Outcome = transport.read_reply(self._lines.reply, self._request)
+            outcome: Outcome = transport.read_reply(self._lines.reply, self._prepared.request)
         except WorkerError:
             raise
         except Exception as error:
@@ -221,8 +235,8 @@ class _Worker:
         self._selector.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
-        if self._request >= 0:
-            os.close(self._request)
+        if self._prepared is not None:
+            self._prepared.close()
         if self._lines is not None:
             self._lines.close()
 
@@ -254,13 +268,11 @@ class _Worker:
 
 
 @contextmanager
-def _started(call: Call, start_method: str, on_event: Sink | None) -> Iterator[_Worker]:
+def _started(call: Call, prepare: Callable[[], start.Prepared], on_event: Sink | None) -> Iterator[_Worker]:
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
     worker = _Worker()
     try:
-        worker.prepare(call, start_method)
-        with deferred_interrupts():
-            worker.launch(call, start_method, _event_handler(worker, on_event))
+        _start(worker, call, prepare, _event_handler(worker, on_event))
         yield worker
     finally:
         with deferred_interrupts():
@@ -268,6 +280,24 @@ def _started(call: Call, start_method: str, on_event: Sink | None) -> Iterator[_
                 worker.end()
             finally:
                 worker.close()
+
+
+def _start(
+    worker: _Worker, call: Call, prepare: Callable[[], start.Prepared], on_event: Callable[[str], None]
+) -> None:
+    for last in (False, False, True):
+        with deferred_interrupts():
+            prepared = prepare()
+            try:
+                worker.launch(call, prepared, on_event)
+                return
+            except start.Gone as error:  # between finding the fork server and using it
+                prepared.close()
+                if last:
+                    raise WorkerStartError(f"{call.label}: the fork server ended again and again") from error
+            except BaseException:
+                prepared.close()
+                raise
 
 
 def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], None]:
@@ -293,6 +323,7 @@ def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
         with sending_to(on_event):
             if call.setup is not None:
                 load_task(call.setup)()
+            preload.run_once(call.preload)
             return load_task(call.task)(*call.args, **call.kwargs)
     finally:
         if not keep_env:

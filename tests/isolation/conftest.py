@@ -13,6 +13,7 @@ import pytest
 from processes import descriptors, running_in_group, wait_until, zombies_of
 
 from flower_gpu import run_in_worker, trace
+from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.native import initialized_cuda_devices
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -23,7 +24,7 @@ WITH_TASKS = {
 }
 
 
-@pytest.fixture(params=["spawn", "fork"])
+@pytest.fixture(params=["forkserver", "spawn", "fork"])
 def start_method(request: pytest.FixtureRequest) -> str:
     if request.param == "fork" and initialized_cuda_devices() is not None:
         pytest.skip("an earlier test has initialised CUDA in this process")
@@ -47,7 +48,8 @@ class Run:
 @pytest.fixture(scope="session")
 def first_call() -> None:
     """What is opened or imported once for all calls is there after this."""
-    run_in_worker("plain_tasks:answer", start_method="spawn")
+    for method in ("spawn", "forkserver"):
+        run_in_worker("plain_tasks:answer", start_method=method)
 
 
 @pytest.fixture
@@ -71,11 +73,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
     assert zombies_of(os.getpid()) == []
     for pid in this.pids():
         assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
-    assert {name: what for name, what in descriptors().items() if name not in before} == {}
+    kept = {str(connection.fileno()) for connection in client._memory.connections.values()}
+    assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
     assert wait_until(lambda: not new_in_shared_memory()), new_in_shared_memory()
     assert list(temporary.iterdir()) == []
     methods = {line["start_method"] for line in this.events("worker_started")}
-    for method in methods & {"spawn", "fork"}:
+    for method in methods & {"forkserver", "spawn", "fork"}:
         assert run_in_worker("plain_tasks:answer", start_method=method) == 42
 
 

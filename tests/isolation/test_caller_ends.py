@@ -65,7 +65,11 @@ STARTED_IN_A_THREAD = """
             time.sleep(0.1)
 
     started = []
-    thread = threading.Thread(target=lambda: started.append(start.launch(Call(busy), sys.argv[1])))
+    def begin():
+        call = Call(busy)
+        prepared = start.prepare(call, sys.argv[1], or_spawn=False, deadline=None)
+        started.append(start.launch(call, prepared))
+    thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
     (process, lines), = started

@@ -27,7 +27,7 @@ def neither_module_nor_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process", "inline"])
 def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "the caller's")
     call = {"start_method": start_method, "env": {VARIABLE: "the worker's"}}
@@ -36,7 +36,7 @@ def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytes
     assert os.environ[VARIABLE] == ("the worker's" if start_method == "inline" else "the caller's")
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
 def test_new_variable_does_not_leak(start_method: str) -> None:
     env = {VARIABLE: "new", "FLOWER_GPU_TEST_EMPTY": ""}
     assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method, env=env) == "new"

@@ -36,7 +36,9 @@ def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], An
     return received, result
 
 
-EVERY_METHOD = pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
+EVERY_METHOD = pytest.mark.parametrize(
+    "start_method", ["forkserver", "spawn", "fork", "in-process", "inline"]
+)
 
 
 @EVERY_METHOD
@@ -117,9 +119,9 @@ def test_a_listener_that_fails_ends_the_call_and_leaves_nothing(start_method: st
     started: list[int] = []
     call = Call("plain_tasks:count", (5,))
     with pytest.raises(LookupError, match="the listener"):
-        worker.run(call, start_method, on_event=refuse, on_start=started.append)
+        worker.run(call, start_method, on_event=refuse, on_start=lambda pid, _: started.append(pid))
     with pytest.raises(LookupError, match="the listener"):
-        worker.run(call, start_method, on_start=lambda pid: refuse({}))
+        worker.run(call, start_method, on_start=lambda *_: refuse({}))
     assert not Path(f"/proc/{started[0]}").exists()
 
 

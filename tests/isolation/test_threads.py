@@ -53,7 +53,7 @@ def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
     """Each thread's events go to its own call, also of calls that share the process."""
 
     def call(number: int) -> int:
-        method = ("spawn", "fork", "in-process", "inline")[number % 4]
+        method = ("forkserver", "spawn", "fork", "in-process", "inline")[number % 5]
         return int(run_in_worker("plain_tasks:count_without_length", number, start_method=method))
 
     with ThreadPoolExecutor(8) as pool:

@@ -1,0 +1,346 @@
+"""The caller's side of the fork server: find it, start it where there is none, have a worker forked."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import config
+from flower_gpu.errors import WorkerStartError
+from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.child import Descriptors
+from flower_gpu.isolation.forkserver import identity, sockets
+from flower_gpu.isolation.forkserver.inherited import Inherited
+from flower_gpu.isolation.forkserver.program import ENVIRONMENT, PROGRAM
+from flower_gpu.isolation.forkserver.record import READY, Start, write_record
+from flower_gpu.isolation.forkserver.sockets import Gone
+from flower_gpu.isolation.interrupts import allowed_interrupts
+
+_ANSWER_S = 20.0  # a server that says nothing for so long hangs: it never does anything long itself
+_START_S = 300.0  # imports on a busy machine take their time
+_POLL_S = 0.5
+_TRIES = 8
+
+
+def is_supported() -> bool:
+    """Tell whether this system has what the fork server is built on (Linux 5.3)."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+@dataclass
+class _Kind:
+    """What this process has found out about the servers that fit it."""
+
+    variables: set[str] = field(default_factory=set)
+    without: set[str] = field(default_factory=set)
+
+    def name(self) -> str:
+        return identity.server_name(self.variables, self.without)
+
+
+class _Memory:
+    """What a process remembers between calls; a fork of it starts with nothing."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kind = _Kind()
+        self.connections: dict[str, socket.socket] = {}
+
+    def stay(self, name: str) -> None:
+        """Tell server ``name`` that this process may have further calls; it then does not end when idle."""
+        with self.lock:
+            connection = self.connections.get(name)
+            if connection is not None:
+                if _is_open(connection):
+                    return
+                self.connections.pop(name).close()
+            with suppress(Gone):
+                connection = sockets.connect(name, _ANSWER_S)
+                try:
+                    ask(connection, {"op": "stay"})
+                except Gone:
+                    connection.close()
+                else:
+                    self.connections[name] = connection
+
+
+_memory = _Memory()
+
+
+@dataclass
+class Place:
+    """A fork server that is good for a call, and waits for the word to fork its worker."""
+
+    connection: socket.socket
+
+    def fork(self, lines: Descriptors, stdout: int, stderr: int) -> ForkedWorker:
+        """Have the worker forked.
+
+        Raises
+        ------
+        WorkerStartError
+            If the system lets the server start no more processes.
+        Gone
+            If the server has ended in the meantime, or hangs.
+        """
+        answer = ask(self.connection, {"op": "fork"}, [*vars(lines).values(), stdout, stderr])
+        if "error" in answer:
+            raise WorkerStartError(f"cannot start a worker: {answer['error']}")
+        worker = ForkedWorker(answer["pid"], self.connection)
+        self.connection = None  # type: ignore[assignment]  # the worker's now
+        return worker
+
+    def close(self) -> None:
+        """Let go of the server; it forgets the call."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+class ForkedWorker:
+    """A worker that the fork server has started for this process."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self._connection = connection
+        try:
+            self._pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
+        except OSError as error:
+            connection.close()
+            raise WorkerStartError(f"cannot watch the worker (pid {pid}): {error}") from error
+
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        return _can_be_read(self._pidfd, 0)
+
+    def reap(self) -> int | None:
+        """Give its pid back and return the exit status; None where the server is gone that knew it."""
+        try:
+            exitcode: int = ask(self._connection, {"op": "reap"})["exitcode"]
+            return exitcode
+        except Gone:
+            return None
+        finally:
+            self._connection.close()
+            os.close(self._pidfd)
+
+
+def find(call: Call, deadline: float | None) -> Place:
+    """Find a fork server for ``call``; start or replace one where necessary.
+
+    Raises
+    ------
+    WorkerStartError
+        If none could be started.
+    TimeoutError
+        If that took until ``deadline`` (of ``time.monotonic``).
+    """
+    inherited = Inherited.of_this_process(dict(call.env))
+    record = write_record(
+        {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
+    )
+    folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for _ in range(_TRIES):
+            with _memory.lock:
+                kind = _Kind(set(_memory.kind.variables), set(_memory.kind.without))
+            name, connection = _connected(kind, call, inherited, folder, deadline)
+            try:
+                answer = ask(connection, {"op": "open"}, [record, folder])
+            except Gone:
+                _end_if_it_hangs(connection)
+                connection.close()
+                continue
+            except BaseException:
+                connection.close()
+                raise
+            if "fit" in answer:
+                _memory.stay(name)
+                return Place(connection)
+            connection.close()
+            if "unfit" not in answer:
+                _remember(kind, answer)
+    finally:
+        os.close(record)
+        os.close(folder)
+    raise WorkerStartError("no fork server could be found that has what this process needs")
+
+
+def ask(connection: socket.socket, message: dict[str, Any], descriptors: Any = ()) -> dict[str, Any]:
+    """Send a message and wait for the answer.
+
+    Raises
+    ------
+    Gone
+        If there is none in time.
+    """
+    sockets.send(connection, message, descriptors)
+    answer, received = sockets.receive(connection)
+    for descriptor in received:
+        os.close(descriptor)
+    return answer
+
+
+def _remember(kind: _Kind, answer: dict[str, Any]) -> None:
+    variables, without = set(answer["variables"]), set(answer["without"])
+    if variables <= kind.variables and without <= kind.without:
+        hidden = ", ".join(sorted(without)) or ", ".join(sorted(variables))
+        raise WorkerStartError(
+            f"the fork server cannot do without {hidden}, which is another one for this process"
+        )
+    with _memory.lock:
+        _memory.kind.variables |= variables
+        _memory.kind.without |= without
+
+
+def _connected(
+    kind: _Kind, call: Call, inherited: Inherited, folder: int, deadline: float | None
+) -> tuple[str, socket.socket]:
+    """Connect to a server of this kind, and of the call's preloaded data."""
+    name = kind.name()
+    if not call.preload:
+        return name, _connect_or_start(name, kind, deadline)
+    preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
+    data = identity.server_name(kind.variables, kind.without, [preload, inherited.path, os.getcwd()])
+    with suppress(Gone):
+        return data, sockets.connect(data, _ANSWER_S)
+    with sockets.locked(data, deadline) as lock:
+        with suppress(Gone):
+            return data, sockets.connect(data, _ANSWER_S)
+        start = Start(data, config.server_idle_s(), sorted(kind.without), preload)
+        record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
+        try:
+            with _ready(deadline, None, "preload " + ", ".join(function for function, _ in preload)) as ready:
+                base = _connect_or_start(name, kind, deadline)
+                try:
+                    ask(base, {"op": "preload"}, [record, folder, ready, lock])
+                finally:
+                    base.close()
+        finally:
+            os.close(record)
+    return data, sockets.connect(data, _ANSWER_S)
+
+
+def _connect_or_start(name: str, kind: _Kind, deadline: float | None) -> socket.socket:
+    with suppress(Gone):
+        return sockets.connect(name, _ANSWER_S)
+    with sockets.locked(name, deadline) as lock:
+        with suppress(Gone):  # somebody else was first
+            return sockets.connect(name, _ANSWER_S)
+        with _ready(deadline, _START_S, "the fork server") as ready:
+            _start(Start(name, config.server_idle_s(), sorted(kind.without)), ready, lock)
+        return sockets.connect(name, _ANSWER_S)
+
+
+def _start(start: Start, ready: int, lock: int) -> None:
+    """Start the program of a fork server, which becomes nobody's child."""
+    record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLOWER_GPU_")}
+    # What of ours a server needs; a run's own variables would mark it as a part of that run.
+    environ |= {name: os.environ[name] for name in ("FLOWER_GPU_STATE_DIR",) if name in os.environ}
+    environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    path = sockets.folder() / f"{start.name}.log"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as log:
+        subprocess.Popen(
+            [
+                sys.executable,
+                *identity.interpreter_flags(),
+                "-c",
+                PROGRAM.format(path=identity.server_path()),
+                json.dumps(record),
+            ],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environ, **ENVIRONMENT},
+            pass_fds=(ready, lock),
+            start_new_session=True,
+        ).wait()
+
+
+@contextmanager
+def _ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator[int]:
+    """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
+
+    Raises
+    ------
+    WorkerStartError
+        If it says something else, or nothing at all.
+    TimeoutError
+        If it says nothing until ``deadline``.
+    """
+    read, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            yield write
+        finally:
+            os.close(write)
+        began = time.monotonic()
+        while not _can_be_read(read, 0):
+            with allowed_interrupts():
+                _can_be_read(read, _POLL_S)
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
+                raise TimeoutError(f"{what} was not ready in time")
+            if limit_s is not None and now - began > limit_s:
+                raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
+        said = os.read(read, 1 << 16)
+        if said != READY:
+            text = said.decode(errors="replace") or f"it ended; its log is in {sockets.folder()}"
+            raise WorkerStartError(f"{what} could not be started: {text}")
+    finally:
+        os.close(read)
+
+
+def _end_if_it_hangs(connection: socket.socket) -> None:
+    """Kill a server that has taken a connection but does not answer; a new one takes its place."""
+    if not _is_open(connection):
+        return
+    with suppress(OSError):
+        pid, _ = sockets.peer(connection)
+        pidfd = os.pidfd_open(pid)
+        try:
+            # Not another process that has got its pid.
+            if b"flower_gpu.isolation.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                select.select([pidfd], [], [], 5)
+        finally:
+            os.close(pidfd)
+
+
+def _is_open(connection: socket.socket) -> bool:
+    return not _can_be_read(connection.fileno(), 0)  # the server only answers: what can be read is the end
+
+
+def _can_be_read(descriptor: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _after_fork_in_child() -> None:
+    global _memory
+    for connection in _memory.connections.values():
+        connection.close()
+    _memory = _Memory()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

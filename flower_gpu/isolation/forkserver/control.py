@@ -1,0 +1,139 @@
+"""Looking at this user's fork servers, and ending them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.forkserver.sockets import Gone
+
+_ANSWER_S = 5.0
+_END_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a fork server says of itself.
+
+    Parameters
+    ----------
+    name : str
+        Its name; two servers differ in what a fork inherits from them.
+    pid : int
+        Its process.
+    version : str
+        Of this package.
+    python : str
+        The interpreter.
+    uptime_s : float
+        Seconds since it was started.
+    calls : int
+        Workers it has forked.
+    workers : list of str
+        The calls that run now.
+    users : int
+        Processes that have used it and may again.
+    libraries : list of str
+        What it has learned to import.
+    refused : list of str
+        What it must not import.
+    preload : list of str
+        The functions whose data it holds.
+    memory_bytes : int
+        Its proportional share (PSS) of the memory it uses, or 0 where that is unknown.
+    """
+
+    name: str
+    pid: int
+    version: str
+    python: str
+    uptime_s: float
+    calls: int
+    workers: list[str]
+    users: int
+    libraries: list[str]
+    refused: list[str]
+    preload: list[str]
+    memory_bytes: int
+
+
+def status() -> list[Status]:
+    """Ask all running fork servers of this user."""
+    found = []
+    for name in sockets.names():
+        answer = _ask(name, {"op": "status"})
+        if answer is not None:
+            found.append(Status(name=name, memory_bytes=_pss_bytes(answer["pid"]), **answer))
+    return found
+
+
+def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
+    """Have fork servers of this user end, once their workers have.
+
+    Parameters
+    ----------
+    if_unused : bool
+        Only those that no process has a use for.
+    wait_s : float
+        Seconds to wait for their end.
+
+    Returns
+    -------
+    list of int
+        Process ids of those that end.
+    """
+    pids = []
+    for name in sockets.names():
+        answer = _ask(name, {"op": "stop", "if_unused": if_unused})
+        if answer is not None and answer["stopping"]:
+            pids.append(answer["pid"])
+    deadline = time.monotonic() + wait_s
+    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(_END_POLL_S)
+    return pids
+
+
+def pids() -> set[int]:
+    """Return the process ids of all running fork servers of this user."""
+    found = set()
+    for name in sockets.names():
+        try:
+            connection = sockets.connect(name, _ANSWER_S)
+        except Gone:
+            continue
+        found.add(sockets.peer(connection)[0])
+        connection.close()
+    return found
+
+
+def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        connection = sockets.connect(name, _ANSWER_S)
+    except Gone:
+        return None
+    try:
+        sockets.send(connection, message)
+        answer, _ = sockets.receive(connection)
+        return answer
+    except Gone:
+        return None
+    finally:
+        connection.close()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _pss_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0

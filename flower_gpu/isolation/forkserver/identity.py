@@ -1,0 +1,159 @@
+"""Which fork server a process can use: everything that a fork has from its server and cannot change.
+
+Two processes with the same identity share a server. What differs harmlessly (working directory, most of the
+environment) is sent with each call instead, see :mod:`~flower_gpu.isolation.forkserver.inherited`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import flower_gpu
+
+# Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
+_READ_AT_START = tuple(
+    [
+        "ATEN_",
+        "GLIBC_",
+        "GOMP_",
+        "KMP_",
+        "LANG",
+        "LC_",
+        "LD_",
+        "MALLOC_",
+        "MKL_",
+        "OMP_",
+        "OPENBLAS_",
+        "PYTHON",
+    ]
+)
+# Of these, what is set in each worker anyway, or says nothing about a worker.
+_SET_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP", "PYTHONINSPECT"}
+_SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # by scikit-learn, in whoever imports it
+_THREADS = "_NUM_THREADS"
+# A batch system gives each job its own memory, processors and GPUs.
+_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
+
+
+def server_name(variables: Iterable[str], without: Iterable[str], more: Any = None) -> str:
+    """Return the name of the fork server for this process as it is now.
+
+    Parameters
+    ----------
+    variables : iterable of str
+        Environment variables that the server's libraries read when they are imported.
+    without : iterable of str
+        Top-level names of libraries that the server must not have.
+    more : object
+        Anything else that makes a server special (JSON).
+    """
+    values = {name: os.environ.get(name) for name in sorted(variables)}
+    identity = [_this_process(), values, sorted(without), more]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+
+
+def installed_folders(path: Iterable[str]) -> list[str]:
+    """Return the entries of a ``sys.path`` with installed packages in them, not with a user's own modules."""
+    return [entry for entry in path if isinstance(entry, str) and entry and _holds_packages(entry)]
+
+
+def server_path() -> list[str]:
+    """Return the part of ``sys.path`` that the server imports libraries from."""
+    own = str(Path(flower_gpu.__file__).parents[1])
+    folders = {*installed_folders(sys.path), *_standard_library(), own}
+    return [entry for entry in sys.path if entry in folders]
+
+
+def _this_process() -> list[Any]:
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_READ_AT_START) and name not in _SET_LATER and not name.endswith(_THREADS)
+    }
+    folders = [(entry, os.stat(entry).st_mtime_ns) for entry in installed_folders(sys.path)]
+    return [
+        [os.getuid(), os.getegid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
+        [sys.executable, sys.version, interpreter_flags()],
+        # Every install, update or removal of a package changes its folder; our own may be an editable one.
+        [folders, _own_files()],
+        sorted(environ.items()),
+        [os.environ.get(name) for name in _JOBS],
+        [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
+        _limiting_cgroup(),
+    ]
+
+
+def interpreter_flags() -> list[str]:
+    """Return the options this interpreter was started with, such as ``-O`` or ``-W``."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+@cache
+def _standard_library() -> frozenset[str]:
+    library = Path(os.__file__).parent
+    zipped = library.parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return frozenset(map(str, (zipped, library, library / "lib-dynload")))
+
+
+def _holds_packages(folder: str) -> bool:
+    try:
+        modified_ns = os.stat(folder).st_mtime_ns
+    except OSError:  # nothing
+        return False
+    return Path(folder).name in ("site-packages", "dist-packages") or _has_metadata(folder, modified_ns)
+
+
+@cache
+def _has_metadata(folder: str, _mtime_ns: int) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            # Not .egg-info: an editable install leaves one in the project's own folder.
+            return any(entry.name.endswith(".dist-info") for entry in entries)
+    except OSError:
+        return False
+
+
+@cache
+def _own_files() -> list[Any]:
+    folder = Path(flower_gpu.__file__).parent
+    stats = [path.stat() for path in sorted(folder.rglob("*.py"))]
+    return [str(folder), len(stats), max(stat.st_mtime_ns for stat in stats), sum(s.st_size for s in stats)]
+
+
+def _link(path: str) -> str | None:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return None
+
+
+def _limiting_cgroup() -> str:
+    """Return the control group, without a last part that limits nothing: each terminal is in one."""
+    try:
+        text = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return ""
+    group = text.strip()
+    if group.startswith("0::") and group.endswith(".scope") and "\n" not in group:
+        folder = Path("/sys/fs/cgroup") / group.removeprefix("0::/")
+        limits = (folder / name for name in ("memory.max", "memory.high", "cpu.max"))
+        if all(_is_unlimited(limit) for limit in limits):
+            return group.rpartition("/")[0]
+    return group
+
+
+def _is_unlimited(limit: Path) -> bool:
+    try:
+        return limit.read_text().startswith("max")
+    except OSError:  # the controller is not enabled here
+        return True

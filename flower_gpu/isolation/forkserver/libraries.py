@@ -1,0 +1,195 @@
+"""Importing libraries into a fork server, under watch: a fork must be able to do what a fresh process can."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.native import initialized_cuda_devices
+
+#: Imported by every fork server, as far as they are installed.
+ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
+
+# Libraries that start threads when they are imported and start them anew after a fork.
+# pyarrow: Arrow 12.0 release notes, "CPU thread pool ... after fork" (GH-33661).
+_THREADS_SURVIVE_FORKS = {"pyarrow"}
+
+
+class UnfitLibraryError(Exception):
+    """Importing a library did something that a fork could not undo.
+
+    Parameters
+    ----------
+    libraries : list of str
+        Top-level names of all that were being imported when it happened.
+    what : str
+        What happened.
+    """
+
+    def __init__(self, libraries: list[str], what: str) -> None:
+        super().__init__(f"{', '.join(libraries)}: {what}")
+        self.libraries = libraries
+
+
+def cuda_is_touched() -> bool:
+    """Tell whether this process has done anything with a GPU; then forks of it cannot use one."""
+    if initialized_cuda_devices() is not None:
+        return True
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that listed the folder
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+                return True
+    return False
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import modules one after the other; those that cannot be imported (any more) are left out.
+
+    Raises
+    ------
+    UnfitLibraryError
+        If one of them initialised CUDA, or started a thread.
+    """
+    with _watched():
+        for name in names:
+            with suppress(ImportError, AttributeError):
+                import_module(name)
+
+
+def import_always(without: Iterable[str]) -> None:
+    """Import what nearly every worker needs, as far as it is installed.
+
+    Raises
+    ------
+    UnfitLibraryError
+        If one of them initialised CUDA, or started a thread.
+    """
+    excluded = set(without)
+    import_all(name for name in ALWAYS if name.partition(".")[0] not in excluded)
+
+
+class LearnedFile:
+    """The libraries that workers of a fork server needed, kept for the next one of the same name.
+
+    Attributes
+    ----------
+    names : list of str
+        Modules, in the order of their import.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = sockets.folder() / f"{name}.libraries"
+        self.names: list[str] = []
+
+    def take(self) -> None:
+        """Read the file and remove it: if a library ends this process, the next one comes up without."""
+        with suppress(OSError, ValueError):
+            names = json.loads(self._path.read_text())
+            self._path.unlink()
+            self.names = [name for name in names if isinstance(name, str)]
+
+    def write(self, names: Sequence[str]) -> None:
+        """Keep ``names``."""
+        self.names = list(names)
+        temporary = self._path.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):
+            temporary.write_text(json.dumps(self.names))
+            temporary.replace(self._path)
+
+
+def imported_since(count: int, folders: Sequence[str]) -> list[str]:
+    """Return the modules of installed packages that were imported since, in their order.
+
+    Parameters
+    ----------
+    count : int
+        How many modules there were.
+    folders : sequence of str
+        Where installed packages are.
+    """
+    prefixes = tuple(os.path.join(folder, "") for folder in folders)
+    # Only the last ones: in a fork each object that is looked at is a page to be copied.
+    last = list(islice(reversed(sys.modules), max(0, len(sys.modules) - count)))
+    found = []
+    for name in reversed(last):
+        spec = getattr(sys.modules[name], "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        # By its own name and from a file: not what libraries put into sys.modules by hand.
+        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(prefixes):
+            found.append(name)
+    return found
+
+
+class _Watch:
+    """A finder in front of all others that looks what each module's execution does to the process."""
+
+    def __init__(self) -> None:
+        self._running: list[str] = []
+        self._threads = _thread_count()
+        self._unfit: UnfitLibraryError | None = None
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if isinstance(spec.loader, SourceFileLoader | SourcelessFileLoader | ExtensionFileLoader):
+                    self._wrap(spec)
+                return spec
+        return None
+
+    def check(self) -> None:
+        """Raise if a thread or CUDA was started; also once more after a library caught the error."""
+        threads = _thread_count()
+        grown, self._threads = threads > self._threads, threads
+        innermost = self._running[-1] if self._running else ""
+        if grown and innermost not in _THREADS_SURVIVE_FORKS:
+            self._unfit = UnfitLibraryError(self._names(), "importing it starts a thread")
+        elif cuda_is_touched():
+            self._unfit = UnfitLibraryError(self._names(), "importing it initialises CUDA")
+        if self._unfit is not None:
+            raise self._unfit
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(self._running))
+
+    def _wrap(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
+        execute = loader.exec_module
+        library = spec.name.partition(".")[0]
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            self._running.append(library)
+            try:
+                execute(module)
+                self.check()
+            finally:
+                self._running.pop()
+
+        loader.exec_module = exec_module
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    watch = _Watch()
+    sys.meta_path.insert(0, watch)
+    try:
+        yield
+        watch.check()
+    finally:
+        sys.meta_path.remove(watch)

@@ -1,0 +1,56 @@
+"""The program that becomes a fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+from flower_gpu.isolation.forkserver import libraries
+from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
+from flower_gpu.isolation.forkserver.record import Start, describe
+from flower_gpu.isolation.forkserver.server import Server
+
+#: Its text; ``path`` is what ``sys.path`` is set to.
+PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from flower_gpu.isolation.forkserver.program import main; main()"
+)
+
+# Threads of BLAS and OpenMP do not survive a fork; workers set their own numbers.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def main() -> NoReturn:
+    """Become the fork server that the first argument (JSON) describes."""
+    record = json.loads(sys.argv[1])
+    ready, lock = record["ready"], record["lock"]
+    if not record["detached"] and os.fork():
+        os._exit(0)  # so that it is nobody's child who would have to reap it
+    try:
+        server = _make(Start(**record["start"]), record)
+    except BaseException as error:
+        os.write(ready, describe(error))
+        raise
+    for descriptor in (ready, lock):
+        os.set_inheritable(descriptor, False)
+    server.run(ready, lock)
+    os._exit(0)
+
+
+def _make(start: Start, record: dict[str, object]) -> Server:
+    learned = libraries.LearnedFile(start.name)
+    use = EnvironmentUse()
+    try:
+        with use.noted():
+            libraries.import_always(start.without)
+            learned.take()
+            libraries.import_all(learned.names)
+    except libraries.UnfitLibraryError as error:
+        print(f"starting again without what was learned: {error}", file=sys.stderr, flush=True)
+        arguments = [*sys.orig_argv[:-1], json.dumps({**record, "detached": True})]
+        os.execv(sys.executable, arguments)
+    learned.write(learned.names)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    return Server(start, use, learned)

@@ -1,0 +1,437 @@
+"""The fork server itself: a process that has imported libraries, and forks a worker for each call."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import flower_gpu
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation import child, preload, threads, transport
+from flower_gpu.isolation.forkserver import identity, libraries, sockets
+from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
+from flower_gpu.isolation.forkserver.inherited import Inherited
+from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
+from flower_gpu.isolation.native import end_with_parent, release_openmp_threads
+
+_TICK_S = 1.0  # between looks at the clock and at the own socket
+_TRIAL_S = 300.0  # for importing what workers reported; then it is given up
+
+
+@dataclass
+class _Session:
+    """One connection: a call, or a process that says it may have more of them."""
+
+    connection: socket.socket
+    record: dict[str, Any] = field(default_factory=dict)
+    folder: int = -1
+    pid: int = -1
+    imported: int = -1
+    exitcode: int | None = None
+    stays: bool = False
+
+    def close(self) -> None:
+        self.connection.close()
+        for descriptor in (self.folder, self.imported):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.folder = self.imported = -1
+
+
+class Server:
+    """A fork server: one loop over its socket, its connections and the ends of its workers."""
+
+    def __init__(self, start: Start, use: EnvironmentUse, learned: libraries.LearnedFile) -> None:
+        self._start = start
+        self._use = use
+        self._learned_file = learned
+        self._files = UserFiles()
+        self._began = time.time()
+        self._folders = identity.installed_folders(sys.path)
+        self._sessions: dict[int, _Session] = {}
+        self._orphans: set[int] = set()
+        self._refused: set[str] = set()
+        self._learned = list(learned.names)
+        self._reported: list[str] = []
+        self._growing: _Growth | None = None
+        self._modules = 0
+        self._calls = 0
+        self._draining = False
+
+    def open(self, listener: socket.socket | None) -> None:
+        """Begin to serve on ``listener``, or on a new socket."""
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        self._descriptors = [self._wakeup, wakeup]
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self._drain())
+        self._listener = listener or sockets.listen(self._start.name)
+        self._listener.setblocking(False)
+        # Again, as a successor: clients see the process that called it last, and kill that if it hangs.
+        self._listener.listen(1024)
+        self._socket_file = sockets.identity(self._start.name)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
+        for session in self._sessions.values():
+            self._watch(session)
+        self._shadows = Shadows()
+        self._modules = len(sys.modules)
+        self._last_use = time.monotonic()
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch has hundreds: 30 ms at each worker's end, for nothing
+        gc.collect()
+        gc.freeze()  # the collector of a fork would touch, and so copy, every object
+
+    def run(self, ready: int, lock: int) -> None:
+        """Open a socket, say so through ``ready``, give up the right to start it (``lock``), and serve."""
+        self.open(None)
+        os.write(ready, READY)
+        os.close(ready)
+        os.close(lock)
+        self.serve()
+
+    def serve(self) -> None:
+        """Serve until nobody has used this server for a while, or until it is told to stop."""
+        while not self._has_ended():
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fd in self._selector.get_map():  # not closed by an earlier one of these
+                    key.data()
+
+    def _has_ended(self) -> bool:
+        if self._sessions or self._orphans or self._growing is not None:
+            self._last_use = time.monotonic()
+        if not self._draining:
+            idle_s = time.monotonic() - self._last_use
+            if idle_s > self._start.idle_s or sockets.identity(self._start.name) != self._socket_file:
+                self._drain()
+        if self._growing is not None and time.monotonic() > self._growing.deadline:
+            os.kill(self._growing.pid, signal.SIGKILL)
+        working = any(session.pid >= 0 for session in self._sessions.values())
+        return self._draining and not working and self._growing is None
+
+    # Messages
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it went again
+            return
+        if sockets.peer(connection)[1] != os.getuid():
+            connection.close()
+            return
+        session = _Session(connection)
+        self._sessions[connection.fileno()] = session
+        self._watch(session)
+
+    def _watch(self, session: _Session) -> None:
+        session.connection.setblocking(False)
+        self._selector.register(session.connection, selectors.EVENT_READ, partial(self._on_message, session))
+
+    def _on_message(self, session: _Session) -> None:
+        descriptors: list[int] = []
+        try:
+            message, descriptors = sockets.receive(session.connection)
+            handle = getattr(self, f"_on_{message.get('op')}", None)
+            if handle is None:
+                raise sockets.Gone("not an operation")
+            answer = handle(session, message, descriptors)
+            if answer is not None:
+                sockets.send(session.connection, answer)
+        except (sockets.Gone, OSError, ValueError, TypeError, KeyError) as error:
+            if not isinstance(error, sockets.Gone):
+                print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._forget(session)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _on_open(self, session: _Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Take the record of a call that is about to come, and say whether this server is good for it."""
+        session.folder = descriptors.pop()
+        session.record = read_record(descriptors[0])
+        if libraries.cuda_is_touched():
+            self._drain()
+            return {"unfit": "CUDA was initialised in it"}
+        if edited := self._files.edited():
+            self._drain()
+            return {"unfit": f"{edited[0]} has changed"}
+        different = self._use.differs_from(session.record["inherited"]["environ"])
+        path = session.record["inherited"]["path"]
+        hidden = self._shadows.hidden(path, os.readlink(f"/proc/self/fd/{session.folder}"))
+        if different or hidden:
+            return {"variables": different, "without": hidden}
+        return {"fit": True}
+
+    def _on_fork(self, session: _Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Fork a worker with its ends of the lines to the caller."""
+        if session.pid >= 0 or not session.record:
+            raise ValueError("fork without open")
+        lines = child.Descriptors(*descriptors[:4])
+        stdout, stderr = descriptors[4:6]
+        session.imported = os.memfd_create("flower-gpu-imported", os.MFD_CLOEXEC)
+        release_openmp_threads()  # of what the user preloads
+        threads.prepare(session.record["inherited"]["environ"])
+        self._calls += 1
+        work = partial(self._work, session, lines, stdout, stderr)
+        try:
+            session.pid = child.fork_process(work, f"flower-gpu: {session.record['label']}")
+        except OSError as error:
+            return {"error": str(error)}
+        return {"pid": session.pid}
+
+    def _on_reap(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        """Give the pid of a worker that has exited back, and tell how it ended."""
+        status = os.waitpid(session.pid, 0)[1]
+        session.pid = -1
+        self._take_report(session)
+        return {"exitcode": os.waitstatus_to_exitcode(status)}
+
+    def _on_stay(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        """Note a process that may have further calls."""
+        session.stays = True
+        return {"staying": True}
+
+    def _on_status(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        others = [other for other in self._sessions.values() if other is not session]
+        return {
+            "pid": os.getpid(),
+            "version": flower_gpu.__version__,
+            "python": sys.executable,
+            "uptime_s": time.time() - self._began,
+            "calls": self._calls,
+            "workers": [other.record["label"] for other in others if other.pid >= 0],
+            "users": sum(other.stays for other in others),
+            "libraries": sorted({name.partition(".")[0] for name in self._learned}),
+            "refused": sorted(self._refused),
+            "preload": [name for name, _ in self._start.preload],
+        }
+
+    def _on_stop(self, session: _Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        others = [other for other in self._sessions.values() if other is not session]
+        workers = sum(other.pid >= 0 for other in others)
+        if message.get("if_unused") and others:
+            return {"stopping": False, "workers": workers, "pid": os.getpid()}
+        self._drain()
+        return {"stopping": True, "workers": workers, "pid": os.getpid()}
+
+    def _on_preload(
+        self, session: _Session, message: Mapping[str, Any], descriptors: list[int]
+    ) -> dict[str, Any]:
+        """Fork a server that calls functions of the user's; it has this one's libraries."""
+        record = read_record(descriptors[0])
+        folder, ready, lock = descriptors[1:4]
+        release_openmp_threads()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._leave_parent({folder, ready, lock})
+                os.setsid()
+                Inherited(**record["inherited"]).apply(folder)
+                os.close(folder)
+                self._become_preloaded(Start(**record["start"]), ready, lock)
+            finally:
+                os._exit(1)
+        self._orphans.add(pid)
+        return {"pid": pid}
+
+    # Workers
+
+    def _work(self, session: _Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
+        """Be a worker (in the fork)."""
+        imported, folder, record = session.imported, session.folder, session.record
+        self._leave_parent({imported, folder, stdout, stderr, *vars(lines).values()})
+        Inherited(**record["inherited"]).apply(folder)
+        os.close(folder)
+        self._use.apply_changes(keep=record["env"])
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
+        sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
+        request = partial(transport.read_request, lines.request)
+        child.forked(lines, stdout, stderr, record["env"], record["setup"], request)
+        self._report_imports(imported)
+        atexit._run_exitfuncs()
+
+    def _report_imports(self, report: int) -> None:
+        names = libraries.imported_since(self._modules, self._folders)
+        if names:
+            os.write(report, json.dumps(names).encode())
+
+    def _take_report(self, session: _Session) -> None:
+        size = os.fstat(session.imported).st_size
+        if size:
+            with suppress(ValueError):  # it was killed while writing
+                names = json.loads(os.pread(session.imported, size, 0))
+                self._reported += [name for name in names if name not in self._reported]
+        self._grow()
+
+    def _forget(self, session: _Session) -> None:
+        """Drop a connection whose other end is gone; the kernel ends its worker."""
+        self._selector.unregister(session.connection)
+        del self._sessions[session.connection.fileno()]
+        if session.pid >= 0:
+            self._orphans.add(session.pid)
+            self._on_signal()  # it may have been a zombie for long
+        session.close()
+
+    def _on_signal(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+        for pid in list(self._orphans):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                self._orphans.discard(pid)
+
+    def _leave_parent(self, keep: set[int]) -> None:
+        """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._selector.close()
+        own = {self._listener.fileno(), *self._descriptors}
+        for session in self._sessions.values():
+            own |= {session.connection.fileno(), session.folder, session.imported}
+            session.connection.detach()
+        if self._growing is not None:
+            own.add(self._growing.report)
+            self._growing = None
+        for descriptor in own - keep - {-1}:
+            os.close(descriptor)
+        self._sessions.clear()
+        self._orphans.clear()
+
+    # Growth: a fork imports what workers had to import, and takes this server's place if that did no harm
+
+    def _grow(self) -> None:
+        if self._growing is not None or self._draining:
+            return
+        names = [name for name in self._reported if self._is_wanted(name)]
+        if not names:
+            return
+        report, write = os.pipe2(os.O_CLOEXEC)
+        release_openmp_threads()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                end_with_parent(parent)  # it holds the listening socket, but does not answer yet
+                os.close(report)
+                self._be_successor(names, write)
+            finally:
+                os._exit(1)
+        os.close(write)
+        self._orphans.add(pid)
+        self._growing = _Growth(pid, report, names, time.monotonic() + _TRIAL_S)
+        self._selector.register(report, selectors.EVENT_READ, self._on_growth)
+
+    def _is_wanted(self, name: str) -> bool:
+        library = name.partition(".")[0]
+        return name not in sys.modules and library not in self._refused and library not in self._start.without
+
+    def _be_successor(self, names: list[str], report: int) -> None:
+        listener, stays = self._listener, [other for other in self._sessions.values() if other.stays]
+        connections = {other.connection.fileno(): other for other in stays}
+        self._leave_parent({listener.fileno(), report, *connections})
+        os.setsid()
+        gc.unfreeze()
+        try:
+            with self._use.noted():
+                libraries.import_all(names)
+        except libraries.UnfitLibraryError as error:
+            print(f"not imported any more: {error}", file=sys.stderr, flush=True)
+            os.write(report, json.dumps(error.libraries).encode())
+            return
+        self._learned += names
+        self._reported = []
+        self._learned_file.write(self._learned)
+        for descriptor in connections:
+            session = _Session(socket.socket(fileno=descriptor), stays=True)
+            self._sessions[descriptor] = session
+        self.open(listener)
+        end_with_parent(None)
+        os.write(report, b"null")
+        os.close(report)
+        self.serve()
+        os._exit(0)
+
+    def _on_growth(self) -> None:
+        growth = self._growing
+        assert growth is not None
+        data = os.read(growth.report, 1 << 16)
+        self._selector.unregister(growth.report)
+        os.close(growth.report)
+        self._growing = None
+        refused = json.loads(data) if data else [name.partition(".")[0] for name in growth.names]
+        if refused is None:
+            self._hand_over()
+        else:
+            self._refused |= set(refused)
+            self._grow()
+
+    def _hand_over(self) -> None:
+        """Leave socket and clients to the successor; only finish what is running."""
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for session in [other for other in self._sessions.values() if other.stays]:
+            self._forget(session)
+        self._draining = True
+
+    def _drain(self) -> None:
+        """Take no more calls; end with the last running worker."""
+        if self._draining:
+            return
+        self._draining = True
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        sockets.remove(self._start.name, self._socket_file)
+
+    # A server of a user's data
+
+    def _become_preloaded(self, start: Start, ready: int, lock: int) -> None:
+        self._start = start
+        self._began = time.time()
+        self._calls = 0
+        gc.unfreeze()
+        try:
+            with self._use.noted():
+                for name, kwargs in start.preload:
+                    _preload(name, kwargs)
+        except BaseException as error:
+            traceback.print_exc()
+            os.write(ready, describe(error))
+            return
+        self._files.note(identity.server_path())
+        self.run(ready, lock)
+        os._exit(0)
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """A fork that imports libraries: its process, where it tells how that went, what, and how long it may."""
+
+    pid: int
+    report: int
+    names: list[str]
+    deadline: float
+
+
+def _preload(name: str, kwargs: Mapping[str, Any]) -> None:
+    preload.run([(name, kwargs)])
+    if libraries.cuda_is_touched():
+        raise ConfigError(
+            f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
+            "choose the device in the task"
+        )

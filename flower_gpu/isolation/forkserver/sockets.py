@@ -1,0 +1,198 @@
+"""Where fork servers are found: Unix sockets in a folder that only this user can enter."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import config
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation.interrupts import allowed_interrupts
+
+#: Largest message; what may be larger travels in a memory file.
+_MAX_MESSAGE = 65536
+_MAX_DESCRIPTORS = 16
+_LOCK_POLL_S = 0.02
+
+
+class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
+    """The fork server is not there any more, or does not answer."""
+
+
+def folder() -> Path:
+    """Return the folder of this user's fork servers; make it where it is missing.
+
+    Raises
+    ------
+    ConfigError
+        If it is not safe: somebody else could put a socket of theirs into it.
+    """
+    path = config.state_dir()
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{path} must be a folder of this user that nobody else can write to; remove it, or set "
+            "FLOWER_GPU_STATE_DIR to another folder"
+        )
+    path.chmod(0o700)
+    return path
+
+
+def names() -> list[str]:
+    """Return the names of all fork servers of this user that have a socket, running or not."""
+    return sorted(path.stem for path in folder().glob("*.socket"))
+
+
+def connect(name: str, timeout_s: float) -> socket.socket:
+    """Connect to the fork server ``name``.
+
+    Raises
+    ------
+    Gone
+        If there is none.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(timeout_s)
+        with _opened(folder()) as here:
+            connection.connect(f"{here}/{name}.socket")
+        if peer(connection)[1] != os.getuid():
+            raise Gone(f"the socket of fork server {name} is another user's")
+    except OSError as error:
+        connection.close()
+        raise Gone(str(error)) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(name: str) -> socket.socket:
+    """Open the socket ``name`` and put it in the place of one that is there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    with _opened(folder()) as here:
+        temporary = f"{here}/.{name}.{os.getpid()}"
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        listener.bind(temporary)
+        listener.listen(1024)
+        os.rename(temporary, f"{here}/{name}.socket")
+    return listener
+
+
+def identity(name: str) -> tuple[int, int] | None:
+    """Return what tells the socket file ``name`` from a later one, or None where it is missing."""
+    try:
+        found = (folder() / f"{name}.socket").stat()
+    except (OSError, ConfigError):
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
+def remove(name: str, which: tuple[int, int] | None) -> None:
+    """Remove the socket file ``name`` if it is still the one with identity ``which``."""
+    with suppress(OSError, ConfigError, TimeoutError), locked(name, deadline=0.0):
+        if identity(name) == which:
+            (folder() / f"{name}.socket").unlink()
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return process id and user id of the other end; of the listening process, for a client."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+@contextmanager
+def locked(name: str, deadline: float | None) -> Iterator[int]:
+    """Hold the right to start fork server ``name``; yields the descriptor of the lock.
+
+    A process that inherits the descriptor holds the lock, too.
+
+    Raises
+    ------
+    TimeoutError
+        If another process holds it until ``deadline`` (of ``time.monotonic``).
+    """
+    descriptor = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _lock(descriptor):  # not waiting in flock: Ctrl-C and the deadline must be seen
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"fork server {name} is being started by another process")
+            with allowed_interrupts():
+                time.sleep(_LOCK_POLL_S)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message, with descriptors for the other end.
+
+    Raises
+    ------
+    Gone
+        If the other end has closed, or takes nothing.
+    """
+    try:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        connection.sendmsg([json.dumps(message).encode()], rights if descriptors else [])
+    except OSError as error:
+        raise Gone(str(error)) from error
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for one message, and the descriptors that came with it.
+
+    Raises
+    ------
+    Gone
+        If the other end has closed, sends something else, or does not answer in time.
+    """
+    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4)
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise Gone(str(error) or type(error).__name__) from error
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    try:
+        message = json.loads(data)
+        if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ValueError
+    except ValueError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise Gone("the connection was closed" if not data else "not a message") from None
+    return message, list(descriptors)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[str]:
+    """Name a folder in a few characters: a socket's address has 107 bytes at most."""
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Functions of the user's that run once where workers are forked from, so that all find what they load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation.call import check_task, load_task
+
+#: Functions with their keyword arguments, in a form that can travel.
+Preload = Sequence[tuple[str, Mapping[str, Any]]]
+
+# What this very process has loaded, for calls that run in it.
+_done: set[str] = set()
+
+
+def checked(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Bring what a user may write into one form.
+
+    Parameters
+    ----------
+    preload : str, (str, mapping), sequence of these, or None
+        ``"package.module:function"``, or with its keyword arguments, or ``"package.module"``.
+
+    Raises
+    ------
+    ConfigError
+        If it is something else.
+    """
+    if preload is None:
+        return ()
+    if isinstance(preload, str) or _is_pair(preload):
+        preload = [preload]
+    return tuple(_entry(entry) for entry in preload)
+
+
+def run(preload: Preload) -> None:
+    """Import the modules and call the functions."""
+    for name, kwargs in preload:
+        if ":" in name:
+            load_task(name)(**kwargs)
+        else:
+            import_module(name)
+
+
+def run_once(preload: Preload) -> None:
+    """Do the same, but not again in this process."""
+    for name, kwargs in preload:
+        key = json.dumps([name, kwargs])
+        if key not in _done:
+            run([(name, kwargs)])
+            _done.add(key)
+
+
+def _is_pair(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list)
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and isinstance(value[1], Mapping)
+    )
+
+
+def _entry(entry: Any) -> tuple[str, dict[str, Any]]:
+    name, kwargs = entry if _is_pair(entry) else (entry, {})
+    if not isinstance(name, str):
+        raise ConfigError(
+            "preload takes 'package.module:function', or such a name with a dict of keyword arguments, "
+            f"not {entry!r}"
+        )
+    check_task(name if ":" in name else f"{name}:_")
+    if kwargs and ":" not in name:
+        raise ConfigError(f"preload {name!r} is a module and takes no arguments; name a function in it")
+    try:
+        json.dumps(kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"preload {name!r}: its arguments must be plain values ({error})") from None
+    return name, dict(kwargs)
