@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from flower_gpu import __version__
+from flower_gpu import __version__, server_command
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import options as launch_options
 
@@ -46,6 +46,14 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     launch_options.add_arguments(launch)
+    server = commands.add_parser(
+        "server",
+        help="look at the processes that workers are forked from, or end them",
+        description=server_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    server_command.add_arguments(server)
     return parser
 
 
@@ -70,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
                 )
+            if arguments.command == "server":
+                return server_command.run(arguments)
             options = launch_options.from_arguments(arguments)
             from flower_gpu.launch import run
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
-START_METHODS: Final = ("auto", "spawn", "fork", "inline", "in-process")
+START_METHODS: Final = ("auto", "forkserver", "spawn", "fork", "inline", "in-process")
 
 #: Every environment variable the package reads (docs/reference/environment.md is tested against it).
 ENVIRONMENT: Final = MappingProxyType(
@@ -23,6 +23,8 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_START_METHOD": "Start method of workers when the code names none.",
         "FLOWER_GPU_TIMEOUT_S": "Time limit of a call in seconds when the code names none.",
         "FLOWER_GPU_RUN_DIR": "Folder of the run; when set, events are appended to trace.jsonl in it.",
+        "FLOWER_GPU_STATE_DIR": "Folder of what processes of this user share, on this host only.",
+        "FLOWER_GPU_SERVER_IDLE_S": "Seconds after which a fork server that nobody uses ends.",
         "FLOWER_GPU_CLIENT": "Name of this process's client in the trace and in log lines.",
         "FLOWER_GPU_CONCURRENCY": "How many workers may run at the same time; they share the cores.",
     }
@@ -49,6 +51,8 @@ class WorkerSettings:
         The client's name in the trace and in messages.
     threads : int
         How many threads torch and OpenMP use in a worker.
+    preload : tuple of (str, mapping)
+        Functions to call once for all workers, with their keyword arguments.
     """
 
     start_method: str = "auto"
@@ -56,6 +60,7 @@ class WorkerSettings:
     env: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     threads: int = 1
+    preload: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     def __post_init__(self) -> None:
         if self.start_method not in START_METHODS:
@@ -78,6 +83,7 @@ class WorkerSettings:
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
         name: str | None = None,
+        preload: tuple[tuple[str, Mapping[str, Any]], ...] = (),
     ) -> WorkerSettings:
         """Fill what the code left open from the environment.
 
@@ -102,6 +108,7 @@ class WorkerSettings:
             timeout_s=timeout_s,
             env=env or {},
             name=name or os.environ.get("FLOWER_GPU_CLIENT"),
+            preload=preload,
         )
         return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
 
@@ -151,3 +158,28 @@ def run_dir() -> Path | None:
     """Folder of the current run, or None outside of one (``FLOWER_GPU_RUN_DIR``)."""
     text = os.environ.get("FLOWER_GPU_RUN_DIR")
     return Path(text) if text else None
+
+
+def state_dir() -> Path:
+    """Folder in which this user's processes on this host find each other (``FLOWER_GPU_STATE_DIR``)."""
+    # Not TMPDIR: it may be another one for each job or session, and they would not meet.
+    text = os.environ.get("FLOWER_GPU_STATE_DIR")
+    return Path(text).absolute() if text else Path(f"/tmp/flower-gpu-{os.getuid()}")
+
+
+def server_idle_s() -> float:
+    """Seconds after which an unused fork server ends (``FLOWER_GPU_SERVER_IDLE_S``).
+
+    Raises
+    ------
+    ConfigError
+        If it is no number of seconds.
+    """
+    text = os.environ.get("FLOWER_GPU_SERVER_IDLE_S") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigError(f"FLOWER_GPU_SERVER_IDLE_S={text!r} is not a number of seconds")
+    return seconds

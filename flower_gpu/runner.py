@@ -13,6 +13,7 @@ from flower_gpu.config import WorkerSettings
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 from flower_gpu.isolation import start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
+from flower_gpu.isolation.preload import checked
 from flower_gpu.progress_display import ProgressDisplay
 
 #: Name of calls that no client makes: server-side evaluation, initial weights.
@@ -47,7 +48,7 @@ def run_call(
     """
     client = settings.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
-    method = start.choose(settings.start_method)
+    method = start.choose(settings.start_method, preload=bool(settings.preload))
     count = threads.of_worker(settings.threads, settings.env, method)
     env = threads.environment(count, settings.env)
     setup = None if method == "spawn" else threads.SETUP  # nothing is loaded there yet
@@ -58,8 +59,8 @@ def run_call(
         around = threads.restored()
     record: dict[str, Any] = {"client": client, "task": kind, "start_method": method, "threads": count}
 
-    def on_start(pid: int) -> None:
-        record["pid"] = pid
+    def on_start(pid: int, used: str) -> None:
+        record.update(pid=pid, start_method=used)
         trace.write("worker_started", **record)
 
     began = time.monotonic()
@@ -67,11 +68,12 @@ def run_call(
     try:
         with ProgressDisplay(label, record) as display, around:
             return worker.run(
-                Call(task, args, kwargs or {}, env=env, setup=setup, label=label),
+                Call(task, args, kwargs or {}, env=env, setup=setup, label=label, preload=settings.preload),
                 method,
                 timeout_s=settings.timeout_s,
                 on_event=display.on_event,
                 on_start=on_start,
+                or_spawn=settings.start_method == "auto",
             )
     except BaseException as caught:
         error = caught
@@ -94,6 +96,7 @@ def run_in_worker(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     name: str | None = None,
+    preload: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Run any function in a worker process, for example to build the initial weights on the server.
@@ -112,6 +115,8 @@ def run_in_worker(
         Environment variables of the worker.
     name : str, optional
         The client's name in the trace and in messages.
+    preload : str, tuple or list, optional
+        What to load once for all workers, as for :class:`flower_gpu.GPUClient`.
 
     Returns
     -------
@@ -129,7 +134,7 @@ def run_in_worker(
     --------
     >>> weights = run_in_worker("task:initial_weights", seed=42)
     """
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, name)
+    settings = WorkerSettings.resolve(start_method, timeout_s, env, name, checked(preload))
     return run_call(task, args, kwargs, settings=settings, kind=task_name(task))
 
 

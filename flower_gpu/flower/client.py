@@ -33,6 +33,7 @@ from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, load_task, task_name
+from flower_gpu.isolation.preload import checked
 from flower_gpu.runner import run_call
 
 Weights = list[NDArray[Any]]
@@ -74,6 +75,10 @@ class GPUClient(NumPyClient):
         Environment variables of the workers.
     name : str, optional
         This client's name in messages and in the trace.
+    preload : str, tuple or list, optional
+        What all workers need and takes long to load: ``"package.module:function"``, a pair of that and its
+        keyword arguments, or a list of these. The function is called once where workers are forked from, on
+        the CPU; what it leaves in the globals of its module is there in every worker, without a copy.
 
     Examples
     --------
@@ -94,6 +99,7 @@ class GPUClient(NumPyClient):
         timeout_s: float | None = None,
         env: Mapping[str, str] | None = None,
         name: str | None = None,
+        preload: Any = None,
     ) -> None:
         for task in (train_fn, evaluate_fn):
             if task is not None:
@@ -102,7 +108,7 @@ class GPUClient(NumPyClient):
         self._evaluate_fn = evaluate_fn
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
-        self._settings = _settings(start_method, timeout_s, env, name)
+        self._settings = _settings(start_method, timeout_s, env, name, preload)
         self._weights: Weights | None = None
 
     def fit_in_worker(self, weights: Weights, config: Config) -> tuple[Weights, int, Config]:
@@ -212,6 +218,7 @@ def gpu_client(
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     name: str | None = None,
+    preload: Any = None,
     **kwargs: Any,
 ) -> GPUClient:
     """Turn an existing ``NumPyClient`` into one whose calls run in workers, without rewriting it.
@@ -225,7 +232,7 @@ def gpu_client(
         The class, or ``"package.module:Class"``: then only workers import it.
     *args, **kwargs
         Its arguments.
-    start_method, timeout_s, env, name
+    start_method, timeout_s, env, name, preload
         As for :class:`GPUClient`.
 
     Returns
@@ -246,6 +253,7 @@ def gpu_client(
         timeout_s=timeout_s,
         env=env,
         name=name,
+        preload=preload,
     )
 
 
@@ -379,6 +387,7 @@ def _settings(
     timeout_s: float | None,
     env: Mapping[str, str] | None,
     name: str | None,
+    preload: Any,
 ) -> WorkerSettings:
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, name)
+    settings = WorkerSettings.resolve(start_method, timeout_s, env, name, checked(preload))
     return settings if settings.name else replace(settings, name=f"pid-{os.getpid()}")

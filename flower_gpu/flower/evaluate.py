@@ -17,6 +17,7 @@ from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, task_name
+from flower_gpu.isolation.preload import checked
 from flower_gpu.runner import SERVER, run_call
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def gpu_evaluate(
     start_method: str | None = None,
     timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
+    preload: Any = None,
 ) -> GPUEvaluate:
     """Run a strategy's centralized evaluation in a worker, whatever the strategy.
 
@@ -96,7 +98,7 @@ def gpu_evaluate(
         Further keyword arguments of ``fn``.
     num_rounds : int, optional
         Shown in the progress of rounds.
-    start_method, timeout_s, env
+    start_method, timeout_s, env, preload
         As for :class:`flower_gpu.GPUClient`.
 
     Returns
@@ -109,7 +111,7 @@ def gpu_evaluate(
     >>> strategy = FedAdam()
     >>> strategy.start(grid, arrays, evaluate_fn=gpu_evaluate(global_evaluate))
     """
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER)
+    settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER, checked(preload))
     return GPUEvaluate(fn, kwargs or {}, num_rounds, settings)
 
 

@@ -156,7 +156,7 @@ def _write_file(
     table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
     header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all), reached, *origin)
     checksum = _CHECKSUM.pack(_checksum(header, table, head))
-    memory.write(descriptor, b"".join((header, checksum, table, head)), 0)
+    memory.write(descriptor, head, memory.write(descriptor, header + checksum + table, 0))
     for part in parts.all:
         if part.where == HERE:
             memory.write(descriptor, part.view, part.offset)
@@ -196,12 +196,11 @@ def _read_index(descriptor: int) -> _Index:
         if size != os.fstat(descriptor).st_size:
             raise EOFError
         offset = _HEADER.size
-        rest = bytes(memory.read(descriptor, _CHECKSUM.size + count * _REGION.size + head_size, offset))
+        table = bytes(memory.read(descriptor, _CHECKSUM.size + count * _REGION.size, offset))
+        head = bytes(memory.read(descriptor, head_size, offset + len(table)))
     except EOFError:
         raise WorkerError(_SHORT) from None
-    (checksum,) = _CHECKSUM.unpack_from(rest)
-    table = rest[_CHECKSUM.size : -head_size or None]
-    head = rest[len(rest) - head_size :]
+    (checksum,), table = _CHECKSUM.unpack_from(table), table[_CHECKSUM.size :]
     if checksum != _checksum(header, table, head):
         raise WorkerError(_FOREIGN)
     entries = [_Entry(*fields) for fields in _REGION.iter_unpack(table)]
@@ -212,18 +211,19 @@ class _File:
     """A file with regions of one request or reply, mapped where possible."""
 
     def __init__(self, descriptor: int, index: _Index, where: int, shared: bool = False) -> None:
-        entries = [entry for entry in index.entries if entry.where == where]
-        size = os.fstat(descriptor).st_size
-        if any(entry.offset + entry.size > size for entry in entries):
-            raise WorkerError(_SHORT)
         self._descriptor = descriptor
         self.map: memory.Map | None = None
         self._writable: memory.Map | None = None
+        entries = [entry for entry in index.entries if entry.where == where]
         # A request is the caller's, who does not change it. What a worker wrote has to be sealed, or a
         # process that it left behind could change it after it was checked.
         trusted = shared or where == IN_SHARED
         large = sum(entry.size for entry in entries) >= _MAPPED_BYTES
-        if not ((memory.SEALS and trusted) or (large and memory.seal(descriptor))):
+        can_map = memory.SEALS and (trusted or (large and memory.seal(descriptor)))
+        size = os.fstat(descriptor).st_size  # sealed: it stays
+        if any(entry.offset + entry.size > size for entry in entries):
+            raise WorkerError(_SHORT)
+        if not can_map:
             return
         try:
             self.map = memory.Map(descriptor, size, shared)

@@ -108,6 +108,11 @@ def children_now() -> set[tuple[int, int]]:
     return {(p.pid, p.started) for p in all_processes().values() if p.parent == here}
 
 
+def identities(pids: Collection[int]) -> set[tuple[int, int]]:
+    """Pid and start time of processes, as far as they run."""
+    return {(p.pid, p.started) for p in all_processes().values() if p.pid in pids}
+
+
 def send(pids: Iterable[int], signum: int) -> None:
     """Send a signal to processes, of which some may have ended."""
     for pid in pids:

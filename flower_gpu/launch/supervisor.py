@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Final
 
+from flower_gpu.isolation.forkserver import control
 from flower_gpu.launch import guard, processes
 from flower_gpu.launch.service import Service
 
 #: How long a service may take to end in its own way.
 GRACE_S: Final = 1.5
+_SERVER_END_S: Final = 2.0
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -131,7 +133,10 @@ class Supervisor:
         if services:
             processes.send((s.pid for s in services if s.runs and s.pid), signal.SIGKILL)
             return
-        self.left = processes.kill_all(os.fsencode(self._marker), self._own(), self._not_ours)
+        # Fork servers serve other runs, too; what this run has running in them ends with its callers.
+        shared = processes.identities(control.pids())
+        self.left = processes.kill_all(os.fsencode(self._marker), self._own(), self._not_ours | shared)
+        control.stop(if_unused=True, wait_s=_SERVER_END_S)
         processes.send((s.pid for s in stopping if s.runs and s.pid), signal.SIGKILL)  # without /proc
         for service in stopping:
             while service.runs and service.pid not in self.left:

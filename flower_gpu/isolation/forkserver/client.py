@@ -69,7 +69,7 @@ class _Memory:
         with self.lock:
             connection = self.connections.get(name)
             if connection is not None:
-                if _is_open(connection):
+                if not sockets.is_closed(connection):
                     return
                 self.connections.pop(name).close()
             with suppress(Gone):
@@ -312,7 +312,7 @@ def _ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator
 
 def _end_if_it_hangs(connection: socket.socket) -> None:
     """Kill a server that has taken a connection but does not answer; a new one takes its place."""
-    if not _is_open(connection):
+    if sockets.is_closed(connection):
         return
     with suppress(OSError):
         pid, _ = sockets.peer(connection)
@@ -324,10 +324,6 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
                 select.select([pidfd], [], [], 5)
         finally:
             os.close(pidfd)
-
-
-def _is_open(connection: socket.socket) -> bool:
-    return not _can_be_read(connection.fileno(), 0)  # the server only answers: what can be read is the end
 
 
 def _can_be_read(descriptor: int, timeout_s: float) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.forkserver.sockets import Gone
 
@@ -62,7 +64,7 @@ class Status:
 def status() -> list[Status]:
     """Ask all running fork servers of this user."""
     found = []
-    for name in sockets.names():
+    for name in _names():
         answer = _ask(name, {"op": "status"})
         if answer is not None:
             found.append(Status(name=name, memory_bytes=_pss_bytes(answer["pid"]), **answer))
@@ -85,20 +87,25 @@ def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
         Process ids of those that end.
     """
     pids = []
-    for name in sockets.names():
+    for name in _names():
         answer = _ask(name, {"op": "stop", "if_unused": if_unused})
         if answer is not None and answer["stopping"]:
             pids.append(answer["pid"])
     deadline = time.monotonic() + wait_s
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+    while still_running(pids) and time.monotonic() < deadline:
         time.sleep(_END_POLL_S)
     return pids
+
+
+def still_running(pids: Iterable[int]) -> list[int]:
+    """Return those of these processes that have not ended."""
+    return [pid for pid in pids if _is_running(pid)]
 
 
 def pids() -> set[int]:
     """Return the process ids of all running fork servers of this user."""
     found = set()
-    for name in sockets.names():
+    for name in _names():
         try:
             connection = sockets.connect(name, _ANSWER_S)
         except Gone:
@@ -106,6 +113,13 @@ def pids() -> set[int]:
         found.add(sockets.peer(connection)[0])
         connection.close()
     return found
+
+
+def _names() -> list[str]:
+    try:
+        return sockets.names()
+    except (ConfigError, OSError):  # no folder that could be trusted: then no server is started either
+        return []
 
 
 def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:

@@ -139,7 +139,7 @@ class Shadows:
 
 
 class UserFiles:
-    """The files of a user's own modules in this process: when one is edited, forks would have the old code."""
+    """The files of a user's own modules in this process: forks would have the old code of an edited one."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}

@@ -19,22 +19,8 @@ from typing import Any
 import flower_gpu
 
 # Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
-_READ_AT_START = tuple(
-    [
-        "ATEN_",
-        "GLIBC_",
-        "GOMP_",
-        "KMP_",
-        "LANG",
-        "LC_",
-        "LD_",
-        "MALLOC_",
-        "MKL_",
-        "OMP_",
-        "OPENBLAS_",
-        "PYTHON",
-    ]
-)
+_READ_AT_START: tuple[str, ...] = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_")
+_READ_AT_START += ("MKL_", "OMP_", "OPENBLAS_", "PYTHON")
 # Of these, what is set in each worker anyway, or says nothing about a worker.
 _SET_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONSTARTUP", "PYTHONINSPECT"}
 _SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # by scikit-learn, in whoever imports it

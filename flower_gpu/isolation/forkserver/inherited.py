@@ -1,5 +1,6 @@
-"""What a child process inherits from the one that starts it: a worker of the fork server gets it from its
-caller, as if that had started it.
+"""What a child process inherits from the one that starts it.
+
+A worker of the fork server gets it from its caller, as if that had started it.
 """
 
 from __future__ import annotations

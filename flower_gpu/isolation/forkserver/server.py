@@ -222,6 +222,9 @@ class Server:
         }
 
     def _on_stop(self, session: _Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        for other in list(self._sessions.values()):
+            if other is not session and sockets.is_closed(other.connection):
+                self._forget(other)  # its process has ended just now
         others = [other for other in self._sessions.values() if other is not session]
         workers = sum(other.pid >= 0 for other in others)
         if message.get("if_unused") and others:

@@ -6,6 +6,7 @@ import array
 import fcntl
 import json
 import os
+import select
 import socket
 import stat
 import struct
@@ -143,6 +144,13 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Tell whether the other end is closed."""
+    poll = select.poll()
+    poll.register(connection, 0)  # POLLHUP is always reported
+    return bool(poll.poll(0))
 
 
 def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
