@@ -111,18 +111,22 @@ def prepare(environ: Mapping[str, str]) -> None:
     environ : mapping of str to str
         The environment variables of the worker that is to be forked.
     """
-    global _found_before_fork
-    pools = _pools()
-    _found_before_fork = (os.getpid(), pools)
-    _adjust([pool for pool in pools if pool.starts_threads], environ)
+    _prepare(_pools(), environ)
 
 
 @contextmanager
 def prepared(environ: Mapping[str, str]) -> Iterator[None]:
     """:func:`prepare` for forks within the block; afterwards this process has its own counts again."""
-    with _restored([pool for pool in _pools() if pool.starts_threads]):
-        prepare(environ)
+    pools = _pools()
+    with _restored([pool for pool in pools if pool.starts_threads]):
+        _prepare(pools, environ)
         yield
+
+
+def _prepare(pools: list[_Pool], environ: Mapping[str, str]) -> None:
+    global _found_before_fork
+    _found_before_fork = (os.getpid(), pools)
+    _adjust([pool for pool in pools if pool.starts_threads], environ)
 
 
 def apply(environ: Mapping[str, str] = os.environ) -> None:
