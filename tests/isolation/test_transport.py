@@ -57,7 +57,6 @@ ARRAYS = {
     "axes swapped": np.arange(24_000).reshape(20, 30, 40).transpose(1, 0, 2),
     "half, large": np.arange(9000, dtype=np.float16),
     "another class": np.arange(10_000.0).view(np.matrix),
-    "another class, read-only": read_only(np.arange(10_000.0).view(np.recarray)),
     "masked": np.ma.masked_greater(np.arange(10_000.0), 5000),
     "no bytes in many": np.zeros((1000, 0, 1000)),
     "one of many dimensions": np.zeros((1,) * 32),
