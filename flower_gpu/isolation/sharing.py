@@ -2,7 +2,8 @@
 
 In a process that runs many clients, all of them get the same immutable bytes (Flower's ``Array.data``). When
 bytes are sent for the second time they are written into a sealed memory file of their own, which each worker
-from then on maps. A process that sends every model once, as a client of its own does, keeps nothing.
+from then on maps; the next model then goes into one at once. A process that sends every model once, as a
+client of its own does, keeps nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ class SharedFile:
     ----------
     buffers : sequence of bytes
         Kept, so that their ids stay theirs.
+    calls : int
+        How often they were sent so far.
     """
 
-    def __init__(self, buffers: Sequence[bytes]) -> None:
+    def __init__(self, buffers: Sequence[bytes], calls: int) -> None:
         self.descriptor = memory.create("flower-gpu-shared")
         weakref.finalize(self, os.close, self.descriptor)
         self.buffers = tuple(buffers)
+        self.calls = calls
         self._offsets: dict[int, int] = {}
         offset = 0
         for buffer in self.buffers:
@@ -68,6 +72,7 @@ class Sharing:
         # By the descriptor of the request, with that file's identity: the number is used again.
         self._calls: dict[int, tuple[tuple[int, int, int], SharedFile]] = {}
         self._reachable = False
+        self._expected = False  # the last model was sent more than once: the next one will be
 
     def place(self, buffers: Sequence[bytes]) -> SharedFile | None:
         """Return a file with (some of) these large parts of a request, if others may want them too.
@@ -79,12 +84,21 @@ class Sharing:
         with self._lock:
             self._let_go()
             repeated = self._repeated(buffers)
-            if not self._reachable or sum(map(len, repeated)) < _MIN_BYTES:
+            if not self._reachable:
                 return None
             current = self._current
-            if current is None or any(current.offset_of(buffer) is None for buffer in repeated):
-                self._current = None  # before the next one takes as much memory
-                current = self._current = SharedFile(repeated)
+            if current is not None and any(current.offset_of(buffer) is not None for buffer in buffers):
+                # What else is in the request is this client's own, unless it comes again as well.
+                missing = [buffer for buffer in repeated if current.offset_of(buffer) is None]
+                wanted = repeated if sum(map(len, missing)) >= _MIN_BYTES else []
+            else:
+                wanted, current = list(buffers) if self._expected else repeated, None
+            if sum(map(len, wanted)) >= _MIN_BYTES:
+                first = 0 if self._expected else 1  # it was sent before
+                self._drop()  # before the next one takes as much memory
+                current = self._current = SharedFile(wanted, first)
+            if current is not None:
+                current.calls += 1
             return current
 
     def hold(self, shared: SharedFile, request: int) -> None:
@@ -104,7 +118,8 @@ class Sharing:
         # chance, something is shared that is sent once: a waste, not an error.
         found = {}
         for buffer in buffers:
-            key, sample = id(buffer), zlib.crc32(memoryview(buffer)[:: max(1, len(buffer) // 256)].tobytes())
+            step = len(buffer) // 256 | 1  # odd: every byte of a number has its turn
+            key, sample = id(buffer), zlib.crc32(memoryview(buffer)[::step].tobytes())
             if self._seen.get(key) == sample:
                 found[key] = buffer
             self._seen[key] = sample
@@ -117,7 +132,12 @@ class Sharing:
             if not _is_open(request, identity):  # its call failed
                 del self._calls[request]
         if self._current is not None and not self._current.in_use():
-            self._current = None
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._current is not None:
+            self._expected = self._current.calls > 1
+        self._current = None
 
 
 def _is_open(descriptor: int, identity: tuple[int, int, int]) -> bool:

@@ -338,10 +338,37 @@ def test_a_model_is_written_once_for_all_workers(start_method: str) -> None:
     assert shared_files() == 1
 
     model = record(value=1)  # the next round
-    one()
-    assert shared_files() == 0  # nobody has the last one any more
-    assert "flower-gpu-shared" in one()[0]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda _: one(), range(8)))
+    assert all("flower-gpu-shared" in found[0] for found in together)
+    assert {found[1] for found in together} == {first[1] + 300_006}
     assert shared_files() == 1
+
+
+@needs_seals
+def test_models_that_are_sent_once() -> None:
+    model = record()
+    for _ in range(3):
+        assert arrived_from(ArrayRecord(dict(model))) == model
+    assert shared_files() == 1
+    for value in range(1, 4):
+        model = ArrayRecord([np.full(300_000, value)])
+        assert arrived_from(model) == model
+    assert shared_files() == 0
+
+
+@needs_seals
+def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
+    model = record()
+    for value in range(6):
+        state = Array(np.full(200_000, float(value)))
+        assert arrived_from([ArrayRecord(dict(model)), state]) == [model, state]
+    assert shared_files() == 1
+    current = sharing.sharing._current
+    assert current is not None
+    assert {id(buffer) for buffer in current.buffers} == {
+        id(array.data) for name, array in model.items() if name != "small"
+    }
 
 
 @needs_seals
