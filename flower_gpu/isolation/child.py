@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,31 +108,22 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def leave_group_of_caller() -> None:
-    """Stop, right after a fork, to receive and to handle signals as the caller does."""
-    with suppress(OSError):  # the caller does the same; whoever comes first
-        os.setpgid(0, 0)
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        # The caller's handlers would act in its name (Flower's report the task as stopped).
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-
-
 def fork_process(target: Callable[[], None], name: str) -> int:
     """Fork this process; the child leads a group of its own, runs ``target`` and exits. Return its pid."""
     # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
     # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
     # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
     process = multiprocessing.Process(target=target, name=name, daemon=False)
-    # Until the child has reset them, the handlers of this process would act in its name there.
+    # The handlers of this process would act in its name in the child (Flower's report the task as stopped).
+    # Looked up here: in a fork each object that is touched is a page to be copied.
+    handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                leave_group_of_caller()
+                _leave_group_of_caller(handled)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 code = process._bootstrap()  # type: ignore[attr-defined]
             finally:
@@ -142,6 +133,15 @@ def fork_process(target: Callable[[], None], name: str) -> int:
     with suppress(OSError):  # so that the group exists before anybody tries to end it
         os.setpgid(pid, pid)
     return pid
+
+
+def _leave_group_of_caller(handled: Iterable[int]) -> None:
+    """Stop, right after a fork, to receive and to handle signals as the caller does."""
+    with suppress(OSError):  # the caller does the same; whoever comes first
+        os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def forked(
@@ -202,7 +202,7 @@ def serve(
     if sys.platform == "linux":
         _use_sockets_without_files()
 
-    from flower_gpu.isolation import events, preload, transport
+    from flower_gpu.isolation import events, preload, threads, transport
     from flower_gpu.isolation.call import load_task
 
     lock = threading.Lock()
@@ -220,6 +220,7 @@ def serve(
             task, args, kwargs, functions = load()
             preload.run(functions)
             function = load_task(task)
+            threads.follow(env)
             _check_environment(env)
             outcome = Outcome(value=function(*args, **kwargs))
         except SystemExit:
@@ -272,7 +273,9 @@ def _use_sockets_without_files() -> None:
 def _check_environment(env: Mapping[str, str]) -> None:
     from flower_gpu.errors import WorkerStartError
 
-    lost = {name: os.environ.get(name) for name in env if os.environ.get(name) != env[name]}
+    # A module's own number of threads wins, as it does where it is the only one.
+    names = [name for name in env if name != "OMP_NUM_THREADS"]
+    lost = {name: os.environ.get(name) for name in names if os.environ.get(name) != env[name]}
     if lost:
         name, value = next(iter(lost.items()))
         raise WorkerStartError(

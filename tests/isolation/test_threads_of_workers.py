@@ -208,6 +208,10 @@ def test_task_may_set_its_own(worker_start: str, run: Run) -> None:
     assert run_in_worker("tasks_threads:set_in_torch", 3, start_method=worker_start) == 3
 
 
+def test_module_may_set_its_own(worker_start: str, run: Run) -> None:
+    assert run_in_worker("sets_threads:threads_of_torch", start_method=worker_start) == ("1", 1)
+
+
 def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -> None:
     """A module of a client app that calls torch.set_num_threads means its training."""
     torch_of_the_caller.set_num_threads(cores() + 1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from flower_gpu.isolation.forkserver import libraries
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
@@ -27,18 +28,18 @@ def main() -> NoReturn:
     ready, lock = record["ready"], record["lock"]
     if not record["detached"] and os.fork():
         os._exit(0)  # so that it is nobody's child who would have to reap it
-    try:
-        server = _make(Start(**record["start"]), record)
-    except BaseException as error:
-        os.write(ready, describe(error))
-        raise
     for descriptor in (ready, lock):
         os.set_inheritable(descriptor, False)
-    server.run(ready, lock)
+    try:
+        _make(Start(**record["start"]), record).run(ready, lock)
+    except BaseException as error:
+        with suppress(OSError):  # it has been ready
+            os.write(ready, describe(error))
+        raise
     os._exit(0)
 
 
-def _make(start: Start, record: dict[str, object]) -> Server:
+def _make(start: Start, record: dict[str, Any]) -> Server:
     learned = libraries.LearnedFile(start.name)
     use = EnvironmentUse()
     try:
@@ -48,6 +49,8 @@ def _make(start: Start, record: dict[str, object]) -> Server:
             libraries.import_all(learned.names)
     except libraries.UnfitLibraryError as error:
         print(f"starting again without what was learned: {error}", file=sys.stderr, flush=True)
+        for descriptor in (record["ready"], record["lock"]):
+            os.set_inheritable(descriptor, True)
         arguments = [*sys.orig_argv[:-1], json.dumps({**record, "detached": True})]
         os.execv(sys.executable, arguments)
     learned.write(learned.names)

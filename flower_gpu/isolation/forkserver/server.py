@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import logging
+import multiprocessing.connection  # noqa: F401 - each worker needs it
 import os
 import selectors
 import signal
@@ -15,41 +17,21 @@ import traceback
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import flower_gpu
 from flower_gpu.errors import ConfigError
-from flower_gpu.isolation import child, preload, threads, transport
+from flower_gpu.isolation import child, events, preload, threads, transport  # noqa: F401 - events as well
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.isolation.forkserver.inherited import Inherited
 from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
-from flower_gpu.isolation.native import end_with_parent, release_openmp_threads
+from flower_gpu.isolation.forkserver.session import Growth, Session
+from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
-
-
-@dataclass
-class _Session:
-    """One connection: a call, or a process that says it may have more of them."""
-
-    connection: socket.socket
-    record: dict[str, Any] = field(default_factory=dict)
-    folder: int = -1
-    pid: int = -1
-    imported: int = -1
-    exitcode: int | None = None
-    stays: bool = False
-
-    def close(self) -> None:
-        self.connection.close()
-        for descriptor in (self.folder, self.imported):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.folder = self.imported = -1
 
 
 class Server:
@@ -62,12 +44,12 @@ class Server:
         self._files = UserFiles()
         self._began = time.time()
         self._folders = identity.installed_folders(sys.path)
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, Session] = {}
         self._orphans: set[int] = set()
         self._refused: set[str] = set()
         self._learned = list(learned.names)
         self._reported: list[str] = []
-        self._growing: _Growth | None = None
+        self._growing: Growth | None = None
         self._modules = 0
         self._calls = 0
         self._draining = False
@@ -92,9 +74,14 @@ class Server:
         self._shadows = Shadows()
         self._modules = len(sys.modules)
         self._last_use = time.monotonic()
+        # What libraries want to be called at the end is for a program; torch's finalizers alone take 30 ms.
+        atexit._clear()
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False  # torch has hundreds: 30 ms at each worker's end, for nothing
+            finalizer.atexit = False
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+        atexit.register(logging.shutdown)
         gc.collect()
+        self._small_pages = huge_page_regions()
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
 
     def run(self, ready: int, lock: int) -> None:
@@ -108,7 +95,10 @@ class Server:
     def serve(self) -> None:
         """Serve until nobody has used this server for a while, or until it is told to stop."""
         while not self._has_ended():
-            for key, _ in self._selector.select(_TICK_S):
+            ready = self._selector.select(0 if self._small_pages else _TICK_S)
+            if not ready and self._small_pages:
+                collapse(self._small_pages.pop())
+            for key, _ in ready:
                 if key.fd in self._selector.get_map():  # not closed by an earlier one of these
                     key.data()
 
@@ -134,15 +124,15 @@ class Server:
         if sockets.peer(connection)[1] != os.getuid():
             connection.close()
             return
-        session = _Session(connection)
+        session = Session(connection)
         self._sessions[connection.fileno()] = session
         self._watch(session)
 
-    def _watch(self, session: _Session) -> None:
+    def _watch(self, session: Session) -> None:
         session.connection.setblocking(False)
         self._selector.register(session.connection, selectors.EVENT_READ, partial(self._on_message, session))
 
-    def _on_message(self, session: _Session) -> None:
+    def _on_message(self, session: Session) -> None:
         descriptors: list[int] = []
         try:
             message, descriptors = sockets.receive(session.connection)
@@ -160,7 +150,7 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _on_open(self, session: _Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def _on_open(self, session: Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
         session.folder = descriptors.pop()
         session.record = read_record(descriptors[0])
@@ -177,7 +167,7 @@ class Server:
             return {"variables": different, "without": hidden}
         return {"fit": True}
 
-    def _on_fork(self, session: _Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def _on_fork(self, session: Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
         """Fork a worker with its ends of the lines to the caller."""
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
@@ -194,19 +184,19 @@ class Server:
             return {"error": str(error)}
         return {"pid": session.pid}
 
-    def _on_reap(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_reap(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         """Give the pid of a worker that has exited back, and tell how it ended."""
         status = os.waitpid(session.pid, 0)[1]
         session.pid = -1
         self._take_report(session)
         return {"exitcode": os.waitstatus_to_exitcode(status)}
 
-    def _on_stay(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_stay(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         """Note a process that may have further calls."""
         session.stays = True
         return {"staying": True}
 
-    def _on_status(self, session: _Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_status(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         others = [other for other in self._sessions.values() if other is not session]
         return {
             "pid": os.getpid(),
@@ -221,7 +211,7 @@ class Server:
             "preload": [name for name, _ in self._start.preload],
         }
 
-    def _on_stop(self, session: _Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_stop(self, session: Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         for other in list(self._sessions.values()):
             if other is not session and sockets.is_closed(other.connection):
                 self._forget(other)  # its process has ended just now
@@ -233,7 +223,7 @@ class Server:
         return {"stopping": True, "workers": workers, "pid": os.getpid()}
 
     def _on_preload(
-        self, session: _Session, message: Mapping[str, Any], descriptors: list[int]
+        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
     ) -> dict[str, Any]:
         """Fork a server that calls functions of the user's; it has this one's libraries."""
         record = read_record(descriptors[0])
@@ -254,7 +244,7 @@ class Server:
 
     # Workers
 
-    def _work(self, session: _Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
+    def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
         """Be a worker (in the fork)."""
         imported, folder, record = session.imported, session.folder, session.record
         self._leave_parent({imported, folder, stdout, stderr, *vars(lines).values()})
@@ -274,7 +264,7 @@ class Server:
         if names:
             os.write(report, json.dumps(names).encode())
 
-    def _take_report(self, session: _Session) -> None:
+    def _take_report(self, session: Session) -> None:
         size = os.fstat(session.imported).st_size
         if size:
             with suppress(ValueError):  # it was killed while writing
@@ -282,7 +272,7 @@ class Server:
                 self._reported += [name for name in names if name not in self._reported]
         self._grow()
 
-    def _forget(self, session: _Session) -> None:
+    def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""
         self._selector.unregister(session.connection)
         del self._sessions[session.connection.fileno()]
@@ -337,7 +327,7 @@ class Server:
                 os._exit(1)
         os.close(write)
         self._orphans.add(pid)
-        self._growing = _Growth(pid, report, names, time.monotonic() + _TRIAL_S)
+        self._growing = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
 
     def _is_wanted(self, name: str) -> bool:
@@ -361,7 +351,7 @@ class Server:
         self._reported = []
         self._learned_file.write(self._learned)
         for descriptor in connections:
-            session = _Session(socket.socket(fileno=descriptor), stays=True)
+            session = Session(socket.socket(fileno=descriptor), stays=True)
             self._sessions[descriptor] = session
         self.open(listener)
         end_with_parent(None)
@@ -419,16 +409,6 @@ class Server:
         self._files.note(identity.server_path())
         self.run(ready, lock)
         os._exit(0)
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """A fork that imports libraries: its process, where it tells how that went, what, and how long it may."""
-
-    pid: int
-    report: int
-    names: list[str]
-    deadline: float
 
 
 def _preload(name: str, kwargs: Mapping[str, Any]) -> None:
