@@ -1,0 +1,181 @@
+"""Fork servers of a test's own, processes that call through them, and environments to run in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from processes import is_running, wait_until
+
+from flower_gpu.isolation.forkserver import client, control
+
+HERE = str(Path(__file__).parent)
+
+# Calls what it is told to, and tells what came of it; "do" runs code in the caller itself.
+PROGRAM = """
+import json, os, sys
+from flower_gpu import run_in_worker
+
+names = {"os": os, "sys": sys, "run_in_worker": run_in_worker}
+for line in sys.stdin:
+    request = json.loads(line)
+    try:
+        if "do" in request:
+            exec(request["do"], names)
+            answer = {"value": names.pop("answer", None)}
+        else:
+            answer = {"value": run_in_worker(*request["args"], **request["options"])}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class CallError(Exception):
+    """What a call in another process raised."""
+
+
+class Client:
+    """A process that makes calls, one at a time; leads a session of its own."""
+
+    def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        environ = {**os.environ, "PYTHONPATH": HERE, "FLOWER_GPU_START_METHOD": "forkserver", **(env or {})}
+        self._process = subprocess.Popen(
+            [python, "-c", PROGRAM],
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, task: str, *args: Any, **options: Any) -> None:
+        self._write({"args": [task, *args], "options": options})
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.errors()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CallError(f"{answer['error']}: {answer['text']}")
+        return answer["value"]
+
+    def call(self, task: str, *args: Any, **options: Any) -> Any:
+        self.send(task, *args, **options)
+        return self.receive()
+
+    def do(self, code: str) -> Any:
+        """Run code in the process; returns the variable ``answer``."""
+        self._write({"do": textwrap.dedent(code)})
+        return self.receive()
+
+    def errors(self) -> str:
+        """Return what it wrote to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def kill(self) -> None:
+        """Kill it with everything in its process group."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, 9)
+        self._process.communicate()
+
+    def close(self) -> None:
+        """Have it end by itself."""
+        self._process.communicate(timeout=30)
+        self._errors.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.kill()
+        self.close()
+
+    def _write(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+
+@contextmanager
+def own_servers(idle_s: float = 60) -> Iterator[Path]:
+    """Let the calls of this process and of its children use fork servers of their own."""
+    folder = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
+    before, client._memory = client._memory, client._Memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
+        patch.setenv("FLOWER_GPU_SERVER_IDLE_S", str(idle_s))
+        try:
+            yield folder
+        finally:
+            pids = control.stop(wait_s=20)
+            leave()
+            client._memory = before
+            shutil.rmtree(folder, ignore_errors=True)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def leave() -> None:
+    """Have this process no longer keep a server from ending."""
+    for connection in client._memory.connections.values():
+        connection.close()
+    client._memory.connections.clear()
+
+
+def only_server() -> control.Status:
+    """Return the one server that there is, once others have ended."""
+    assert wait_until(lambda: len(control.status()) == 1), control.status()
+    return control.status()[0]
+
+
+def until_only(condition: Any) -> control.Status:
+    """Return the one server that there is, once it is as it should be."""
+    assert wait_until(lambda: len(control.status()) == 1 and condition(control.status()[0])), control.status()
+    return control.status()[0]
+
+
+def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
+    """Make a virtual environment with all that this one has and some packages; returns its interpreter."""
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=60
+    )
+    site = site_packages(folder)
+    ours = sysconfig.get_paths()["purelib"]
+    (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    for name, text in packages.items():
+        install(site, name, text)
+    return str(folder / "bin" / "python")
+
+
+def site_packages(folder: Path) -> Path:
+    """Return the folder of a virtual environment with its packages."""
+    return next((folder / "lib").glob("python*")) / "site-packages"
+
+
+def install(site: Path, name: str, text: str) -> None:
+    """Do what pip does: a package, and a folder with its metadata."""
+    (site / name).mkdir()
+    (site / name / "__init__.py").write_text(textwrap.dedent(text))
+    (site / f"{name}-1.0.dist-info").mkdir()
+    (site / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")

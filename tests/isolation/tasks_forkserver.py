@@ -1,0 +1,102 @@
+"""Tasks that tell what their worker has from its fork server and what from its caller."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+LOADED_BEFORE = frozenset(sys.modules)
+
+
+def server() -> int:
+    """Return the pid of the process that forked this one."""
+    return os.getppid()
+
+
+def wait(started: str, until: str) -> int:
+    """Say by a file that it runs, and do so until another file is there."""
+    parent = os.getppid()
+    Path(started).touch()
+    while not Path(until).exists():
+        time.sleep(0.01)
+    return parent
+
+
+def abort_after(started: str, until: str) -> None:
+    wait(started, until)
+    print("the last words", flush=True)
+    os.abort()
+
+
+def nap(seconds: float) -> int:
+    time.sleep(seconds)
+    return os.getppid()
+
+
+def attribute(module: str, name: str) -> Any:
+    """Return a plain attribute of a module, and whether that was there before this one."""
+    return [getattr(import_module(module), name), module in LOADED_BEFORE]
+
+
+def loaded_before(*modules: str) -> list[bool]:
+    return [name in LOADED_BEFORE for name in modules]
+
+
+def uses(*modules: str) -> list[bool]:
+    """Import modules; tell which were there already."""
+    for name in modules:
+        import_module(name)
+    return loaded_before(*modules)
+
+
+def variables(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def environment() -> list[list[str]]:
+    """All variables, of Python and of the C library, as hexadecimal bytes."""
+    import ctypes
+
+    block = ctypes.POINTER(ctypes.c_char_p).in_dll(ctypes.CDLL(None), "environ")
+    raw, place = [], 0
+    while (entry := block[place]) is not None:
+        raw.append(entry.hex())
+        place += 1
+    python = [(name + b"=" + value).hex() for name, value in os.environb.items()]
+    return [sorted(python), sorted(raw)]
+
+
+def inherited() -> dict[str, Any]:
+    """Return what a child has from its parent."""
+    names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    umask = os.umask(0)
+    return {
+        "path": sys.path,
+        "folder": Path().stat().st_ino,
+        "umask": umask,
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in names},
+        "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        "ignored": [int(n) for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
+    }
+
+
+def drawn() -> list[float]:
+    import numpy as np
+
+    return [random.random(), float(np.random.rand()), float(np.random.default_rng().random())]
+
+
+def hashed(text: str) -> int:
+    return hash(text)
+
+
+def main_names() -> list[str]:
+    return sorted(vars(sys.modules["__main__"]))
