@@ -75,22 +75,22 @@ def read_request(descriptor: int) -> Any:
     files = {}
     if index.has(HERE):
         files[HERE] = _File(descriptor, index, HERE, shared=True)
-    reached = True
+    pid, number, *identity = index.origin
+    found = -1
     try:
-        pid, number, *identity = index.origin
-        found = memory.open_of(pid, number, identity if any(identity) else memory.identity(descriptor))
         try:
+            found = memory.open_of(pid, number, identity if any(identity) else memory.identity(descriptor))
+        except OSError as error:
             if index.has(IN_SHARED):
-                files[IN_SHARED] = _File(found, index, IN_SHARED)
-        finally:
-            os.close(found)
-    except OSError as error:
-        reached = False
+                raise WorkerStartError(f"the worker cannot open the model that it shares: {error}") from error
         if index.has(IN_SHARED):
-            raise WorkerStartError(f"the worker cannot open the model that it shares: {error}") from error
-    given = files[HERE].map if HERE in files else None
-    _given = _Given(descriptor, memory.identity(descriptor), reached, given)
-    return _load(index, files)
+            files[IN_SHARED] = _File(found, index, IN_SHARED)
+        given = files[HERE].map if HERE in files else None
+        _given = _Given(descriptor, memory.identity(descriptor), found >= 0, given)
+        return _load(index, files)
+    finally:
+        if found >= 0:
+            os.close(found)
 
 
 def write_reply(value: Any, descriptor: int) -> None:
@@ -279,5 +279,6 @@ def _leave_request() -> None:
         return
 
 
-# A process that the worker forks must not change the worker's arrays, nor its result.
+# A process that the worker forks must not change the worker's arrays, nor its result. It still sees what
+# the worker writes later into pages that it has not written to itself.
 os.register_at_fork(after_in_child=_leave_request)

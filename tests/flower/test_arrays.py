@@ -397,6 +397,20 @@ def test_nothing_is_shared_with_workers_that_cannot_reach_it(monkeypatch: pytest
 
 
 @needs_seals
+def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = record()
+    for _ in range(3):
+        arrived_from(ArrayRecord(dict(model)))
+    assert shared_files() == 1
+
+    def fails(*args: Any) -> None:
+        raise OSError("no memory, or too many maps")
+
+    monkeypatch.setattr(memory, "Map", fails)
+    assert arrived_from(ArrayRecord(dict(model))) == model
+
+
+@needs_seals
 def test_a_call_that_fails_keeps_nothing_open() -> None:
     model = record()
     for _ in range(3):
