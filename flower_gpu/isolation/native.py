@@ -64,7 +64,7 @@ def end_with_parent(parent: int | None) -> None:
 
 def huge_page_regions() -> list[int]:
     """Return the addresses of this process's memory that could be in huge pages."""
-    regions = []
+    regions: list[int] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, access, *_, name = line.rstrip().split(" ", maxsplit=5)

@@ -32,6 +32,8 @@ _ANSWER_S = 20.0  # a server that says nothing for so long hangs: it never does 
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
 _TRIES = 8
+_GROWTH_S = 60.0  # at most, for libraries that the worker would have to import itself
+_WAIT_S = 0.05
 
 
 def is_supported() -> bool:
@@ -158,15 +160,19 @@ def find(call: Call, deadline: float | None) -> Place:
     )
     folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for _ in range(_TRIES):
+        patience = time.monotonic() + _GROWTH_S
+        tries = 0
+        while tries < _TRIES:
             with _memory.lock:
                 kind = _Kind(set(_memory.kind.variables), set(_memory.kind.without))
             name, connection = _connected(kind, call, inherited, folder, deadline)
             try:
-                answer = ask(connection, {"op": "open"}, [record, folder])
+                now = time.monotonic() > patience
+                answer = ask(connection, {"op": "open", "now": now}, [record, folder])
             except Gone:
                 _end_if_it_hangs(connection)
                 connection.close()
+                tries += 1
                 continue
             except BaseException:
                 connection.close()
@@ -175,12 +181,23 @@ def find(call: Call, deadline: float | None) -> Place:
                 _memory.stay(name)
                 return Place(connection)
             connection.close()
+            if "wait" in answer:
+                _wait_a_moment(deadline)
+                continue
+            tries += 1
             if "unfit" not in answer:
                 _remember(kind, answer)
     finally:
         os.close(record)
         os.close(folder)
     raise WorkerStartError("no fork server could be found that has what this process needs")
+
+
+def _wait_a_moment(deadline: float | None) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise TimeoutError("the fork server was importing libraries")
+    with allowed_interrupts():
+        time.sleep(_WAIT_S)
 
 
 def ask(connection: socket.socket, message: dict[str, Any], descriptors: Any = ()) -> dict[str, Any]:

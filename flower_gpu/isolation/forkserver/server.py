@@ -49,6 +49,7 @@ class Server:
         self._refused: set[str] = set()
         self._learned = list(learned.names)
         self._reported: list[str] = []
+        self._reporters: set[int] = set()
         self._growing: Growth | None = None
         self._modules = 0
         self._calls = 0
@@ -121,10 +122,11 @@ class Server:
             connection, _ = self._listener.accept()
         except OSError:  # it went again
             return
-        if sockets.peer(connection)[1] != os.getuid():
+        caller, user = sockets.peer(connection)
+        if user != os.getuid():
             connection.close()
             return
-        session = Session(connection)
+        session = Session(connection, caller)
         self._sessions[connection.fileno()] = session
         self._watch(session)
 
@@ -150,8 +152,12 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _on_open(self, session: Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def _on_open(
+        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
+    ) -> dict[str, Any]:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
+        if self._growing is not None and session.caller in self._reporters and not message.get("now"):
+            return {"wait": True}  # its last worker had to import what the successor is about to have
         session.folder = descriptors.pop()
         session.record = read_record(descriptors[0])
         if libraries.cuda_is_touched():
@@ -270,6 +276,7 @@ class Server:
             with suppress(ValueError):  # it was killed while writing
                 names = json.loads(os.pread(session.imported, size, 0))
                 self._reported += [name for name in names if name not in self._reported]
+                self._reporters.add(session.caller)
         self._grow()
 
     def _forget(self, session: Session) -> None:
@@ -348,10 +355,10 @@ class Server:
             os.write(report, json.dumps(error.libraries).encode())
             return
         self._learned += names
-        self._reported = []
+        self._reported, self._reporters = [], set()
         self._learned_file.write(self._learned)
         for descriptor in connections:
-            session = Session(socket.socket(fileno=descriptor), stays=True)
+            session = Session(socket.socket(fileno=descriptor), connections[descriptor].caller, stays=True)
             self._sessions[descriptor] = session
         self.open(listener)
         end_with_parent(None)

@@ -16,6 +16,8 @@ class Session:
     ----------
     connection : socket
         To the caller.
+    caller : int
+        The process at its other end.
     record : dict
         What the caller wants; empty before it has said so.
     folder : int
@@ -29,6 +31,7 @@ class Session:
     """
 
     connection: socket.socket
+    caller: int
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1
     pid: int = -1
