@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import array_tasks
 import numpy as np
 import pytest
+from array_records import arrived_from, record
 from flwr.common import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +21,7 @@ from hypothesis.extra import numpy as hnp
 
 from flower_gpu import run_in_worker
 from flower_gpu.flower import arrays
-from flower_gpu.isolation import memory, sharing, transport
+from flower_gpu.isolation import memory, transport
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,43 +31,6 @@ needs_seals = pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory f
 @pytest.fixture(params=["spawn", "forkserver", "fork"])
 def start_method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def nothing_shared_yet() -> Iterator[None]:
-    sharing.sharing.__init__()  # type: ignore[misc]
-    yield
-    sharing.sharing.__init__()  # type: ignore[misc]
-
-
-def record(size: int = 300_000, value: float = 0.0) -> ArrayRecord:
-    return ArrayRecord(
-        {
-            "large": Array(np.full(size, value, np.float32)),
-            "small": Array(np.full((2, 3), value)),
-            "fortran": Array(np.asfortranarray(np.arange(600_000.0).reshape(600, 1000))),
-        }
-    )
-
-
-def arrived_from(value: Any) -> Any:
-    """Send a value to a fork that sends it back."""
-    request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
-    try:
-        transport.write_request(value, request)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                transport.write_reply(transport.read_request(request), reply)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        return transport.read_reply(reply, request)
-    finally:
-        os.close(request)
-        os.close(reply)
 
 
 def test_both_ways(start_method: str) -> None:
@@ -301,142 +261,3 @@ array = transport.read_reply(reply)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0 1.0 2400128\n", "")
-
-
-def shared_files() -> int:
-    gc.collect()
-    links = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            links.append(str(entry.readlink()))
-        except OSError:
-            continue
-    return sum("memfd:flower-gpu-shared" in link for link in links)
-
-
-@needs_seals
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_model_is_written_once_for_all_workers(start_method: str) -> None:
-    model = record()
-
-    def one() -> tuple[list[str], float]:
-        found: tuple[list[str], float] = run_in_worker(
-            array_tasks.files, ArrayRecord(dict(model)), start_method=start_method
-        )
-        return found
-
-    first = one()
-    assert first[0] == ["flower-gpu-request"]
-    assert shared_files() == 0  # a client that gets each model once keeps nothing
-    later = [one() for _ in range(3)]
-    assert all("flower-gpu-shared" in found[0] for found in later)
-    assert {found[1] for found in [first, *later]} == {first[1]}
-    assert shared_files() == 1
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(8)))
-    assert all("flower-gpu-shared" in found[0] for found in together)
-    assert shared_files() == 1
-
-    model = record(value=1)  # the next round
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda _: one(), range(8)))
-    assert all("flower-gpu-shared" in found[0] for found in together)
-    assert {found[1] for found in together} == {first[1] + 300_006}
-    assert shared_files() == 1
-
-
-@needs_seals
-def test_models_that_are_sent_once() -> None:
-    model = record()
-    for _ in range(3):
-        assert arrived_from(ArrayRecord(dict(model))) == model
-    assert shared_files() == 1
-    for value in range(1, 4):
-        model = ArrayRecord([np.full(300_000, value)])
-        assert arrived_from(model) == model
-    assert shared_files() == 0
-
-
-@needs_seals
-def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
-    model = record()
-    for value in range(6):
-        state = Array(np.full(200_000, float(value)))
-        assert arrived_from([ArrayRecord(dict(model)), state]) == [model, state]
-    assert shared_files() == 1
-    current = sharing.sharing._current
-    assert current is not None
-    assert {id(buffer) for buffer in current.buffers} == {
-        id(array.data) for name, array in model.items() if name != "small"
-    }
-
-
-@needs_seals
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_workers_cannot_change_what_they_share(start_method: str) -> None:
-    model = record()
-    for _ in range(3):
-        arrived = run_in_worker(array_tasks.update, ArrayRecord(dict(model)), start_method=start_method)
-        assert (arrived["0"].numpy() == 1).all()
-    assert shared_files() == 1
-    kept = run_in_worker(array_tasks.same, ArrayRecord(dict(model)), start_method=start_method)
-    assert kept == model
-
-
-@needs_seals
-def test_nothing_is_shared_with_workers_that_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = record()
-
-    def unreachable(*args: Any) -> int:
-        raise PermissionError
-
-    monkeypatch.setattr(memory, "open_of", unreachable)  # in forks as well, which play the workers
-    for _ in range(4):
-        assert arrived_from(model) == model
-    assert shared_files() == 0
-
-
-@needs_seals
-def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = record()
-    for _ in range(3):
-        arrived_from(ArrayRecord(dict(model)))
-    assert shared_files() == 1
-
-    def fails(*args: Any) -> None:
-        raise OSError("no memory, or too many maps")
-
-    monkeypatch.setattr(memory, "Map", fails)
-    assert arrived_from(ArrayRecord(dict(model))) == model
-
-
-@needs_seals
-def test_a_call_that_fails_keeps_nothing_open() -> None:
-    model = record()
-    for _ in range(3):
-        arrived_from(ArrayRecord(dict(model)))
-    assert shared_files() == 1
-    request = transport.create("test")
-    transport.write_request(ArrayRecord(dict(model)), request)
-    os.close(request)  # its worker died
-    del model
-    assert arrived_from(1) == 1
-    assert shared_files() == 0
-
-
-@needs_seals
-def test_a_worker_that_starts_after_the_next_model_was_written() -> None:
-    first = record()
-    for _ in range(3):
-        arrived_from(ArrayRecord(dict(first)))
-    request = transport.create("test")
-    try:
-        transport.write_request(ArrayRecord(dict(first)), request)
-        second = record(value=1)
-        for _ in range(3):
-            assert arrived_from(ArrayRecord(dict(second))) == second
-        assert shared_files() == 2
-        assert transport.read_request(request) == first
-    finally:
-        os.close(request)
-        transport._leave_request()

@@ -1,0 +1,41 @@
+"""Records for tests, and a worker that sends them back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from flwr.common import Array, ArrayRecord
+
+from flower_gpu.isolation import transport
+
+
+def record(size: int = 300_000, value: float = 0.0) -> ArrayRecord:
+    return ArrayRecord(
+        {
+            "large": Array(np.full(size, value, np.float32)),
+            "small": Array(np.full((2, 3), value)),
+            "fortran": Array(np.asfortranarray(np.arange(600_000.0).reshape(600, 1000))),
+        }
+    )
+
+
+def arrived_from(value: Any) -> Any:
+    """Send a value to a fork that sends it back."""
+    request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
+    try:
+        transport.write_request(value, request)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                transport.write_reply(transport.read_request(request), reply)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return transport.read_reply(reply, request)
+    finally:
+        os.close(request)
+        os.close(reply)
