@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from member import serve, wait_until_gone
-from ways import has_start_method, with_manager, with_pipe
+from ways import with_manager, with_pipe
 
 _SHAPES = ((16, 1, 3, 3), (16,), (32, 16, 3, 3), (32,), (10, 512), (10,))  # of client_task's model
 PRELOAD = "ours-forkserver, preload"
@@ -49,16 +48,6 @@ WAYS: dict[str, Callable[[], Callable[..., Any]]] = {
     "ours-forkserver": partial(ours, "forkserver"),
     PRELOAD: partial(ours, "forkserver", preload="client_task:load_data"),
 }
-
-
-def usable() -> list[str]:
-    """Return the names of the ways that this version of flower-gpu has."""
-    from flower_gpu import GPUClient
-
-    has_forkserver = has_start_method("forkserver")
-    has_preload = has_forkserver and "preload" in inspect.signature(GPUClient.__init__).parameters
-    missing = {"ours-forkserver": not has_forkserver, PRELOAD: not has_preload}
-    return [name for name in WAYS if not missing.get(name)]
 
 
 def prepare(way: str) -> Callable[[dict[str, Any]], dict[str, Any]]:

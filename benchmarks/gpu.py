@@ -14,12 +14,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import gpu_caller
 import machine
 import table
+from gpu_caller import WAYS
 from options import EXIT_USAGE, Parser, chosen, json_file, positive
 from processes import BenchmarkError, Member, members, nothing_left_behind
-from ways import has_start_method
 
 PARTS = ("start", "context", "model", "first_step", "later_step", "exit", "total")
 _TIMEOUT_S = 300.0
@@ -91,10 +90,10 @@ def _show(rows: list[dict[str, Any]], device: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    usable = [way for way, (_, start_method) in gpu_caller.WAYS.items() if has_start_method(start_method)]
+    known = list(WAYS)
     parser = Parser(prog="gpu.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--ways", type=partial(chosen, usable), default=usable, metavar="WAY,WAY",
-                        help=f"some of {', '.join(usable)}; default: all")  # fmt: skip
+    parser.add_argument("--ways", type=partial(chosen, known), default=known, metavar="WAY,WAY",
+                        help=f"some of {', '.join(known)}; default: all")  # fmt: skip
     parser.add_argument("--runs", type=positive, default=5, metavar="N", help="runs of each way; default: 5")
     parser.add_argument(
         "--batch", type=positive, default=32, metavar="N", help="images per step; default: 32"

@@ -33,17 +33,16 @@ def ours(start_method: str) -> Callable[..., Any]:
     return partial(run_in_worker, "gpu_task:train", start_method=start_method)
 
 
-#: What prepares a caller, and flower-gpu's start method where the way is ours.
-WAYS: dict[str, tuple[Callable[[], Callable[..., Any]], str | None]] = {
-    "article": (article, None),
-    "spawn": (spawn, None),
-    "ours-spawn": (partial(ours, "spawn"), "spawn"),
-    "ours-forkserver": (partial(ours, "forkserver"), "forkserver"),
+WAYS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "article": article,
+    "spawn": spawn,
+    "ours-spawn": partial(ours, "spawn"),
+    "ours-forkserver": partial(ours, "forkserver"),
 }
 
 
 def prepare(way: str, device: str, batch: int, side: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    train = WAYS[way][0]()
+    train = WAYS[way]()
     weights = None
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -163,16 +163,5 @@ WAYS = {
 
 
 def usable() -> list[str]:
-    """Return the names of the ways that can be run here."""
-    return [
-        name
-        for name, way in WAYS.items()
-        if has_start_method(way.start_method) and (way.package is None or find_spec(way.package))
-    ]
-
-
-def has_start_method(name: str | None) -> bool:
-    """Whether this version of flower-gpu has it; None, for other ways, always."""
-    from flower_gpu.config import START_METHODS
-
-    return name is None or name in START_METHODS
+    """Return the names of the ways whose packages are installed."""
+    return [name for name, way in WAYS.items() if way.package is None or find_spec(way.package)]

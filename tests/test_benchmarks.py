@@ -31,7 +31,7 @@ def figures(file: Path, script: str, *options: object) -> dict[str, Any]:
 
 
 def test_isolation_measures_each_way(tmp_path: Path) -> None:
-    ways = ["article", "executor", "loky", "ours-fork"]  # others in the tests below
+    ways = ["article", "executor", "loky", "ours-fork", "ours-forkserver"]  # others in the tests below
     options = "--quick", "--only", "calls", "--ways", ",".join(ways)
     result = figures(tmp_path / "figures.json", "isolation.py", *options)
     rows = result["calls"]
@@ -48,14 +48,17 @@ def test_isolation_measures_each_way(tmp_path: Path) -> None:
 
 
 def test_isolation_measures_a_client_and_waiting_ones(tmp_path: Path) -> None:
-    options = "--quick", "--only", "client,memory", "--ways", "in-process,article"
+    options = "--quick", "--only", "client,memory", "--ways", "in-process,ours-forkserver"
     result = figures(tmp_path / "figures.json", "isolation.py", *options)
     assert result["calls"] == []
-    assert [row["way"] for row in result["client"]] == ["in-process", "article"]
+    assert [row["way"] for row in result["client"]] == ["in-process", "ours-forkserver"]
     assert all(len(row["seconds"]) == 1 for row in result["client"])
     torch = {row["way"]: row["torch_in_client"] for row in result["memory"]}
-    assert torch == {"plain": False, "in-process": True}
-    assert all(row["clients"] == row["processes"] == 2 for row in result["memory"])
+    assert torch == {"plain": False, "in-process": True, "ours-forkserver": False}
+    assert all(row["clients"] == 2 for row in result["memory"])
+    processes = {row["way"]: row["processes"] for row in result["memory"]}
+    assert processes["plain"] == processes["in-process"] == 2
+    assert processes["ours-forkserver"] > 2  # the server is counted
     assert all(row["client_mb"] > 0 for row in result["memory"])
 
 
