@@ -31,7 +31,7 @@ def test_start_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = [
-    ({"start_method": "Spawn"}, "start_method 'Spawn' is not one of auto, spawn, fork, inline, in-process"),
+    ({"start_method": "Spawn"}, "start_method 'Spawn' is not one of auto, forkserver, spawn, fork, inline, in-process"),
     ({"start_method": "thread"}, "start_method 'thread' is not one of auto, spawn,"),
     ({"start_method": 5}, "start_method 5 is not one of"),
     ({"timeout_s": 0}, "timeout_s must be a positive number of seconds or None, not 0"),
@@ -63,7 +63,7 @@ def test_bad_values(settings: dict[str, Any], message: str) -> None:
         (
             "FLOWER_GPU_START_METHOD",
             "forks",
-            "FLOWER_GPU_START_METHOD='forks' is not one of auto, spawn, fork, inline, in-process",
+            "FLOWER_GPU_START_METHOD='forks' is not one of auto, forkserver, spawn, fork, inline, in-process",
         ),
         ("FLOWER_GPU_TIMEOUT_S", "soon", "FLOWER_GPU_TIMEOUT_S='soon' is not a number of seconds"),
         ("FLOWER_GPU_TIMEOUT_S", "-1", "timeout_s must be a positive number of seconds or None, not -1.0"),
