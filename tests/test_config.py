@@ -31,8 +31,11 @@ def test_start_methods(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD = [
-    ({"start_method": "Spawn"}, "start_method 'Spawn' is not one of auto, forkserver, spawn, fork, inline, in-process"),
-    ({"start_method": "thread"}, "start_method 'thread' is not one of auto, spawn,"),
+    (
+        {"start_method": "Spawn"},
+        "start_method 'Spawn' is not one of auto, forkserver, spawn, fork, inline, in-process",
+    ),
+    ({"start_method": "thread"}, "start_method 'thread' is not one of auto, forkserver,"),
     ({"start_method": 5}, "start_method 5 is not one of"),
     ({"timeout_s": 0}, "timeout_s must be a positive number of seconds or None, not 0"),
     ({"timeout_s": -1.5}, "timeout_s must be a positive number of seconds or None, not -1.5"),
