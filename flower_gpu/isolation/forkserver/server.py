@@ -100,7 +100,7 @@ class Server:
             if not ready and self._small_pages:
                 collapse(self._small_pages.pop())
             for key, _ in ready:
-                if key.fd in self._selector.get_map():  # not closed by an earlier one of these
+                if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
                     key.data()
 
     def _has_ended(self) -> bool:
@@ -144,9 +144,10 @@ class Server:
             answer = handle(session, message, descriptors)
             if answer is not None:
                 sockets.send(session.connection, answer)
-        except (sockets.Gone, OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # of this connection: whatever it sent, the others go on
             if not isinstance(error, sockets.Gone):
-                print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                with suppress(OSError):  # the disk with the log is full
+                    print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._forget(session)
         finally:
             for descriptor in descriptors:
@@ -158,6 +159,8 @@ class Server:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
         if self._growing is not None and session.caller in self._reporters and not message.get("now"):
             return {"wait": True}  # its last worker had to import what the successor is about to have
+        if session.folder >= 0:
+            raise ValueError("open twice")
         session.folder = descriptors.pop()
         session.record = read_record(descriptors[0])
         if libraries.cuda_is_touched():
@@ -192,6 +195,8 @@ class Server:
 
     def _on_reap(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         """Give the pid of a worker that has exited back, and tell how it ended."""
+        if session.pid < 0:
+            raise ValueError("reap without fork")
         status = os.waitpid(session.pid, 0)[1]
         session.pid = -1
         self._take_report(session)
