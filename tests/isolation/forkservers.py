@@ -21,7 +21,10 @@ from processes import is_running, wait_until
 
 from flower_gpu.isolation.forkserver import client, control
 
-HERE = str(Path(__file__).parent)
+#: Environment in which a process finds the modules of this folder.
+WITH_TASKS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+}
 
 # Calls what it is told to, and tells what came of it; "do" runs code in the caller itself.
 PROGRAM = """
@@ -52,7 +55,7 @@ class Client:
 
     def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
-        environ = {**os.environ, "PYTHONPATH": HERE, "FLOWER_GPU_START_METHOD": "forkserver", **(env or {})}
+        environ = {**os.environ, **WITH_TASKS, "FLOWER_GPU_START_METHOD": "forkserver", **(env or {})}
         self._process = subprocess.Popen(
             [python, "-c", PROGRAM],
             env=environ,
