@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class _Memory:
         self.lock = threading.Lock()
         self.kind = _Kind()
         self.connections: dict[str, socket.socket] = {}
+
+    def known_kind(self) -> _Kind:
+        """Return a copy of what is known by now."""
+        with self.lock:
+            return _Kind(set(self.kind.variables), set(self.kind.without))
 
     def stay(self, name: str) -> None:
         """Tell server ``name`` that this process may have further calls; it then does not end when idle."""
@@ -155,28 +160,14 @@ def find(call: Call, deadline: float | None) -> Place:
         If that took until ``deadline`` (of ``time.monotonic``).
     """
     inherited = Inherited.of_this_process(dict(call.env))
-    record = write_record(
-        {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
-    )
-    folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _offer(call, inherited) as descriptors:
         patience = time.monotonic() + _GROWTH_S
         tries = 0
         while tries < _TRIES:
-            with _memory.lock:
-                kind = _Kind(set(_memory.kind.variables), set(_memory.kind.without))
-            name, connection = _connected(kind, call, inherited, folder, deadline)
-            try:
-                now = time.monotonic() > patience
-                answer = ask(connection, {"op": "open", "now": now}, [record, folder])
-            except Gone:
-                _end_if_it_hangs(connection)
-                connection.close()
-                tries += 1
-                continue
-            except BaseException:
-                connection.close()
-                raise
+            kind = _memory.known_kind()
+            name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
+            now = time.monotonic() > patience
+            answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors)
             if "fit" in answer:
                 _memory.stay(name)
                 return Place(connection)
@@ -185,12 +176,36 @@ def find(call: Call, deadline: float | None) -> Place:
                 _wait_a_moment(deadline)
                 continue
             tries += 1
-            if "unfit" not in answer:
+            if "variables" in answer:
                 _remember(kind, answer)
-    finally:
-        os.close(record)
-        os.close(folder)
     raise WorkerStartError("no fork server could be found that has what this process needs")
+
+
+@contextmanager
+def _offer(call: Call, inherited: Inherited) -> Iterator[tuple[int, int]]:
+    """Yield descriptors of what a server has to know of a call: a record, and the working directory."""
+    with ExitStack() as stack:
+        record = write_record(
+            {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
+        )
+        stack.callback(os.close, record)
+        folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, folder)
+        yield record, folder
+
+
+def _ask_or_end(
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int]
+) -> dict[str, Any]:
+    """Ask a server; one that says nothing is ended, and the answer is empty."""
+    try:
+        return ask(connection, message, descriptors)
+    except Gone:
+        _end_if_it_hangs(connection)
+        return {}
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _wait_a_moment(deadline: float | None) -> None:
@@ -200,7 +215,9 @@ def _wait_a_moment(deadline: float | None) -> None:
         time.sleep(_WAIT_S)
 
 
-def ask(connection: socket.socket, message: dict[str, Any], descriptors: Any = ()) -> dict[str, Any]:
+def ask(
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+) -> dict[str, Any]:
     """Send a message and wait for the answer.
 
     Raises
