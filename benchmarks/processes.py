@@ -113,6 +113,7 @@ def nothing_left_behind() -> Iterator[None]:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
         os.environ[_STATE] = tempfile.mkdtemp(dir=folder)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
         try:
             yield
         finally:
