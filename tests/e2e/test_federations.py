@@ -27,7 +27,7 @@ def test_quickstart_trains_in_processes_of_their_own(engine: str, launch: Launch
     assert len(set(pids)) == len(pids), "each call has a process of its own"
     fits = [worker for worker in workers if worker["task"] == "fit"]
     assert sorted(worker["client"] for worker in fits) == ["0", "0", "1", "1", "2", "2"]
-    assert {worker["start_method"] for worker in fits} == {"fork" if engine == "superlink" else "spawn"}
+    assert {worker["start_method"] for worker in fits} == {"fork" if engine == "superlink" else "forkserver"}
     evaluations = [worker for worker in workers if worker["task"] == "evaluate"]
     assert [worker["client"] for worker in evaluations] == ["server"] * 3, "clients do not evaluate"
 

@@ -11,7 +11,7 @@ import pytest
 
 from flower_gpu import cli
 from flower_gpu.launch import options as launch_options
-from flower_gpu.launch.environment import threads_per_client
+from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.plan import Plan, make_plan
 
 BAD_OPTIONS = [
@@ -214,10 +214,13 @@ def test_data_dir_becomes_absolute(tiny_app: Path, monkeypatch: pytest.MonkeyPat
 def test_clients_share_the_cores(tiny_app: Path) -> None:
     assert plan_of(tiny_app, "--clients 8").clients_at_once == 8
     assert plan_of(tiny_app, "--clients 8 --clients-per-round 2").clients_at_once == 2
-    assert threads_per_client(1) >= threads_per_client(2) >= threads_per_client(10**6) == 1
+    given = [client_environment({}, 0, at_once)["FLOWER_GPU_CONCURRENCY"] for at_once in (1, 8)]
+    assert given == ["1", "8"]
+    threads = [int(client_environment({}, 0, at_once)["OMP_NUM_THREADS"]) for at_once in (1, 2, 10**6)]
+    assert threads == sorted(threads, reverse=True) and threads[-1] == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["server", "--help"], ["--version"]])
 def test_answers_without_dependencies(arguments: list[str]) -> None:
     """-S: no installed package can be imported, as in a fresh clone."""
     result = subprocess.run(
