@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,8 +54,8 @@ class _Kind:
     variables: set[str] = field(default_factory=set)
     without: set[str] = field(default_factory=set)
 
-    def name(self) -> str:
-        return identity.server_name(self.variables, self.without)
+    def name(self, environ: Mapping[str, str], more: Any = None) -> str:
+        return identity.server_name(environ, self.variables, self.without, more)
 
 
 class _Memory:
@@ -248,11 +248,12 @@ def _connected(
     kind: _Kind, call: Call, inherited: Inherited, folder: int, deadline: float | None
 ) -> tuple[str, socket.socket]:
     """Connect to a server of this kind, and of the call's preloaded data."""
-    name = kind.name()
+    environ = inherited.environ
+    name = kind.name(environ)
     if not call.preload:
-        return name, _connect_or_start(name, kind, deadline)
+        return name, _connect_or_start(name, kind, environ, deadline)
     preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
-    data = identity.server_name(kind.variables, kind.without, [preload, inherited.path, os.getcwd()])
+    data = kind.name(environ, [preload, inherited.path, os.getcwd()])
     with suppress(Gone):
         return data, sockets.connect(data, _ANSWER_S)
     with sockets.locked(data, deadline) as lock:
@@ -262,7 +263,7 @@ def _connected(
         record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
         try:
             with _ready(deadline, None, "preload " + ", ".join(function for function, _ in preload)) as ready:
-                base = _connect_or_start(name, kind, deadline)
+                base = _connect_or_start(name, kind, environ, deadline)
                 try:
                     ask(base, {"op": "preload"}, [record, folder, ready, lock])
                 finally:
@@ -272,21 +273,23 @@ def _connected(
     return data, sockets.connect(data, _ANSWER_S)
 
 
-def _connect_or_start(name: str, kind: _Kind, deadline: float | None) -> socket.socket:
+def _connect_or_start(
+    name: str, kind: _Kind, environ: Mapping[str, str], deadline: float | None
+) -> socket.socket:
     with suppress(Gone):
         return sockets.connect(name, _ANSWER_S)
     with sockets.locked(name, deadline) as lock:
         with suppress(Gone):  # somebody else was first
             return sockets.connect(name, _ANSWER_S)
         with _ready(deadline, _START_S, "the fork server") as ready:
-            _start(Start(name, config.server_idle_s(), sorted(kind.without)), ready, lock)
+            _start(Start(name, config.server_idle_s(), sorted(kind.without)), environ, ready, lock)
         return sockets.connect(name, _ANSWER_S)
 
 
-def _start(start: Start, ready: int, lock: int) -> None:
+def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> None:
     """Start the program of a fork server, which becomes nobody's child."""
     record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLOWER_GPU_")}
+    environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
     # What of ours a server needs; a run's own variables would mark it as a part of that run.
     environ |= {name: os.environ[name] for name in ("FLOWER_GPU_STATE_DIR",) if name in os.environ}
     environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

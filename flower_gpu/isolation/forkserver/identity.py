@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import flower_gpu
+from flower_gpu.isolation.forkserver.inherited import LIMITS
 
 # Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
 _READ_AT_START: tuple[str, ...] = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_")
@@ -30,11 +32,15 @@ _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 
-def server_name(variables: Iterable[str], without: Iterable[str], more: Any = None) -> str:
+def server_name(
+    environ: Mapping[str, str], variables: Iterable[str], without: Iterable[str], more: Any = None
+) -> str:
     """Return the name of the fork server for this process as it is now.
 
     Parameters
     ----------
+    environ : mapping of str to str
+        Environment variables of the worker.
     variables : iterable of str
         Environment variables that the server's libraries read when they are imported.
     without : iterable of str
@@ -42,8 +48,8 @@ def server_name(variables: Iterable[str], without: Iterable[str], more: Any = No
     more : object
         Anything else that makes a server special (JSON).
     """
-    values = {name: os.environ.get(name) for name in sorted(variables)}
-    identity = [_this_process(), values, sorted(without), more]
+    values = {name: environ.get(name) for name in sorted(variables)}
+    identity = [_this_process(environ), values, sorted(without), more]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
 
 
@@ -59,10 +65,10 @@ def server_path() -> list[str]:
     return [entry for entry in sys.path if entry in folders]
 
 
-def _this_process() -> list[Any]:
-    environ = {
+def _this_process(environ: Mapping[str, str]) -> list[Any]:
+    read_at_start = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in environ.items()
         if name.startswith(_READ_AT_START) and name not in _SET_LATER and not name.endswith(_THREADS)
     }
     folders = [(entry, os.stat(entry).st_mtime_ns) for entry in installed_folders(sys.path)]
@@ -71,9 +77,12 @@ def _this_process() -> list[Any]:
         [sys.executable, sys.version, interpreter_flags()],
         # Every install, update or removal of a package changes its folder; our own may be an editable one.
         [folders, _own_files()],
-        sorted(environ.items()),
-        [os.environ.get(name) for name in _JOBS],
+        sorted(read_at_start.items()),
+        [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
+        # A process cannot raise its hard limits; the size of a thread's stack is read when a program starts.
+        [resource.getrlimit(number)[1] for number in LIMITS],
+        resource.getrlimit(resource.RLIMIT_STACK),
         _limiting_cgroup(),
     ]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Resource limits of this system, without the one that two names have.
-_LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Inherited:
             path=[entry for entry in sys.path if isinstance(entry, str)],
             umask=_umask(),
             cpus=sorted(os.sched_getaffinity(0)),
-            limits={str(number): list(resource.getrlimit(number)) for number in _LIMITS},
+            limits={str(number): list(resource.getrlimit(number)) for number in LIMITS},
         )
 
     def apply(self, folder: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from flower_gpu.isolation.forkserver import libraries
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
+from flower_gpu.isolation.forkserver.inherited import LIMITS
 from flower_gpu.isolation.forkserver.record import Start, describe
 from flower_gpu.isolation.forkserver.server import Server
 
@@ -30,6 +33,7 @@ def main() -> NoReturn:
         os._exit(0)  # so that it is nobody's child who would have to reap it
     for descriptor in (ready, lock):
         os.set_inheritable(descriptor, False)
+    _leave_limits_of_starter()
     try:
         _make(Start(**record["start"]), record).run(ready, lock)
     except BaseException as error:
@@ -37,6 +41,18 @@ def main() -> NoReturn:
             os.write(ready, describe(error))
         raise
     os._exit(0)
+
+
+def _leave_limits_of_starter() -> None:
+    """Undo what the process that started this one has set for itself; other callers' workers inherit it."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    for number in set(LIMITS) - {resource.RLIMIT_CORE, resource.RLIMIT_STACK}:
+        with suppress(OSError, ValueError):
+            hard = resource.getrlimit(number)[1]
+            resource.setrlimit(number, (hard, hard))
 
 
 def _make(start: Start, record: dict[str, Any]) -> Server:
