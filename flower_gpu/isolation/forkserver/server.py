@@ -248,6 +248,8 @@ class Server:
                 Inherited(**record["inherited"]).apply(folder)
                 os.close(folder)
                 self._become_preloaded(Start(**record["start"]), ready, lock)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         self._orphans.add(pid)
@@ -307,6 +309,8 @@ class Server:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._selector.close()
         own = {self._listener.fileno(), *self._descriptors}
+        if self._listener.fileno() not in keep:
+            self._listener.detach()  # or the object would close the number once more, another file's by then
         for session in self._sessions.values():
             own |= {session.connection.fileno(), session.folder, session.imported}
             session.connection.detach()
@@ -335,6 +339,8 @@ class Server:
                 end_with_parent(parent)  # it holds the listening socket, but does not answer yet
                 os.close(report)
                 self._be_successor(names, write)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(write)
