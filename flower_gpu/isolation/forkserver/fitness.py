@@ -49,7 +49,7 @@ class EnvironmentUse:
                 return value
             finally:
                 if environ is os.environ:
-                    self._note(name, value)
+                    self._note(name, value, before.get(name))
 
         def noting_iterate(environ: Any) -> Iterator[Any]:
             names = list(iterate(environ))
@@ -87,12 +87,14 @@ class EnvironmentUse:
             else:
                 os.environ[name] = value
 
-    def _note(self, name: str, value: str | None) -> None:
+    def _note(self, name: str, value: str | None, inherited: str | None) -> None:
         # A copy of the whole environment (for a program that is started) tells nothing about a variable.
         if self._listed and self._listed[0] == name:
             self._listed.popleft()
             return
         self._listed.clear()
+        if name in self.changed or value != inherited:  # what libraries set is the same for every caller
+            return
         if name not in _NOT_OF_A_LIBRARY and not name.endswith("_NUM_THREADS"):
             self.read.setdefault(name, value)
 
