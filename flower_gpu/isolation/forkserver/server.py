@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any
 
 import flower_gpu
-from flower_gpu.errors import ConfigError
-from flower_gpu.isolation import child, events, preload, threads, transport  # noqa: F401 - events as well
+from flower_gpu.isolation import child, events, threads, transport  # noqa: F401 - events as well
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.isolation.forkserver.inherited import Inherited
+from flower_gpu.isolation.forkserver.learning import Learning
 from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
 from flower_gpu.isolation.forkserver.session import Growth, Session
 from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
@@ -37,20 +37,14 @@ _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
 class Server:
     """A fork server: one loop over its socket, its connections and the ends of its workers."""
 
-    def __init__(self, start: Start, use: EnvironmentUse, learned: libraries.LearnedFile) -> None:
+    def __init__(self, start: Start, use: EnvironmentUse, learning: Learning) -> None:
         self._start = start
         self._use = use
-        self._learned_file = learned
+        self._learning = learning
         self._files = UserFiles()
         self._began = time.time()
-        self._folders = identity.installed_folders(sys.path)
         self._sessions: dict[int, Session] = {}
         self._orphans: set[int] = set()
-        self._refused: set[str] = set()
-        self._learned = list(learned.names)
-        self._reported: list[str] = []
-        self._reporters: set[int] = set()
-        self._growing: Growth | None = None
         self._modules = 0
         self._calls = 0
         self._draining = False
@@ -104,16 +98,16 @@ class Server:
                     key.data()
 
     def _has_ended(self) -> bool:
-        if self._sessions or self._orphans or self._growing is not None:
+        if self._sessions or self._orphans or self._learning.running is not None:
             self._last_use = time.monotonic()
         if not self._draining:
             idle_s = time.monotonic() - self._last_use
             if idle_s > self._start.idle_s or sockets.identity(self._start.name) != self._socket_file:
                 self._drain()
-        if self._growing is not None and time.monotonic() > self._growing.deadline:
-            os.kill(self._growing.pid, signal.SIGKILL)
+        if self._learning.running is not None and time.monotonic() > self._learning.running.deadline:
+            self._end_growth()
         working = any(session.pid >= 0 for session in self._sessions.values())
-        return self._draining and not working and self._growing is None
+        return self._draining and not working and self._learning.running is None
 
     # Messages
 
@@ -157,8 +151,8 @@ class Server:
         self, session: Session, message: Mapping[str, Any], descriptors: list[int]
     ) -> dict[str, Any]:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
-        if self._growing is not None and session.caller in self._reporters and not message.get("now"):
-            return {"wait": True}  # its last worker had to import what the successor is about to have
+        if self._learning.is_worth_waiting(session.caller) and not message.get("now"):
+            return {"wait": True}
         if session.folder >= 0:
             raise ValueError("open twice")
         session.folder = descriptors.pop()
@@ -199,7 +193,8 @@ class Server:
             raise ValueError("reap without fork")
         status = os.waitpid(session.pid, 0)[1]
         session.pid = -1
-        self._take_report(session)
+        self._learning.take(session.imported, session.caller)
+        self._grow()
         return {"exitcode": os.waitstatus_to_exitcode(status)}
 
     def _on_stay(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
@@ -217,8 +212,8 @@ class Server:
             "calls": self._calls,
             "workers": [other.record["label"] for other in others if other.pid >= 0],
             "users": sum(other.stays for other in others),
-            "libraries": sorted({name.partition(".")[0] for name in self._learned}),
-            "refused": sorted(self._refused),
+            "libraries": self._learning.libraries(),
+            "refused": sorted(self._learning.refused),
             "preload": [name for name, _ in self._start.preload],
         }
 
@@ -269,22 +264,8 @@ class Server:
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
         request = partial(transport.read_request, lines.request)
         child.forked(lines, stdout, stderr, record["env"], record["setup"], request)
-        self._report_imports(imported)
+        self._learning.report(self._modules, imported)
         atexit._run_exitfuncs()
-
-    def _report_imports(self, report: int) -> None:
-        names = libraries.imported_since(self._modules, self._folders)
-        if names:
-            os.write(report, json.dumps(names).encode())
-
-    def _take_report(self, session: Session) -> None:
-        size = os.fstat(session.imported).st_size
-        if size:
-            with suppress(ValueError):  # it was killed while writing
-                names = json.loads(os.pread(session.imported, size, 0))
-                self._reported += [name for name in names if name not in self._reported]
-                self._reporters.add(session.caller)
-        self._grow()
 
     def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""
@@ -314,9 +295,9 @@ class Server:
         for session in self._sessions.values():
             own |= {session.connection.fileno(), session.folder, session.imported}
             session.connection.detach()
-        if self._growing is not None:
-            own.add(self._growing.report)
-            self._growing = None
+        if self._learning.running is not None:
+            own.add(self._learning.running.report)
+            self._learning.running = None
         for descriptor in own - keep - {-1}:
             os.close(descriptor)
         self._sessions.clear()
@@ -325,10 +306,8 @@ class Server:
     # Growth: a fork imports what workers had to import, and takes this server's place if that did no harm
 
     def _grow(self) -> None:
-        if self._growing is not None or self._draining:
-            return
-        names = [name for name in self._reported if self._is_wanted(name)]
-        if not names:
+        names = self._learning.wanted()
+        if not names or self._learning.running is not None or self._draining:
             return
         report, write = os.pipe2(os.O_CLOEXEC)
         release_openmp_threads()
@@ -345,12 +324,8 @@ class Server:
                 os._exit(1)
         os.close(write)
         self._orphans.add(pid)
-        self._growing = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
+        self._learning.running = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
-
-    def _is_wanted(self, name: str) -> bool:
-        library = name.partition(".")[0]
-        return name not in sys.modules and library not in self._refused and library not in self._start.without
 
     def _be_successor(self, names: list[str], report: int) -> None:
         listener, stays = self._listener, [other for other in self._sessions.values() if other.stays]
@@ -359,15 +334,11 @@ class Server:
         os.setsid()
         gc.unfreeze()
         try:
-            with self._use.noted():
-                libraries.import_all(names)
+            self._learning.learn(names)
         except libraries.UnfitLibraryError as error:
             print(f"not imported any more: {error}", file=sys.stderr, flush=True)
             os.write(report, json.dumps(error.libraries).encode())
             return
-        self._learned += names
-        self._reported, self._reporters = [], set()
-        self._learned_file.write(self._learned)
         for descriptor in connections:
             session = Session(socket.socket(fileno=descriptor), connections[descriptor].caller, stays=True)
             self._sessions[descriptor] = session
@@ -378,18 +349,23 @@ class Server:
         self.serve()
         os._exit(0)
 
+    def _end_growth(self) -> None:
+        if (
+            self._learning.running is not None and self._learning.running.pid in self._orphans
+        ):  # not reaped: its pid is its own
+            os.kill(self._learning.running.pid, signal.SIGKILL)
+
     def _on_growth(self) -> None:
-        growth = self._growing
+        growth, self._learning.running = self._learning.running, None
         assert growth is not None
         data = os.read(growth.report, 1 << 16)
         self._selector.unregister(growth.report)
         os.close(growth.report)
-        self._growing = None
         refused = json.loads(data) if data else [name.partition(".")[0] for name in growth.names]
         if refused is None:
             self._hand_over()
         else:
-            self._refused |= set(refused)
+            self._learning.refused |= set(refused)
             self._grow()
 
     def _hand_over(self) -> None:
@@ -405,6 +381,7 @@ class Server:
         if self._draining:
             return
         self._draining = True
+        self._end_growth()
         self._selector.unregister(self._listener)
         self._listener.close()
         sockets.remove(self._start.name, self._socket_file)
@@ -418,8 +395,7 @@ class Server:
         gc.unfreeze()
         try:
             with self._use.noted():
-                for name, kwargs in start.preload:
-                    _preload(name, kwargs)
+                libraries.preload_on_cpu(start.preload)
         except BaseException as error:
             traceback.print_exc()
             os.write(ready, describe(error))
@@ -427,12 +403,3 @@ class Server:
         self._files.note(identity.server_path())
         self.run(ready, lock)
         os._exit(0)
-
-
-def _preload(name: str, kwargs: Mapping[str, Any]) -> None:
-    preload.run([(name, kwargs)])
-    if libraries.cuda_is_touched():
-        raise ConfigError(
-            f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
-            "choose the device in the task"
-        )
