@@ -23,6 +23,7 @@ from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.child import Descriptors
 from flower_gpu.isolation.forkserver import identity, sockets
 from flower_gpu.isolation.forkserver.inherited import Inherited
+from flower_gpu.isolation.forkserver.libraries import LearnedFile
 from flower_gpu.isolation.forkserver.program import ENVIRONMENT, PROGRAM
 from flower_gpu.isolation.forkserver.record import READY, Start, write_record
 from flower_gpu.isolation.forkserver.sockets import Gone
@@ -281,9 +282,22 @@ def _connect_or_start(
     with sockets.locked(name, deadline) as lock:
         with suppress(Gone):  # somebody else was first
             return sockets.connect(name, _ANSWER_S)
-        with _ready(deadline, _START_S, "the fork server") as ready:
-            _start(Start(name, config.server_idle_s(), sorted(kind.without)), environ, ready, lock)
+        start = Start(name, config.server_idle_s(), sorted(kind.without))
+        learned = LearnedFile(name)
+        has_learned = learned.exists()
+        try:
+            _start_and_wait(start, environ, deadline, lock)
+        except WorkerStartError:
+            # What an earlier server had learned may have ended it; the next one comes up without.
+            if not has_learned or learned.exists():
+                raise
+            _start_and_wait(start, environ, deadline, lock)
         return sockets.connect(name, _ANSWER_S)
+
+
+def _start_and_wait(start: Start, environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
+    with _ready(deadline, _START_S, "the fork server") as ready:
+        _start(start, environ, ready, lock)
 
 
 def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> None:

@@ -13,6 +13,8 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation import preload
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.native import initialized_cuda_devices
 
@@ -77,6 +79,25 @@ def import_always(without: Iterable[str]) -> None:
     import_all(name for name in ALWAYS if name.partition(".")[0] not in excluded)
 
 
+def preload_on_cpu(functions: preload.Preload) -> None:
+    """Call functions of the user's that load data.
+
+    Raises
+    ------
+    ConfigError
+        If one of them initialised CUDA.
+    Exception
+        What a function raised.
+    """
+    for name, kwargs in functions:
+        preload.run([(name, kwargs)])
+        if cuda_is_touched():
+            raise ConfigError(
+                f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
+                "choose the device in the task"
+            )
+
+
 class LearnedFile:
     """The libraries that workers of a fork server needed, kept for the next one of the same name.
 
@@ -89,6 +110,10 @@ class LearnedFile:
     def __init__(self, name: str) -> None:
         self._path = sockets.folder() / f"{name}.libraries"
         self.names: list[str] = []
+
+    def exists(self) -> bool:
+        """Tell whether there is something to take."""
+        return self._path.exists()
 
     def take(self) -> None:
         """Read the file and remove it: if a library ends this process, the next one comes up without."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from flower_gpu.isolation.forkserver import libraries
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
 from flower_gpu.isolation.forkserver.inherited import LIMITS
+from flower_gpu.isolation.forkserver.learning import Learning
 from flower_gpu.isolation.forkserver.record import Start, describe
 from flower_gpu.isolation.forkserver.server import Server
 
@@ -63,7 +64,9 @@ def _make(start: Start, record: dict[str, Any]) -> Server:
             libraries.import_always(start.without)
             learned.take()
             libraries.import_all(learned.names)
-    except libraries.UnfitLibraryError as error:
+    except Exception as error:
+        if not learned.names:  # it would end the next attempt as well
+            raise
         print(f"starting again without what was learned: {error}", file=sys.stderr, flush=True)
         for descriptor in (record["ready"], record["lock"]):
             os.set_inheritable(descriptor, True)
@@ -72,4 +75,4 @@ def _make(start: Start, record: dict[str, Any]) -> Server:
     learned.write(learned.names)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    return Server(start, use, learned)
+    return Server(start, use, Learning(use, learned, start.without))
