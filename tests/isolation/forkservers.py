@@ -59,6 +59,7 @@ class Client:
         self._process = subprocess.Popen(
             [python, "-c", PROGRAM],
             env=environ,
+            cwd="/",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

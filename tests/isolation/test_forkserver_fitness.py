@@ -85,7 +85,7 @@ class TestVariables:
                 assert found[0] == value
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
 
-    @pytest.mark.xfail(strict=True, reason="a learned library has read its variables before the task sets them")
+    @pytest.mark.xfail(strict=True, reason="a learned library has read it before the task sets it")
     def test_set_by_the_task_before_its_imports(self, learned: str, tmp_path: Path) -> None:
         """The first lines of many a task: a variable, and then the library that reads it."""
         (tmp_path / "setting_task.py").write_text(
