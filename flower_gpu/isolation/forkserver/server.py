@@ -350,10 +350,9 @@ class Server:
         os._exit(0)
 
     def _end_growth(self) -> None:
-        if (
-            self._learning.running is not None and self._learning.running.pid in self._orphans
-        ):  # not reaped: its pid is its own
-            os.kill(self._learning.running.pid, signal.SIGKILL)
+        growth = self._learning.running
+        if growth is not None and growth.pid in self._orphans:  # not reaped: its pid is its own
+            os.kill(growth.pid, signal.SIGKILL)
 
     def _on_growth(self) -> None:
         growth, self._learning.running = self._learning.running, None
