@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flower_gpu import GPUClient, WorkerDiedError
+from flower_gpu.isolation.forkserver import control
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -36,7 +37,7 @@ def assert_back_at(before: int) -> None:
     assert now <= before + _TOLERANCE_BYTES
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_memory_is_back_after_every_call(method: str) -> None:
     before = level()
     client = GPUClient("gpu_tasks:train", start_method=method)
@@ -47,10 +48,24 @@ def test_memory_is_back_after_every_call(method: str) -> None:
         assert_back_at(before)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
 def test_memory_is_back_after_a_worker_died(method: str) -> None:
     before = level()
     client: Any = GPUClient("gpu_tasks:train_and_die", start_method=method)
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         client.fit([np.zeros(3, np.float32)], {})
+    assert_back_at(before)
+
+
+def test_the_fork_server_stays_away_from_the_gpu() -> None:
+    """Although its workers train on it; DataLoader with pinned memory and a module-level check are usual."""
+    before = level()
+    client = GPUClient("gpu_tasks:train", start_method="forkserver")
+    for _ in range(2):
+        client.fit([np.zeros(3, np.float32)], {})
+    servers = [status for status in control.status() if status.users]
+    assert servers
+    for server in servers:
+        opened = [str(link.readlink()) for link in Path(f"/proc/{server.pid}/fd").iterdir()]
+        assert [path for path in opened if path.startswith("/dev/nvidia")] == []
     assert_back_at(before)
