@@ -166,7 +166,11 @@ def find(call: Call, deadline: float | None) -> Place:
         tries = 0
         while tries < _TRIES:
             kind = _memory.known_kind()
-            name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
+            try:
+                name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
+            except Gone:  # it ended again at once, or hangs
+                tries += 1
+                continue
             now = time.monotonic() > patience
             answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors)
             if "fit" in answer:
@@ -264,11 +268,9 @@ def _connected(
         record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
         try:
             with _ready(deadline, None, "preload " + ", ".join(function for function, _ in preload)) as ready:
-                base = _connect_or_start(name, kind, environ, deadline)
-                try:
-                    ask(base, {"op": "preload"}, [record, folder, ready, lock])
-                finally:
-                    base.close()
+                with _connect_or_start(name, kind, environ, deadline) as base:
+                    if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock]):
+                        raise Gone("the server with the libraries has ended")
         finally:
             os.close(record)
     return data, sockets.connect(data, _ANSWER_S)
