@@ -67,8 +67,8 @@ def huge_page_regions() -> list[int]:
     regions: list[int] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
-            span, access, *_, name = line.rstrip().split(" ", maxsplit=5)
-            if access == "rw-p" and name.strip() in ("", "[heap]"):
+            span, access, _, _, _, *name = line.split(maxsplit=5)
+            if access == "rw-p" and (not name or name[0].startswith("[heap]")):
                 first, end = (int(address, 16) for address in span.split("-"))
                 regions += range(-(-first // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE)
     return regions
