@@ -100,3 +100,9 @@ def hashed(text: str) -> int:
 
 def main_names() -> list[str]:
     return sorted(vars(sys.modules["__main__"]))
+
+
+def plus_one(weights: list[Any]) -> tuple[list[Any], int]:
+    for array in weights:
+        array += 1
+    return weights, os.getppid()
