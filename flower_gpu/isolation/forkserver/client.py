@@ -267,10 +267,13 @@ def _connected(
         start = Start(data, config.server_idle_s(), sorted(kind.without), preload)
         record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
         try:
-            with _ready(deadline, None, "preload " + ", ".join(function for function, _ in preload)) as ready:
-                with _connect_or_start(name, kind, environ, deadline) as base:
-                    if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock]):
-                        raise Gone("the server with the libraries has ended")
+            what = "preload " + ", ".join(function for function, _ in preload)
+            with (
+                _ready(deadline, None, what) as ready,
+                _connect_or_start(name, kind, environ, deadline) as base,
+            ):
+                if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock]):
+                    raise Gone("the server with the libraries has ended")
         finally:
             os.close(record)
     return data, sockets.connect(data, _ANSWER_S)
