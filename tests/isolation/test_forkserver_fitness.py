@@ -198,6 +198,7 @@ class TestInherited:
             "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, 800))",
             "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
             "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, 1 << 24))",
+            "import resource; resource.setrlimit(resource.RLIMIT_AS, (10**9, resource.RLIM_INFINITY))",
         ],
     )
     def test_as_a_spawned_worker(self, python: str, change: str) -> None:

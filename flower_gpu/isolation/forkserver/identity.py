@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import flower_gpu
-from flower_gpu.isolation.forkserver.inherited import LIMITS
+from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
 
 # Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
 _READ_AT_START: tuple[str, ...] = ("ATEN_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_")
@@ -80,9 +80,10 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
         sorted(read_at_start.items()),
         [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
-        # A process cannot raise its hard limits; the size of a thread's stack is read when a program starts.
+        [os.stat("/").st_dev, os.stat("/").st_ino],  # another one in a chroot
+        # A process cannot raise its hard limits.
         [resource.getrlimit(number)[1] for number in LIMITS],
-        resource.getrlimit(resource.RLIMIT_STACK),
+        [resource.getrlimit(number) for number in SHAPING_LIMITS],
         _limiting_cgroup(),
     ]
 

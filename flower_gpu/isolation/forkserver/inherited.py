@@ -16,6 +16,10 @@ from typing import Any
 #: Resource limits of this system, without the one that two names have.
 LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
 
+#: Limits that a server must have itself: of the size of threads' stacks, which is read when a program starts,
+#: and of memory, which could be less than what the libraries of another server take.
+SHAPING_LIMITS = (resource.RLIMIT_STACK, resource.RLIMIT_AS, resource.RLIMIT_DATA)
+
 
 @dataclass(frozen=True)
 class Inherited:

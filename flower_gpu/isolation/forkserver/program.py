@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from flower_gpu.isolation.forkserver import libraries
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
-from flower_gpu.isolation.forkserver.inherited import LIMITS
+from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
 from flower_gpu.isolation.forkserver.learning import Learning
 from flower_gpu.isolation.forkserver.record import Start, describe
 from flower_gpu.isolation.forkserver.server import Server
@@ -50,7 +50,7 @@ def _leave_limits_of_starter() -> None:
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    for number in set(LIMITS) - {resource.RLIMIT_CORE, resource.RLIMIT_STACK}:
+    for number in {*LIMITS} - {*SHAPING_LIMITS, resource.RLIMIT_CORE}:
         with suppress(OSError, ValueError):
             hard = resource.getrlimit(number)[1]
             resource.setrlimit(number, (hard, hard))
