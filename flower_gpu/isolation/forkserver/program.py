@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from flower_gpu.isolation.forkserver import libraries
+from flower_gpu.isolation.forkserver import libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
 from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
 from flower_gpu.isolation.forkserver.learning import Learning
@@ -73,6 +73,7 @@ def _make(start: Start, record: dict[str, Any]) -> Server:
         arguments = [*sys.orig_argv[:-1], json.dumps({**record, "detached": True})]
         os.execv(sys.executable, arguments)
     learned.write(learned.names)
+    sockets.remove_old_files()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     return Server(start, use, Learning(use, learned, start.without))

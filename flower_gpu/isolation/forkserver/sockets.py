@@ -24,6 +24,8 @@ from flower_gpu.isolation.interrupts import allowed_interrupts
 _MAX_MESSAGE = 65536
 _MAX_DESCRIPTORS = 16
 _LOCK_POLL_S = 0.02
+_LOOK_S = 1.0
+_KEPT_S = 7 * 24 * 3600.0
 
 
 class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
@@ -54,6 +56,23 @@ def folder() -> Path:
 def names() -> list[str]:
     """Return the names of all fork servers of this user that have a socket, running or not."""
     return sorted(path.stem for path in folder().glob("*.socket"))
+
+
+def remove_old_files() -> None:
+    """Remove what servers have left that have not been started for a week: of environments that are gone."""
+    oldest = time.time() - _KEPT_S
+    for path in folder().iterdir():
+        with suppress(OSError):
+            if path.lstat().st_mtime < oldest and not _listens(path.stem):
+                path.unlink()
+
+
+def _listens(name: str) -> bool:
+    try:
+        connect(name, _LOOK_S).close()
+    except Gone:
+        return False
+    return True
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
