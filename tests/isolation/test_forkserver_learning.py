@@ -37,6 +37,7 @@ PACKAGES = {
     "exits": "import os\nif os.getsid(0) == os.getpid(): raise SystemExit(3)\n",
     "hangs": "import os, time\nif os.getsid(0) == os.getpid(): time.sleep(600)\n",
     "breaks_later": 'import os\nif os.path.exists(__file__ + ".broken"): raise RuntimeError("broken")\n',
+    "hangs_later": 'import os, time\nif os.path.exists(__file__ + ".broken"): time.sleep(600)\n',
     "crashes_later": 'import os\nif os.path.exists(__file__ + ".broken"): os.abort()\n',
 }
 
@@ -152,11 +153,12 @@ class TestLibraries:
             (server,) = control.stop()
             assert wait_until(lambda: not is_running(server))
 
-    @pytest.mark.parametrize("library", ["breaks_later", "crashes_later"])
+    @pytest.mark.parametrize("library", ["breaks_later", "crashes_later", "hangs_later"])
     def test_one_that_does_harm_only_later(self, library: str, python: str, environment: Path) -> None:
         """At the start of the next server: it comes up without, and no call notices."""
         marker = forkservers.site_packages(environment) / library / "__init__.py.broken"
         with forkservers.own_servers(), Client(python) as caller:
+            caller.do("from flower_gpu.isolation.forkserver import client; client._START_S = 8")
             learn(caller, library)
             control.stop(wait_s=20)
             marker.touch()

@@ -41,11 +41,10 @@ def is_supported() -> bool:
     """Tell whether this system has what the fork server is built on (Linux 5.3)."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         return False
-    try:
+    with suppress(OSError):
         os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 @dataclass
@@ -289,39 +288,40 @@ def _connect_or_start(
             return sockets.connect(name, _ANSWER_S)
         start = Start(name, config.server_idle_s(), sorted(kind.without))
         learned = LearnedFile(name)
-        has_learned = learned.exists()
-        try:
-            _start_and_wait(start, environ, deadline, lock)
-        except WorkerStartError:
-            # What an earlier server had learned may have ended it; the next one comes up without.
-            if not has_learned or learned.exists():
-                raise
-            _start_and_wait(start, environ, deadline, lock)
+        for has_learned in (learned.exists(), False):
+            try:
+                _start_and_wait(start, environ, deadline, lock)
+                break
+            except WorkerStartError:
+                # What an earlier server had learned may have ended it; the next one comes up without.
+                if not has_learned or learned.exists():
+                    raise
         return sockets.connect(name, _ANSWER_S)
 
 
 def _start_and_wait(start: Start, environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
-    with _ready(deadline, _START_S, "the fork server") as ready:
-        _start(start, environ, ready, lock)
+    try:
+        with _ready(deadline, _START_S, "the fork server") as ready:
+            group = _start(start, environ, ready, lock)
+    except WorkerStartError:
+        with suppress(ProcessLookupError):  # it hangs, and holds the right to start one
+            os.killpg(group, signal.SIGKILL)
+        raise
 
 
-def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> None:
-    """Start the program of a fork server, which becomes nobody's child."""
+def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> int:
+    """Start the program of a fork server, which becomes nobody's child; returns its process group."""
     record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
     environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
     # What of ours a server needs; a run's own variables would mark it as a part of that run.
     environ |= {name: os.environ[name] for name in ("FLOWER_GPU_STATE_DIR",) if name in os.environ}
     environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    program = [sys.executable, *identity.interpreter_flags(), "-c"]
     path = sockets.folder() / f"{start.name}.log"
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as log:
+    with (
+        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as log,
         subprocess.Popen(
-            [
-                sys.executable,
-                *identity.interpreter_flags(),
-                "-c",
-                PROGRAM.format(path=identity.server_path()),
-                json.dumps(record),
-            ],
+            [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -329,7 +329,9 @@ def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) ->
             env={**environ, **ENVIRONMENT},
             pass_fds=(ready, lock),
             start_new_session=True,
-        ).wait()
+        ) as process,
+    ):
+        return process.pid
 
 
 @contextmanager
