@@ -115,8 +115,9 @@ def listen(name: str) -> socket.socket:
 def identity(name: str) -> tuple[int, int] | None:
     """Return what tells the socket file ``name`` from a later one, or None where it is missing."""
     try:
-        found = (folder() / f"{name}.socket").stat()
-    except (OSError, ConfigError):
+        # Not folder(): that would make one again that has been removed.
+        found = (config.state_dir() / f"{name}.socket").stat()
+    except OSError:
         return None
     return found.st_ino, found.st_ctime_ns
 
