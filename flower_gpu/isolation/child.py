@@ -151,6 +151,7 @@ def forked(
     env: Mapping[str, str],
     setup: str | None,
     load: Callable[[], tuple[Any, ...]],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
 ) -> None:
     """Run in a fork, where locks and streams are those of the process that was forked."""
     os.dup2(stderr, 2)  # first: what fails from here on is told there
@@ -166,7 +167,7 @@ def forked(
         # Its lock is one for the whole family of processes: a worker that is killed with it, or that
         # waits for the caller to read its output, would stop the caller's bars for ever.
         sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
-    serve(descriptors, env, setup, load)
+    serve(descriptors, env, setup, load, set_too_late)
 
 
 def serve(
@@ -174,6 +175,7 @@ def serve(
     env: Mapping[str, str],
     setup: str | None,
     load: Callable[[], tuple[Any, ...]],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
 ) -> None:
     """Do one call: load the task and its arguments, run it, leave the result in the reply file.
 
@@ -187,6 +189,9 @@ def serve(
         ``"package.module:function"`` to call before the task is loaded.
     load : callable
         Returns ``(task, args, kwargs, preload)``. May import whatever the task needs.
+    set_too_late : callable
+        Returns the environment variables that the task's module has set after libraries had read them; then
+        the caller is told, and the task is not run.
     """
     _die_with_the_caller(descriptors.life)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
@@ -222,6 +227,9 @@ def serve(
             function = load_task(task)
             threads.follow(env)
             _check_environment(env)
+            if variables := set_too_late():
+                send({"event": "set_too_late", "variables": variables})
+                return
             outcome = Outcome(value=function(*args, **kwargs))
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from flower_gpu.isolation.call import Call, task_name
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.forkserver.sockets import Gone as Gone
 from flower_gpu.isolation.native import initialized_cuda_devices, release_openmp_threads
+from flower_gpu.isolation.process import OwnChild, Process
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
@@ -30,26 +31,6 @@ start_lock = threading.Lock()
 _life_ends: set[int] = set()
 
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.isolation.child import spawned; spawned()"
-
-
-class Process(Protocol):
-    """A started worker, leader of its own process group."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        ...
-
-    def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
-        ...
-
-    def reap(self) -> int | None:
-        """Give its pid back, once it has exited, and return the exit status (``-n`` for signal ``n``).
-
-        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
-        """
-        ...
 
 
 class Starter(Protocol):
@@ -151,25 +132,57 @@ def prepare(call: Call, start_method: str, *, or_spawn: bool, deadline: float | 
     return prepared
 
 
-# Why calls with this to preload are spawned; a server that cannot be started is not tried for every call.
-_spawned_instead: dict[str, str] = {}
+# Calls of these tasks, or with this to preload, are spawned, because there can be no fork server for them.
+_spawned_instead: set[str] = set()
+# What modules of tasks set before they import libraries: they need a server whose libraries have read that.
+_set_by_modules: dict[str, dict[str, str]] = {}
+
+
+def _key(call: Call) -> str:
+    # The user's task may be the first argument of one of ours.
+    names = (name for name in (call.task, *call.args[:1]) if isinstance(name, str))
+    return repr([task_name(call.task), *names, call.preload])
 
 
 def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float | None) -> None:
-    key = repr(call.preload)
+    key = _key(call)
     if or_spawn and key in _spawned_instead:
         prepared.start_method = "spawn"
         return
     try:
-        prepared.place = client.find(call, deadline)
+        prepared.place = client.find(call, deadline, _set_by_modules.get(key, {}))
     except TimeoutError:
         raise
     except (OSError, ConfigError, WorkerStartError) as error:
         if not or_spawn:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
-        warnings.warn(f"workers are spawned, which is slower: {error}", RuntimeWarning, stacklevel=2)
-        _spawned_instead[key] = str(error)
+        _spawn_instead(key, str(error))
         prepared.start_method = "spawn"
+
+
+def remember_variables(call: Call, variables: Mapping[str, str | None], *, or_spawn: bool) -> None:
+    """Take note of what a task's module sets, for the next try of the call and for all later ones.
+
+    Raises
+    ------
+    WorkerStartError
+        If no fork server can have that, and the call must not be spawned.
+    """
+    key = _key(call)
+    values = {name: value for name, value in variables.items() if value is not None}
+    if len(values) == len(variables) and key not in _set_by_modules:
+        _set_by_modules[key] = values
+        return
+    names = ", ".join(sorted(variables))
+    text = f"{call.label}: its module removes {names} from the environment, or sets it anew in each worker"
+    if not or_spawn:
+        raise WorkerStartError(f"{text}. Set it with env=, or use start_method='spawn'")
+    _spawn_instead(key, text)
+
+
+def _spawn_instead(key: str, reason: str) -> None:
+    warnings.warn(f"workers are spawned, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+    _spawned_instead.add(key)
 
 
 def _write_request(call: Call, *, preloaded: bool) -> int:
@@ -288,7 +301,7 @@ def spawn(
         pass_fds=tuple(vars(descriptors).values()),
         process_group=0,
     )
-    return _Child(process.pid, reap=process.wait)
+    return OwnChild(process.pid, reap=process.wait)
 
 
 def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
@@ -300,7 +313,7 @@ def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout:
     request = (call.task, call.args, dict(call.kwargs), call.preload)
     target = partial(child.forked, descriptors, stdout, stderr, call.env, call.setup, lambda: request)
     pid = child.fork_process(target, f"flower-gpu: {call.label}")
-    return _Child(pid, reap=lambda: os.waitpid(pid, 0))
+    return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
 
 
 def forkserver(
@@ -341,41 +354,6 @@ def _standard_descriptors_occupied() -> Iterator[None]:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
         os.close(descriptor)
         yield
-
-
-class _Child:
-    """A worker that this process started itself."""
-
-    def __init__(self, pid: int, reap: Callable[[], object]) -> None:
-        self.pid = pid
-        self._reap = reap
-        self._exited = False
-        self._exitcode: int | None = None
-
-    def has_exited(self) -> bool:
-        if self._exited:
-            return True
-        try:
-            if hasattr(os, "waitid"):
-                # WNOWAIT: its pid, and so its group's id, stays taken until it is reaped.
-                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None:
-                    self._exited = True
-                    by_itself = found.si_code == os.CLD_EXITED
-                    self._exitcode = found.si_status if by_itself else -found.si_status
-            else:  # macOS before Python 3.13
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid != 0:
-                    self._exited = True
-                    self._exitcode = os.waitstatus_to_exitcode(status)
-        except ChildProcessError:  # SIGCHLD is ignored here, or somebody else waits for all children
-            self._exited = True
-        return self._exited
-
-    def reap(self) -> int | None:
-        with suppress(ChildProcessError):
-            self._reap()
-        return self._exitcode
 
 
 def _after_fork_in_child() -> None:

@@ -29,6 +29,7 @@ from flower_gpu.isolation.call import Call, load_task
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
 from flower_gpu.isolation.interrupts import deferred_interrupts
+from flower_gpu.isolation.process import Process
 from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -111,6 +112,10 @@ def run(
         with deferred_interrupts():
             exitcode = worker.end()
         outcome = worker.outcome(call.label)
+    if worker.set_too_late is not None:
+        start.remember_variables(call, worker.set_too_late, or_spawn=or_spawn)
+        left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
+        return run(call, start_method, left_s, on_event, on_start, or_spawn)
     if outcome is not None:
         return _unwrap(call, outcome)
     if not finished:
@@ -131,7 +136,9 @@ class _Worker:
 
     def __init__(self) -> None:
         self.tail = Tail()
-        self._process: start.Process | None = None
+        #: Variables that the task's module set after the fork server's libraries had read them.
+        self.set_too_late: dict[str, str | None] | None = None
+        self._process: Process | None = None
         self._lines: start.Lines | None = None
         self._prepared: start.Prepared | None = None
         self._streams: list[Stream] = []
@@ -250,7 +257,7 @@ class _Worker:
             if key.data is not None and not key.data.read():
                 self._selector.unregister(key.fd)
 
-    def _wait_for_exit(self, process: start.Process) -> None:
+    def _wait_for_exit(self, process: Process) -> None:
         # Without reading: that may raise, and a worker that is being killed waits for no reader.
         poll = select.poll()
         if self._pidfd >= 0:
@@ -310,6 +317,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
             return
         if event.get("event") == "result":
             worker.on_result()
+        elif event.get("event") == "set_too_late":
+            worker.set_too_late = event["variables"]
         elif on_event is not None:
             on_event(event)
 

@@ -6,7 +6,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
+import torch
 
 
 def threads_of_torch() -> tuple[str, int]:

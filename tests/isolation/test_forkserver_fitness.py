@@ -85,7 +85,6 @@ class TestVariables:
                 assert found[0] == value
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
 
-    @pytest.mark.xfail(strict=True, reason="a learned library has read it before the task sets it")
     def test_set_by_the_task_before_its_imports(self, learned: str, tmp_path: Path) -> None:
         """The first lines of many a task: a variable, and then the library that reads it."""
         (tmp_path / "setting_task.py").write_text(
@@ -97,6 +96,16 @@ class TestVariables:
             assert caller.call("setting_task:value", start_method="spawn") == "of the task"
             for _ in range(3):
                 assert caller.call("setting_task:value") == "of the task"
+
+    def test_set_anew_by_the_task_in_each_worker(self, learned: str, tmp_path: Path) -> None:
+        """No server could have read that; the worker is spawned, and the caller told."""
+        (tmp_path / "restless_task.py").write_text(
+            'import os\nos.environ["READS_HOME"] = str(os.getpid())\nimport reads_variable\n'
+            "def value():\n    return reads_variable.VALUE == str(os.getpid())\n"
+        )
+        with Client(learned) as caller:
+            caller.do(f"sys.path.append({str(tmp_path)!r})")
+            assert [caller.call("restless_task:value", start_method="auto") for _ in range(2)] == [True, True]
 
     def test_set_by_a_library(self, learned: str) -> None:
         with Client(learned) as caller:

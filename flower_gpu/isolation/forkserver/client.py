@@ -149,8 +149,18 @@ class ForkedWorker:
             os.close(self._pidfd)
 
 
-def find(call: Call, deadline: float | None) -> Place:
+def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Place:
     """Find a fork server for ``call``; start or replace one where necessary.
+
+    Parameters
+    ----------
+    call : Call
+        The task.
+    deadline : float, optional
+        On the clock of ``time.monotonic``.
+    variables : mapping of str to str
+        What the task's module sets in the environment, as far as that is known: found there by the worker
+        already, and by the libraries of its server.
 
     Raises
     ------
@@ -159,7 +169,7 @@ def find(call: Call, deadline: float | None) -> Place:
     TimeoutError
         If that took until ``deadline`` (of ``time.monotonic``).
     """
-    inherited = Inherited.of_this_process(dict(call.env))
+    inherited = Inherited.of_this_process({**variables, **call.env})
     with _offer(call, inherited) as descriptors:
         patience = time.monotonic() + _GROWTH_S
         tries = 0

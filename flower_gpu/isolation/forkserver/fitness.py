@@ -77,6 +77,10 @@ class EnvironmentUse:
             if environ.get(name) != value and environ.get(name) != self.changed.get(name, value)
         )
 
+    def set_too_late(self) -> dict[str, str | None]:
+        """Return the variables that have another value by now than the one libraries have read."""
+        return {name: os.environ.get(name) for name in self.differs_from(os.environ)}
+
     def apply_changes(self, keep: Mapping[str, str]) -> None:
         """Set in ``os.environ`` what the libraries set, except the variables in ``keep``."""
         for name, value in self.changed.items():

@@ -263,7 +263,8 @@ class Server:
             sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
         request = partial(transport.read_request, lines.request)
-        child.forked(lines, stdout, stderr, record["env"], record["setup"], request)
+        late = self._use.set_too_late
+        child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
         self._learning.report(self._modules, imported)
         atexit._run_exitfuncs()
 
