@@ -11,6 +11,15 @@ from typing import Any
 import flower_gpu
 
 
+class Table:
+    """Something that has its own use for an array of objects, as a data frame has."""
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self.columns = np.array(["a", 1, None], dtype=object)
+
+
 def answer() -> int:
     return 42
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plain_tasks
 import pytest
 from conftest import Run
 from processes import descriptors
@@ -139,15 +140,8 @@ def test_objects_are_refused_with_their_place(start_method: str, run: Run) -> No
             run_in_worker("plain_tasks:echo", named=objects, start_method=start_method)
 
 
-class Table:
-    """Something that has its own use for an array of objects, as a data frame has."""
-
-    def __init__(self) -> None:
-        self.columns = np.array(["a", 1, None], dtype=object)
-
-
 def test_objects_inside_of_something_else(start_method: str, run: Run) -> None:
-    (arrived,) = run_in_worker("plain_tasks:echo", Table(), start_method=start_method)
+    (arrived,) = run_in_worker("plain_tasks:echo", plain_tasks.Table(), start_method=start_method)
     assert arrived.columns.tolist() == ["a", 1, None]
 
 
