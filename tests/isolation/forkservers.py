@@ -155,7 +155,13 @@ def only_server() -> control.Status:
 
 def until_only(condition: Any) -> control.Status:
     """Return the one server that there is, once it is as it should be."""
-    assert wait_until(lambda: len(control.status()) == 1 and condition(control.status()[0])), control.status()
+
+    def is_so() -> bool:
+        found = control.status()
+        return len(found) == 1 and bool(condition(found[0]))
+
+    # Importing libraries takes a busy machine its time.
+    assert wait_until(is_so, timeout_s=90), control.status()
     return control.status()[0]
 
 
