@@ -156,13 +156,15 @@ def only_server() -> control.Status:
 def until_only(condition: Any) -> control.Status:
     """Return the one server that there is, once it is as it should be."""
 
+    found: list[control.Status] = []
+
     def is_so() -> bool:
-        found = control.status()
+        found[:] = control.status()
         return len(found) == 1 and bool(condition(found[0]))
 
     # Importing libraries takes a busy machine its time.
-    assert wait_until(is_so, timeout_s=90), control.status()
-    return control.status()[0]
+    assert wait_until(is_so, timeout_s=90), found
+    return found[0]
 
 
 def make_environment(folder: Path, packages: Mapping[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.forkserver.sockets import Gone
 
 _ANSWER_S = 5.0
+_TRIES = 3
 _END_POLL_S = 0.02
 
 
@@ -123,18 +125,15 @@ def _names() -> list[str]:
 
 
 def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
-    try:
-        connection = sockets.connect(name, _ANSWER_S)
-    except Gone:
-        return None
-    try:
-        sockets.send(connection, message)
-        answer, _ = sockets.receive(connection)
-        return answer
-    except Gone:
-        return None
-    finally:
-        connection.close()
+    for _ in range(_TRIES):
+        try:
+            connection = sockets.connect(name, _ANSWER_S)
+        except Gone:
+            return None
+        with connection, suppress(Gone):  # another server takes its place at this moment
+            sockets.send(connection, message)
+            return sockets.receive(connection)[0]
+    return None
 
 
 def _is_running(pid: int) -> bool:
