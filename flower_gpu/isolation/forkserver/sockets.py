@@ -124,6 +124,8 @@ def identity(name: str) -> tuple[int, int] | None:
 
 def remove(name: str, which: tuple[int, int] | None) -> None:
     """Remove the socket file ``name`` if it is still the one with identity ``which``."""
+    if identity(name) != which:  # also where the folder is gone, which must not be made again for this
+        return
     with suppress(OSError, ConfigError, TimeoutError), locked(name, deadline=0.0):
         if identity(name) == which:
             (folder() / f"{name}.socket").unlink()
