@@ -21,8 +21,8 @@ from flower_gpu.isolation.native import initialized_cuda_devices
 #: Imported by every fork server, as far as they are installed.
 ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 
-# Libraries that start threads when they are imported and start them anew after a fork.
-# pyarrow: Arrow 12.0 release notes, "CPU thread pool ... after fork" (GH-33661).
+# Libraries that start threads when they are imported, and whose forks were seen to work all the same: workers
+# that found pyarrow imported build and read data sets of flwr-datasets (benchmarks/client_task.py).
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
 
