@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from flower_gpu.errors import (
         ConfigError,
         FlowerGPUError,
+        GPUError,
+        GPUOutOfMemoryError,
+        GPUUnavailableError,
         InvalidResultError,
+        LeaseError,
+        LeaseTimeoutError,
+        RoundOverError,
         WorkerDiedError,
         WorkerError,
         WorkerStartError,
@@ -23,7 +29,8 @@ if TYPE_CHECKING:
     from flower_gpu.flower.evaluate import gpu_evaluate
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.isolation.events import progress
-    from flower_gpu.pytorch.device import device
+    from flower_gpu.options import CallOptions
+    from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.runner import run_in_worker
 
 __version__ = "0.1.0"
@@ -31,12 +38,19 @@ __version__ = "0.1.0"
 _HOME = {
     "ConfigError": "flower_gpu.errors",
     "FlowerGPUError": "flower_gpu.errors",
+    "GPUError": "flower_gpu.errors",
+    "GPUOutOfMemoryError": "flower_gpu.errors",
+    "GPUUnavailableError": "flower_gpu.errors",
     "InvalidResultError": "flower_gpu.errors",
+    "LeaseError": "flower_gpu.errors",
+    "LeaseTimeoutError": "flower_gpu.errors",
+    "RoundOverError": "flower_gpu.errors",
     "WorkerDiedError": "flower_gpu.errors",
     "WorkerError": "flower_gpu.errors",
     "WorkerStartError": "flower_gpu.errors",
     "WorkerTaskError": "flower_gpu.errors",
     "WorkerTimeoutError": "flower_gpu.errors",
+    "CallOptions": "flower_gpu.options",
     "FedAvg": "flower_gpu.flower.strategy",
     "GPUClient": "flower_gpu.flower.client",
     "LegacyFedAvg": "flower_gpu.flower.strategy",
@@ -45,15 +59,24 @@ _HOME = {
     "gpu_evaluate": "flower_gpu.flower.evaluate",
     "progress": "flower_gpu.isolation.events",
     "run_in_worker": "flower_gpu.runner",
+    "to_device": "flower_gpu.pytorch.device",
+    "to_numpy": "flower_gpu.pytorch.device",
 }
 
 __all__ = [
+    "CallOptions",
     "ConfigError",
     "FedAvg",
     "FlowerGPUError",
     "GPUClient",
+    "GPUError",
+    "GPUOutOfMemoryError",
+    "GPUUnavailableError",
     "InvalidResultError",
+    "LeaseError",
+    "LeaseTimeoutError",
     "LegacyFedAvg",
+    "RoundOverError",
     "WorkerDiedError",
     "WorkerError",
     "WorkerStartError",
@@ -64,6 +87,8 @@ __all__ = [
     "gpu_evaluate",
     "progress",
     "run_in_worker",
+    "to_device",
+    "to_numpy",
 ]
 
 

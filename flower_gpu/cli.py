@@ -10,15 +10,39 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NoReturn, Protocol
 
-from flower_gpu import __version__, server_command
-from flower_gpu.errors import ConfigError
+from flower_gpu import __version__
+from flower_gpu.commands import footprint, gpus, leases, server
+from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
+
+
+class Command(Protocol):
+    """A module of :mod:`flower_gpu.commands`."""
+
+    HELP: str
+    DESCRIPTION: str
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add its options."""
+
+    @staticmethod
+    def run(arguments: argparse.Namespace) -> int:
+        """Run it and return the exit status."""
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {"gpus": gpus, "leases": leases, "footprint": footprint, "server": server}
+)
 
 #: Exit status for input that cannot be used.
 EXIT_USAGE = 2
+#: Exit status where the input was fine and something else was not.
+EXIT_FAILED = 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,14 +70,15 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     launch_options.add_arguments(launch)
-    server = commands.add_parser(
-        "server",
-        help="look at the processes that workers are forked from, or end them",
-        description=server_command.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    server_command.add_arguments(server)
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(
+            name,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(added)
     return parser
 
 
@@ -78,15 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
                 )
-            if arguments.command == "server":
-                return server_command.run(arguments)
+            if arguments.command in COMMANDS:
+                return COMMANDS[arguments.command].run(arguments)
             options = launch_options.from_arguments(arguments)
             from flower_gpu.launch import run
 
             return run.launch(options)
-        except ConfigError as error:
+        except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
-            return EXIT_USAGE
+            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

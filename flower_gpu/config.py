@@ -27,6 +27,17 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_SERVER_IDLE_S": "Seconds after which a fork server that nobody uses ends.",
         "FLOWER_GPU_CLIENT": "Name of this process's client in the trace and in log lines.",
         "FLOWER_GPU_CONCURRENCY": "How many workers may run at the same time; they share the cores.",
+        "FLOWER_GPU_POLICY": "This node's device policy: never, offer, force or require.",
+        "FLOWER_GPU_NUM": "The GPUs of this node: numbers or UUIDs, separated by commas.",
+        "FLOWER_GPU_NUM_GPUS": "GPUs of a call, or the share of one, when the code names neither.",
+        "FLOWER_GPU_MEMORY": "GPU memory of a call, such as 2GiB, when the code names neither.",
+        "FLOWER_GPU_PLACEMENT": "Whether leases spread over the GPUs or pack them: spread or pack.",
+        "FLOWER_GPU_RESERVE": "Memory of each GPU that is never leased, such as 256MiB.",
+        "FLOWER_GPU_LEASE_TIMEOUT_S": "Seconds a call may wait for its lease when the code names none.",
+        "FLOWER_GPU_ROUND_TIMEOUT_S": "Seconds after which a round is over and its calls are not started.",
+        "FLOWER_GPU_ON_OOM": "What follows when a call runs out of GPU memory: retry, cpu or fail.",
+        "FLOWER_GPU_LEDGER_DIR": "Folder that the ledger's users share; /tmp by default.",
+        "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
     }
 )
 
@@ -44,7 +55,7 @@ class WorkerSettings:
     start_method : str
         One of :data:`START_METHODS`.
     timeout_s : float, optional
-        Seconds a call may take, start of the worker included. None: no limit.
+        Seconds a call may take, counted from its lease, start of the worker included. None: no limit.
     env : mapping of str to str
         Environment variables of the worker, set before anything heavy is imported.
     name : str, optional
@@ -84,6 +95,7 @@ class WorkerSettings:
         env: Mapping[str, str] | None = None,
         name: str | None = None,
         preload: tuple[tuple[str, Mapping[str, Any]], ...] = (),
+        default_name: str | None = None,
     ) -> WorkerSettings:
         """Fill what the code left open from the environment.
 
@@ -107,7 +119,7 @@ class WorkerSettings:
             start_method=start_method or "auto",
             timeout_s=timeout_s,
             env=env or {},
-            name=name or os.environ.get("FLOWER_GPU_CLIENT"),
+            name=name or os.environ.get("FLOWER_GPU_CLIENT") or default_name,
             preload=preload,
         )
         return replace(settings, threads=planned_threads({**os.environ, **settings.env}))

@@ -47,6 +47,30 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
     """The call took longer than its ``timeout_s``; the worker and its children were ended."""
 
 
+class GPUError(FlowerGPUError):
+    """No GPU, or no share of one, for a call that needs it."""
+
+
+class GPUUnavailableError(GPUError):
+    """The node requires a GPU that is not there or cannot be used."""
+
+
+class LeaseError(GPUError):
+    """A share that no GPU of this host can ever give, or a ledger that cannot be used."""
+
+
+class LeaseTimeoutError(GPUError, TimeoutError):
+    """A call waited longer than its ``lease_timeout_s`` for a GPU; the message names who holds it."""
+
+
+class RoundOverError(GPUError, TimeoutError):
+    """The call's round was over before it got a GPU, so it was not started."""
+
+
+class GPUOutOfMemoryError(WorkerError, GPUError):
+    """A call ran out of GPU memory, also in further tries; the message has the numbers."""
+
+
 class InvalidResultError(FlowerGPUError, ValueError):
     """A task returned something Flower cannot use; the message names the entry."""
 

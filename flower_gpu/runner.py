@@ -1,23 +1,30 @@
-"""The one place where a call is put together: settings, worker, progress, trace."""
+"""The one place where a call is put together: settings, lease, worker, progress, trace."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu import trace
-from flower_gpu.config import WorkerSettings
-from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+from flower_gpu import leased_worker, leasing, out_of_memory, trace
+from flower_gpu.errors import GPUOutOfMemoryError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.gpu import descriptors, lease
+from flower_gpu.gpu.footprint import Array
+from flower_gpu.gpu.lease import Lease
+from flower_gpu.gpu.tickets import Ticket
 from flower_gpu.isolation import start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
-from flower_gpu.isolation.preload import checked
+from flower_gpu.leasing import Attempt, Leasing, Purpose
+from flower_gpu.options import CallSettings, split
 from flower_gpu.progress_display import ProgressDisplay
 
 #: Name of calls that no client makes: server-side evaluation, initial weights.
 SERVER = "server"
+
+_HERE = ("inline", "in-process")  # methods that run in this process, whose memory no retry gives back
 
 
 def run_call(
@@ -25,10 +32,13 @@ def run_call(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    settings: WorkerSettings,
+    settings: CallSettings,
     kind: str,
+    name: str | None = None,
+    arrays: Sequence[Array] = (),
+    config: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Run one call of one client in its own worker.
+    """Run one call of one client in its own worker, on a GPU as far as node and server want that.
 
     Parameters
     ----------
@@ -36,87 +46,176 @@ def run_call(
         The function to run, or ``"package.module:function"``.
     args, kwargs
         Its arguments.
-    settings : WorkerSettings
-        Start method, time limit, environment, and the client's name.
+    settings : CallSettings
+        Start method, time limits, environment, the client's name, its share of a GPU.
     kind : str
         What the call is, for the trace and for messages: ``"fit"``, ``"evaluate"``, ...
+    name : str, optional
+        The user's function, if ``task`` is one of ours around it.
+    arrays : sequence of arrays
+        The weights, by which the call's footprint is known.
+    config : mapping, optional
+        What the server sent: sizes, by which the footprint is known, and ``use-gpu``.
 
     Returns
     -------
     object
         What the task returned, after the worker is gone.
+
+    Raises
+    ------
+    GPUError
+        If there is no GPU that the node requires, or no lease in time.
+    GPUOutOfMemoryError
+        If there was not enough memory, however it was tried.
+    WorkerError
+        If the worker could not be started, died, or took too long.
     """
-    client = settings.name or SERVER
+    client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
-    method = start.choose(settings.start_method, preload=bool(settings.preload))
-    count = threads.of_worker(settings.threads, settings.env, method)
-    env = threads.environment(count, settings.env)
-    setup = None if method == "spawn" else threads.SETUP  # nothing is loaded there yet
-    around: AbstractContextManager[None] = nullcontext()
-    if method == "fork":
-        around = threads.prepared({**os.environ, **env})
-    elif method == "in-process":
-        around = threads.restored()
-    record: dict[str, Any] = {"client": client, "task": kind, "start_method": method, "threads": count}
-
-    def on_start(pid: int, used: str) -> None:
-        record.update(pid=pid, start_method=used)
-        trace.write("worker_started", **record)
-
-    began = time.monotonic()
-    error: BaseException | None = None
-    try:
-        with ProgressDisplay(label, record) as display, around:
-            return worker.run(
-                Call(task, args, kwargs or {}, env=env, setup=setup, label=label, preload=settings.preload),
-                method,
-                timeout_s=settings.timeout_s,
-                on_event=display.on_event,
-                on_start=on_start,
-                or_spawn=settings.start_method == "auto",
-            )
-    except BaseException as caught:
-        error = caught
-        raise
-    finally:
-        if "pid" in record:
-            trace.write(
-                "worker_finished",
-                **record,
-                seconds=round(time.monotonic() - began, 4),
-                outcome=_outcome(error),
-                error=None if error is None else _text(error),
-            )
+    call = _Run(task, args, kwargs or {}, settings, label, {"client": client, "task": kind})
+    if leasing.of_this_process() is not None:
+        return call.once({})  # a worker that starts another one: both are under its lease
+    environ = {**os.environ, **settings.worker.env}
+    round_deadline = time.monotonic() + settings.gpu.round_timeout_s
+    decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
+    if not decision.on_gpu:
+        return call.once(leasing.worker_environment(None, environ))
+    purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, config or {})
+    return call.on_gpu(Leasing(settings.gpu, decision.uuids, purpose, call.fields, round_deadline), environ)
 
 
-def run_in_worker(
-    task: Task,
-    *args: Any,
-    start_method: str | None = None,
-    timeout_s: float | None = None,
-    env: Mapping[str, str] | None = None,
-    name: str | None = None,
-    preload: Any = None,
-    **kwargs: Any,
-) -> Any:
+@dataclass
+class _Run:
+    """One call, tried once or several times."""
+
+    task: Task
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    settings: CallSettings
+    label: str
+    fields: Mapping[str, Any]
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it under a lease; again under another one where it ran out of memory."""
+        attempts = [Attempt()]
+        while True:
+            with leasing_.held(attempts[-1]) as (held, ticket):
+                try:
+                    return self._under(held, ticket, environ)
+                except Exception as error:
+                    out = self.told.get("out_of_memory")
+                    if out is None:
+                        raise
+                    leasing_.learn_at_least(out, held)
+                    on_oom = self.settings.gpu.on_oom
+                    following = out_of_memory.next_attempt(out, held, attempts, on_oom)
+                    text = f"{self.label}: {out_of_memory.describe(out, held)}"
+                    others = leasing.who_else(held, out["uuid"])
+                    here = start.choose(self.settings.worker.start_method) in _HERE
+                    on_cpu = following is None and on_oom == "cpu" and not here
+                    then = "again" if following and not here else "on the CPU" if on_cpu else "failed"
+                    trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
+                    if then == "failed":
+                        tries = f" in {len(attempts)} tries" if len(attempts) > 1 else ""
+                        raise GPUOutOfMemoryError(
+                            f"{text}{tries}. Also there: {others}. Use smaller batches, ask for more "
+                            "(gpu_memory=, num_gpus=), or allow the CPU (on_oom='cpu')"
+                        ) from error
+                finally:
+                    if figures := self.told.get("gpu_memory"):
+                        leasing_.learn(figures, held)
+            leasing.say(f"{text}. Also there: {others}. It runs {then}")
+            if following is None:
+                return self.once(leasing.worker_environment(None, environ))
+            attempts.append(following)
+
+    def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
+        try:
+            with descriptors.passed_on(ticket.descriptor):
+                return self.once(leasing.worker_environment(held, environ), ticket.descriptor, held)
+        finally:
+            if "no_cuda" in self.told:
+                reason = self.told["no_cuda"].get("reason")
+                leasing.say_once(f"GPU {held.shares[0].index} was leased, but {reason}. Calls run on the CPU")
+
+    def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
+        """Run it in one worker."""
+        settings = self.settings.worker
+        method = start.choose(settings.start_method, preload=bool(settings.preload))
+        count = threads.of_worker(settings.threads, settings.env, method)
+        env = {**threads.environment(count, settings.env), **gpu_env}
+        around: AbstractContextManager[None] = nullcontext()
+        if method == "fork":
+            around = threads.prepared({**os.environ, **env})
+        elif method == "in-process":
+            around = threads.restored()
+        record: dict[str, Any] = {**self.fields, "start_method": method, "threads": count}
+        if held is not None:
+            record["lease"] = held.id
+        self.told.clear()
+
+        def on_start(pid: int, used: str) -> None:
+            record.update(pid=pid, start_method=used)
+            trace.write("worker_started", **record)
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event.get("event") in ("gpu_memory", "out_of_memory", "no_cuda"):
+                self.told[event["event"]] = {key: event[key] for key in event if key != "event"}
+            else:
+                display.on_event(event)
+
+        call = Call(
+            self.task,
+            self.args,
+            self.kwargs,
+            env=env,
+            setup=leased_worker.SETUP,
+            label=self.label,
+            preload=settings.preload,
+            held=descriptor,
+        )
+        began = time.monotonic()
+        error: BaseException | None = None
+        try:
+            with ProgressDisplay(self.label, record) as display, around:
+                return worker.run(
+                    call,
+                    method,
+                    timeout_s=settings.timeout_s,
+                    on_event=on_event,
+                    on_start=on_start,
+                    or_spawn=settings.start_method == "auto",
+                )
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if method == "inline":  # its environment stays as it is, but not for the next call
+                os.environ.pop(lease.VARIABLE, None)
+            if "pid" in record:
+                trace.write(
+                    "worker_finished",
+                    **record,
+                    seconds=round(time.monotonic() - began, 4),
+                    outcome=_outcome(error, self.told),
+                    error=None if error is None else _text(error),
+                    gpus=self.told.get("gpu_memory", {}).get("gpus"),
+                )
+
+
+def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
     """Run any function in a worker process, for example to build the initial weights on the server.
 
     Parameters
     ----------
     task : callable or str
         The function, or ``"package.module:function"``: then only the worker imports that module.
-    *args, **kwargs
+    *args
         Arguments of the function: numpy arrays, plain values, or anything cloudpickle takes.
-    start_method : str, optional
-        One of :data:`flower_gpu.config.START_METHODS`; default ``"auto"``.
-    timeout_s : float, optional
-        Seconds the call may take.
-    env : mapping of str to str, optional
-        Environment variables of the worker.
-    name : str, optional
-        The client's name in the trace and in messages.
-    preload : str, tuple or list, optional
-        What to load once for all workers, as for :class:`flower_gpu.GPUClient`.
+    **kwargs
+        Its keyword arguments, and those of :class:`flower_gpu.CallOptions`, which are not passed on.
 
     Returns
     -------
@@ -127,6 +226,8 @@ def run_in_worker(
     ------
     WorkerError
         If the worker could not be started, died, or took too long.
+    GPUError
+        If it needs a GPU and there is none for it.
     Exception
         What the function raised, with the worker's traceback as its cause.
 
@@ -134,8 +235,12 @@ def run_in_worker(
     --------
     >>> weights = run_in_worker("task:initial_weights", seed=42)
     """
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, name, checked(preload))
-    return run_call(task, args, kwargs, settings=settings, kind=task_name(task))
+    options, rest = split(kwargs)
+    arrays = [
+        value for value in (*args, *rest.values()) if hasattr(value, "shape") and hasattr(value, "dtype")
+    ]
+    settings = CallSettings.resolve(options)
+    return run_call(task, args, rest, settings=settings, kind=task_name(task), arrays=arrays)
 
 
 def _text(error: BaseException) -> str:
@@ -145,11 +250,13 @@ def _text(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _outcome(error: BaseException | None) -> str:
+def _outcome(error: BaseException | None, told: Mapping[str, Any]) -> str:
     if error is None:
         return "ok"
     if isinstance(error, WorkerTimeoutError):
         return "timeout"
     if isinstance(error, WorkerDiedError):
         return "died"
+    if "out_of_memory" in told:
+        return "out of memory"
     return "error" if isinstance(error, Exception) else "cancelled"

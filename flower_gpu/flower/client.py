@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from logging import ERROR
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from flwr.client import Client, NumPyClient
 from flwr.common import (
@@ -28,12 +27,11 @@ from flwr.common import (
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
-from flower_gpu.config import WorkerSettings
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, load_task, task_name
-from flower_gpu.isolation.preload import checked
+from flower_gpu.options import CallOptions, CallSettings, split
 from flower_gpu.runner import run_call
 
 Weights = list[NDArray[Any]]
@@ -66,25 +64,15 @@ class GPUClient(NumPyClient):
     initial_weights : list of ndarray, callable or str, optional
         Weights to give to a server that asks this client for the first ones; a function is called without
         arguments in a worker.
-    start_method : str, optional
-        One of :data:`flower_gpu.config.START_METHODS`; default ``"auto"``. ``"in-process"`` runs everything
-        here, for debugging with breakpoints.
-    timeout_s : float, optional
-        Seconds a call may take; then its worker and the worker's children are ended.
-    env : mapping of str to str, optional
-        Environment variables of the workers.
-    name : str, optional
-        This client's name in messages and in the trace.
-    preload : str, tuple or list, optional
-        What all workers need and takes long to load: ``"package.module:function"``, a pair of that and its
-        keyword arguments, or a list of these. The function is called once where workers are forked from, on
-        the CPU; what it leaves in the globals of its module is there in every worker, without a copy.
+    **options
+        How the calls run, and how much of a GPU they get: see :class:`flower_gpu.CallOptions`.
 
     Examples
     --------
     >>> def client_fn(context):
-    ...     partition = context.node_config["partition-id"]
-    ...     return GPUClient("task:train", "task:evaluate", kwargs={"partition": partition}).to_client()
+    ...     kwargs = {"partition": context.node_config["partition-id"]}
+    ...     client = GPUClient("task:train", kwargs=kwargs, gpu_memory="2GiB", context=context)
+    ...     return client.to_client()
     >>> app = ClientApp(client_fn)
     """
 
@@ -95,11 +83,7 @@ class GPUClient(NumPyClient):
         *,
         kwargs: Mapping[str, Any] | None = None,
         initial_weights: Sequence[NDArray[Any]] | Task | None = None,
-        start_method: str | None = None,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        name: str | None = None,
-        preload: Any = None,
+        **options: Unpack[CallOptions],
     ) -> None:
         for task in (train_fn, evaluate_fn):
             if task is not None:
@@ -108,7 +92,7 @@ class GPUClient(NumPyClient):
         self._evaluate_fn = evaluate_fn
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
-        self._settings = _settings(start_method, timeout_s, env, name, preload)
+        self._settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
         self._weights: Weights | None = None
 
     def fit_in_worker(self, weights: Weights, config: Config) -> tuple[Weights, int, Config]:
@@ -156,16 +140,16 @@ class GPUClient(NumPyClient):
             If the worker could not be started, died, or took too long.
         """
         task, kwargs = self._task(self._train_fn, "fit_in_worker")
-        weights, num_examples, metrics = self._run(results.fit, (task, parameters, config, kwargs), "fit")
+        args = (task, parameters, config, kwargs)
+        weights, num_examples, metrics = self._run(results.fit, args, "fit", parameters, config)
         self._weights = weights
         return weights, num_examples, metrics
 
     def evaluate(self, parameters: Weights, config: Config) -> tuple[float, int, Config]:
         """Run the evaluation in a worker; called by Flower. Raises as :meth:`fit` does."""
         task, kwargs = self._task(self._evaluate_fn, "evaluate_in_worker")
-        result: tuple[float, int, Config] = self._run(
-            results.evaluate, (task, parameters, config, kwargs), "evaluate"
-        )
+        args = (task, parameters, config, kwargs)
+        result: tuple[float, int, Config] = self._run(results.evaluate, args, "evaluate", parameters, config)
         self._weights = parameters
         return result
 
@@ -207,18 +191,32 @@ class GPUClient(NumPyClient):
             return getattr(self, method), {}
         return function, self._kwargs
 
-    def _run(self, task: Task, args: tuple[Any, ...], kind: str) -> Any:
-        return run_call(task, args, settings=self._settings, kind=kind)
+    def _run(
+        self,
+        task: Task,
+        args: tuple[Any, ...],
+        kind: str,
+        weights: Sequence[NDArray[Any]] = (),
+        config: Config | None = None,
+    ) -> Any:
+        user_task = args[0] if weights else task
+        return run_call(
+            task,
+            args,
+            settings=self._settings,
+            kind=kind,
+            name=self._name_of(user_task),
+            arrays=weights,
+            config=config,
+        )
+
+    def _name_of(self, task: Task) -> str:
+        return task_name(task)
 
 
 def gpu_client(
     client_class: type[NumPyClient] | str,
     *args: Any,
-    start_method: str | None = None,
-    timeout_s: float | None = None,
-    env: Mapping[str, str] | None = None,
-    name: str | None = None,
-    preload: Any = None,
     **kwargs: Any,
 ) -> GPUClient:
     """Turn an existing ``NumPyClient`` into one whose calls run in workers, without rewriting it.
@@ -230,10 +228,11 @@ def gpu_client(
     ----------
     client_class : type or str
         The class, or ``"package.module:Class"``: then only workers import it.
-    *args, **kwargs
+    *args
         Its arguments.
-    start_method, timeout_s, env, name, preload
-        As for :class:`GPUClient`.
+    **kwargs
+        Its keyword arguments, and options as for :class:`GPUClient`, which it does not get: what has the name
+        of one (see :class:`flower_gpu.CallOptions`) can be given to the class by position only.
 
     Returns
     -------
@@ -245,16 +244,8 @@ def gpu_client(
     >>> def client_fn(context):
     ...     return gpu_client(FlowerClient, Net(), context.node_config["partition-id"]).to_client()
     """
-    return _HostedClient(
-        client_class,
-        args,
-        kwargs,
-        start_method=start_method,
-        timeout_s=timeout_s,
-        env=env,
-        name=name,
-        preload=preload,
-    )
+    options, rest = split(kwargs)
+    return _HostedClient(client_class, args, rest, options)
 
 
 class _HostedClient(GPUClient):
@@ -265,9 +256,9 @@ class _HostedClient(GPUClient):
         client_class: type[NumPyClient] | str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        **settings: Any,
+        options: Mapping[str, Any],
     ) -> None:
-        super().__init__(**settings)
+        super().__init__(**options)
         if isinstance(client_class, str):
             check_task(client_class)
         elif not (isinstance(client_class, type) and issubclass(client_class, NumPyClient)):
@@ -301,6 +292,9 @@ class _HostedClient(GPUClient):
     def get_properties(self, config: Config) -> Config:
         properties: Config = self._run(self.get_properties_in_worker, (config,), "get_properties")
         return properties
+
+    def _name_of(self, task: Task) -> str:
+        return task_name(self._class)
 
     def _build(self, method: str) -> NumPyClient:
         client = load_task(self._class)(*self._args, **self._kwargs)
@@ -380,14 +374,3 @@ def _or_status(run: Callable[[], T], code: Code) -> T | Status:
         log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
         # Flower has no code for "failed"; a server counts any code but OK as a failure.
         return Status(code, f"{type(error).__name__}: {error}")
-
-
-def _settings(
-    start_method: str | None,
-    timeout_s: float | None,
-    env: Mapping[str, str] | None,
-    name: str | None,
-    preload: Any,
-) -> WorkerSettings:
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, name, checked(preload))
-    return settings if settings.name else replace(settings, name=f"pid-{os.getpid()}")

@@ -6,18 +6,17 @@ import sys
 import time
 from collections.abc import Mapping
 from logging import INFO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flwr.common import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from flower_gpu import trace
-from flower_gpu.config import WorkerSettings
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, task_name
-from flower_gpu.isolation.preload import checked
+from flower_gpu.options import CallOptions, CallSettings
 from flower_gpu.runner import SERVER, run_call
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class GPUEvaluate:
     """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy."""
 
     def __init__(
-        self, fn: Task, kwargs: Mapping[str, Any], num_rounds: int | None, settings: WorkerSettings
+        self, fn: Task, kwargs: Mapping[str, Any], num_rounds: int | None, settings: CallSettings
     ) -> None:
         check_task(fn)
         self.num_rounds = num_rounds
@@ -63,6 +62,9 @@ class GPUEvaluate:
             (self._fn, args, self._kwargs),
             settings=self._settings,
             kind="evaluate",
+            name=task_name(self._fn),
+            arrays=list(arrays.values()) if is_message_api else arrays,
+            config=config or {},
         )
         if metrics is None:
             return None
@@ -79,10 +81,7 @@ def gpu_evaluate(
     *,
     kwargs: Mapping[str, Any] | None = None,
     num_rounds: int | None = None,
-    start_method: str | None = None,
-    timeout_s: float | None = None,
-    env: Mapping[str, str] | None = None,
-    preload: Any = None,
+    **options: Unpack[CallOptions],
 ) -> GPUEvaluate:
     """Run a strategy's centralized evaluation in a worker, whatever the strategy.
 
@@ -98,8 +97,8 @@ def gpu_evaluate(
         Further keyword arguments of ``fn``.
     num_rounds : int, optional
         Shown in the progress of rounds.
-    start_method, timeout_s, env, preload
-        As for :class:`flower_gpu.GPUClient`.
+    **options
+        How it runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
@@ -111,7 +110,7 @@ def gpu_evaluate(
     >>> strategy = FedAdam()
     >>> strategy.start(grid, arrays, evaluate_fn=gpu_evaluate(global_evaluate))
     """
-    settings = WorkerSettings.resolve(start_method, timeout_s, env, SERVER, checked(preload))
+    settings = CallSettings.resolve({"name": SERVER, **options})
     return GPUEvaluate(fn, kwargs or {}, num_rounds, settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -29,11 +30,14 @@ class Call:
     env : mapping of str to str
         The worker's environment variables, set before anything heavy is imported.
     setup : str, optional
-        ``"package.module:function"``, called without arguments before the task is loaded.
+        ``"package.module:function"``, called without arguments before the task is loaded. If it returns a
+        context manager, the task is loaded and run inside of that.
     label : str
         Names the call in messages, for example ``"fit of client 3"``.
     preload : sequence of (str, mapping)
         What the worker finds loaded: ``"package.module:function"`` with keyword arguments for it.
+    held : int
+        Descriptor that the worker keeps open until it is gone; -1 for none.
     """
 
     task: Task
@@ -43,6 +47,7 @@ class Call:
     setup: str | None = None
     label: str = "call"
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    held: int = -1
 
     def __post_init__(self) -> None:
         check_task(self.task)
@@ -97,3 +102,15 @@ def load_task(task: Task) -> Callable[..., Any]:
     if not callable(found):
         raise WorkerStartError(f"{task!r} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def set_up(setup: str | None) -> AbstractContextManager[Any]:
+    """Call what a call names as its ``setup``, and return what its task runs in.
+
+    Raises
+    ------
+    WorkerStartError
+        If there is no such function.
+    """
+    made = load_task(setup)() if setup is not None else None
+    return made if isinstance(made, AbstractContextManager) else nullcontext()

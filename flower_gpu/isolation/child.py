@@ -42,12 +42,19 @@ class Descriptors:
         Memory file for the result.
     request : int
         Memory file with the task and its arguments; -1 where a fork has them already.
+    held : int
+        What the worker keeps open for its whole life; -1 for nothing.
     """
 
     life: int
     events: int
     reply: int
     request: int = -1
+    held: int = -1
+
+    def opened(self) -> tuple[int, ...]:
+        """Return those that there are."""
+        return tuple(descriptor for descriptor in vars(self).values() if descriptor >= 0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def spawned() -> NoReturn:
     """Run as the program of a fresh interpreter; the start record is the first argument."""
     record = json.loads(sys.argv.pop(1))
     descriptors = Descriptors(**record["descriptors"])
-    for descriptor in vars(descriptors).values():
+    for descriptor in descriptors.opened():
         os.set_inheritable(descriptor, False)  # not for programs that the task starts
 
     def load() -> tuple[Any, ...]:
@@ -186,7 +193,8 @@ def serve(
     env : mapping of str to str
         Environment variables of this worker.
     setup : str, optional
-        ``"package.module:function"`` to call before the task is loaded.
+        ``"package.module:function"`` to call before the task is loaded; the task runs in what it returns, if
+        that is a context manager.
     load : callable
         Returns ``(task, args, kwargs, preload)``. May import whatever the task needs.
     set_too_late : callable
@@ -208,7 +216,7 @@ def serve(
         _use_sockets_without_files()
 
     from flower_gpu.isolation import events, preload, threads, transport
-    from flower_gpu.isolation.call import load_task
+    from flower_gpu.isolation.call import load_task, set_up
 
     lock = threading.Lock()
 
@@ -220,17 +228,16 @@ def serve(
 
     with events.sending_to(send, all_threads=True):
         try:
-            if setup is not None:
-                load_task(setup)()
-            task, args, kwargs, functions = load()
-            preload.run(functions)
-            function = load_task(task)
-            threads.follow(env)
-            _check_environment(env)
-            if variables := set_too_late():
-                send({"event": "set_too_late", "variables": variables})
-                return
-            outcome = Outcome(value=function(*args, **kwargs))
+            with set_up(setup):
+                task, args, kwargs, functions = load()
+                preload.run(functions)
+                function = load_task(task)
+                threads.follow(env)
+                _check_environment(env)
+                if variables := set_too_late():
+                    send({"event": "set_too_late", "variables": variables})
+                    return
+                outcome = Outcome(value=function(*args, **kwargs))
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code
         except BaseException as error:

@@ -231,7 +231,7 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
             (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
-            descriptors = child.Descriptors(life_read, events_write, reply, prepared.request)
+            descriptors = child.Descriptors(life_read, events_write, reply, prepared.request, call.held)
             start = STARTERS[prepared.start_method]
             process = start(call, prepared, descriptors, stdout_write, stderr_write)
         except OSError as error:
@@ -298,7 +298,7 @@ def spawn(
         stdout=stdout,
         stderr=stderr,
         env={**os.environ, **call.env},
-        pass_fds=tuple(vars(descriptors).values()),
+        pass_fds=descriptors.opened(),
         process_group=0,
     )
     return OwnChild(process.pid, reap=process.wait)

@@ -25,7 +25,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
 )
 from flower_gpu.isolation import preload, start, transport
-from flower_gpu.isolation.call import Call, load_task
+from flower_gpu.isolation.call import Call, load_task, set_up
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
 from flower_gpu.isolation.interrupts import deferred_interrupts
@@ -329,9 +329,7 @@ def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
     before = {name: os.environ.get(name) for name in call.env}
     os.environ.update(call.env)
     try:
-        with sending_to(on_event):
-            if call.setup is not None:
-                load_task(call.setup)()
+        with sending_to(on_event), set_up(call.setup):
             preload.run_once(call.preload)
             return load_task(call.task)(*call.args, **call.kwargs)
     finally:

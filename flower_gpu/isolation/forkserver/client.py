@@ -108,7 +108,10 @@ class Place:
         Gone
             If the server has ended in the meantime, or hangs.
         """
-        answer = ask(self.connection, {"op": "fork"}, [*vars(lines).values(), stdout, stderr])
+        descriptors = [lines.life, lines.events, lines.reply, lines.request, stdout, stderr]
+        if lines.held >= 0:
+            descriptors.append(lines.held)
+        answer = ask(self.connection, {"op": "fork"}, descriptors)
         if "error" in answer:
             raise WorkerStartError(f"cannot start a worker: {answer['error']}")
         worker = ForkedWorker(answer["pid"], self.connection)

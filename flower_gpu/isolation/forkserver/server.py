@@ -174,7 +174,7 @@ class Server:
         """Fork a worker with its ends of the lines to the caller."""
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
-        lines = child.Descriptors(*descriptors[:4])
+        lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
         stdout, stderr = descriptors[4:6]
         session.imported = os.memfd_create("flower-gpu-imported", os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
@@ -255,7 +255,7 @@ class Server:
     def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
         """Be a worker (in the fork)."""
         imported, folder, record = session.imported, session.folder, session.record
-        self._leave_parent({imported, folder, stdout, stderr, *vars(lines).values()})
+        self._leave_parent({imported, folder, stdout, stderr, *lines.opened()})
         Inherited(**record["inherited"]).apply(folder)
         os.close(folder)
         self._use.apply_changes(keep=record["env"])

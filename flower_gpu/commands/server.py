@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from flower_gpu.isolation.forkserver import control
 
+HELP = "look at the processes that workers are forked from, or end them"
 DESCRIPTION = """\
 Workers are forked from a process that has imported torch and other libraries already: one for each user and
 Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody

@@ -1,0 +1,1 @@
+"""The subcommands of ``flower-gpu`` that look at this host."""

@@ -1,0 +1,127 @@
+"""``flower-gpu leases``: who holds which share of which GPU, and who waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pwd
+import time
+from typing import Any
+
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.ledger import Ledger, State
+from flower_gpu.gpu.request import format_bytes
+from flower_gpu.gpu.settings import reserve_bytes
+from flower_gpu.gpu.tickets import Entry, pid_namespace
+
+HELP = "show who holds which share of which GPU, and who waits"
+DESCRIPTION = """\
+Show the leases on this host's GPUs: what each GPU has for leases, who holds a share of it, and who waits for one
+in which order. Labels are shown for this account's own calls."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    ledger = Ledger(reserve_bytes=reserve_bytes(os.environ))
+    state = ledger.status()
+    if arguments.json:
+        print(json.dumps(describe(ledger, state), indent=2))
+        return 0
+    if ledger.folder.reason:
+        print(f"note: {ledger.folder.reason}")
+    for line in _lines(state):
+        print(line)
+    return 0
+
+
+def describe(ledger: Ledger, state: State) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    capacity = {card.uuid: card.capacity_bytes for card in state.cards}
+    return {
+        "ledger": str(ledger.folder.root),
+        "ledger_problem": ledger.folder.reason,
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "total_bytes": gpu.total_bytes,
+                "capacity_bytes": capacity[gpu.uuid],
+                "leased_bytes": state.leased_bytes(gpu.uuid),
+            }
+            for gpu in state.gpus
+        ],
+        "holders": [
+            {**_owner(entry), "parts": [vars(part) for part in entry.parts]} for entry in state.holders
+        ],
+        "waiting": [
+            {**_owner(entry), "count": entry.count, "options": [vars(option) for option in entry.options]}
+            for entry in state.waiting
+        ],
+    }
+
+
+def _owner(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "label": entry.label(),
+        "pid": entry.pid,
+        "worker_pid": entry.reported()[0] or None,
+        "user": _user(entry.user),
+        "seconds": round(max(0.0, time.time() - entry.since), 1),
+    }
+
+
+def _lines(state: State) -> list[str]:
+    if not state.gpus:
+        return [f"no usable GPU: {inventory.take().problem or 'see flower-gpu gpus'}"]
+    lines = []
+    for gpu, card in zip(state.gpus, state.cards, strict=True):
+        leased = state.leased_bytes(gpu.uuid)
+        percent = 100 * leased / card.capacity_bytes if card.capacity_bytes else 0.0
+        lines.append(
+            f"GPU {gpu.index}  {gpu.name}  {format_bytes(leased)} of {format_bytes(card.capacity_bytes)} "
+            f"leased ({percent:.0f} %)"
+        )
+        for entry in state.holders:
+            for part in entry.parts:
+                if part.uuid == gpu.uuid:
+                    alone = ", alone" if part.alone else ""
+                    lines.append(f"  {format_bytes(part.memory_bytes):>9}{alone}  {_line(entry)}")
+    numbers = {gpu.uuid: gpu.index for gpu in state.gpus}
+    lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
+    for place, entry in enumerate(state.waiting, start=1):
+        gpus = sorted({numbers[option.uuid] for option in entry.options if option.uuid in numbers})
+        on = f"{entry.count} of " if entry.count > 1 else ""
+        where = ", ".join(map(str, gpus)) or "another host's"
+        lines.append(f"  {place}. {_asked(entry)} on {on}GPU {where}  {_line(entry)}")
+    return lines
+
+
+def _asked(entry: Entry) -> str:
+    first = entry.options[0] if entry.options else None
+    if first is None:
+        return "nothing"
+    if first.memory_bytes is not None:
+        return format_bytes(first.memory_bytes)
+    return "all" if first.alone or first.share is None else f"{first.share:g}"
+
+
+def _line(entry: Entry) -> str:
+    user = "" if entry.user == os.getuid() else f", user {_user(entry.user)}"
+    elsewhere = "" if entry.pid_namespace == pid_namespace() else " in another container"
+    seconds = max(0.0, time.time() - entry.since)
+    return f"{entry.label() or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)

@@ -1,0 +1,1 @@
+"""Which GPU a call gets, and how much of it."""

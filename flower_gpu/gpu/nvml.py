@@ -1,0 +1,292 @@
+"""NVIDIA's management library (NVML) through nvidia-ml-py: the only file that knows it.
+
+What it cannot answer is a :class:`QueryError` with a reason in words. Nothing is imported or loaded before
+the first :class:`Session`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, NewType
+
+#: A GPU or MIG device as NVML names it to one session. Worthless in another one, or in another process.
+Handle = NewType("Handle", object)
+
+_LIBRARY: Final = "libnvidia-ml.so.1"
+
+# Codes of nvml.h (https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html).
+_UNINITIALIZED: Final = 1
+_INVALID_ARGUMENT: Final = 2
+_NOT_SUPPORTED: Final = 3
+_NO_PERMISSION: Final = 4
+_NOT_FOUND: Final = 6
+_LIBRARY_NOT_FOUND: Final = 12
+_FUNCTION_NOT_FOUND: Final = 13
+_ARGUMENT_VERSION_MISMATCH: Final = 25
+
+#: What a driver answers that does not have a function, or not for this GPU.
+_NOT_TOLD: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
+
+_AT_START: Final = {
+    _NO_PERMISSION: "this account may not use the NVIDIA driver: it needs access to /dev/nvidiactl and "
+    "/dev/nvidia0, /dev/nvidia1, ... (groups video or render on many hosts)",
+    9: "the NVIDIA driver is not loaded. Run nvidia-smi: it tells more; in a container, start that with "
+    "access to the GPUs (docker run --gpus all)",
+    _FUNCTION_NOT_FOUND: "the NVIDIA driver is too old for nvidia-ml-py, its library lacks the function that "
+    "starts it: update the driver",
+    18: "the NVIDIA driver's library and its kernel module are of different versions, as after an update: "
+    "restart the machine, or load the new module",
+    28: "the NVIDIA driver finds no GPU",
+}
+
+_OF_A_GPU: Final = {
+    _NO_PERMISSION: "this account may not use it: it needs access to its device file /dev/nvidia<number>",
+    8: "its external power cables are not all attached",
+    11: "the driver gets no interrupts from it: see the kernel's log (dmesg)",
+    15: "it is lost: the driver cannot reach it any more. See the kernel's log (dmesg), and restart the "
+    "machine",
+    16: "it has to be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
+}
+
+
+class QueryError(Exception):
+    """NVML cannot answer. The text says why, in words, and what to do.
+
+    Attributes
+    ----------
+    code : int or None
+        NVML's own code; None where it was not even asked.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @property
+    def ends_session(self) -> bool:
+        """Whether NVML was shut down under the session: a new one may work."""
+        return self.code == _UNINITIALIZED
+
+    @property
+    def is_absence(self) -> bool:
+        """Whether what was asked for does not exist: a function, or a feature of this GPU."""
+        return self.code in _NOT_TOLD
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of a GPU, in bytes.
+
+    ``used_bytes`` is without ``reserved_bytes``, what the driver keeps. Drivers before 510 tell only the sum:
+    then ``reserved_bytes`` is None.
+    """
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_bytes: int | None
+
+
+class Session:
+    """NVML from ``nvmlInit`` to ``nvmlShutdown``, for this process.
+
+    The library counts who has initialised it, so a session takes nothing from others that use it here, and
+    theirs nothing from it as long as they shut down no more than they started. It is good in the process that
+    made it only: a fork must make its own.
+
+    Raises
+    ------
+    QueryError
+        If there is no driver, no library, no permission, or another reason why it does not start.
+    """
+
+    def __init__(self) -> None:
+        self._nvml = _pynvml()
+        self._missing: set[str] = set()
+        try:
+            self._nvml.nvmlInit()
+        except self._errors() as error:
+            raise _at_start(_code(error), error) from None
+
+    def close(self) -> None:
+        """Give NVML back, with what it holds open (``/dev/nvidiactl`` and the GPUs' files)."""
+        with suppress(*self._errors()):
+            self._nvml.nvmlShutdown()
+
+    def driver_version(self) -> str | None:
+        """Return the driver's version, as ``nvidia-smi`` shows it; None where it is not told."""
+        try:
+            return str(self._call("nvmlSystemGetDriverVersion"))
+        except QueryError as problem:
+            _unless_over(problem)
+            return None
+
+    def count(self) -> int:
+        """Count the host's GPUs (cards, not MIG devices), broken ones included."""
+        return int(self._call("nvmlDeviceGetCount"))
+
+    def card(self, index: int) -> Handle:
+        """Return the GPU with this number, as ``nvidia-smi`` counts them."""
+        return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
+
+    def uuid(self, handle: Handle) -> str:
+        """Return ``GPU-...`` or ``MIG-...``."""
+        return str(self._call("nvmlDeviceGetUUID", handle))
+
+    def name(self, handle: Handle) -> str:
+        """Return the model."""
+        return str(self._call("nvmlDeviceGetName", handle))
+
+    def memory(self, handle: Handle) -> Memory | None:
+        """Return the memory figures; None for a GPU whose driver tells none (those that share the host's)."""
+        with suppress(_AbsentError):
+            now = self._call_if_there("nvmlDeviceGetMemoryInfo", handle, self._nvml.nvmlMemory_v2)
+            return _memory(now, int(now.reserved))
+        with suppress(_AbsentError):
+            return _memory(self._call_if_there("nvmlDeviceGetMemoryInfo", handle), None)
+        return None
+
+    def utilization_percent(self, handle: Handle) -> int | None:
+        """Return how much of the last moments a kernel was running; None where that is not told (MIG)."""
+        try:
+            return int(self._call("nvmlDeviceGetUtilizationRates", handle).gpu)
+        except QueryError as problem:
+            _unless_over(problem)
+            return None
+
+    def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
+        """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
+
+        Numbers of processes may be those of another namespace (containers), and of processes that are gone.
+        """
+        found: dict[int, int | None] = {}
+        for kind in ("Compute", "Graphics"):
+            try:
+                listed = self._running(kind, handle)
+            except QueryError as problem:
+                _unless_over(problem)
+                listed = None
+            if listed is None and kind == "Compute":
+                return None
+            for process in listed or ():
+                # One that computes and draws is in both lists, with all its memory.
+                known = found.get(int(process.pid))
+                told = process.usedGpuMemory
+                found[int(process.pid)] = known if told is None else max(int(told), known or 0)
+        return [(pid, used, self._process_name(pid)) for pid, used in sorted(found.items())]
+
+    def mig_devices(self, handle: Handle) -> list[Handle | QueryError] | None:
+        """Return the MIG devices of a card, or why one cannot be had; None where MIG mode is off.
+
+        Raises
+        ------
+        QueryError
+            Also with ``is_absence``: this card, or its driver, knows no MIG, and never will.
+        """
+        current, _ = self._call("nvmlDeviceGetMigMode", handle)
+        return list(self._mig_handles(handle)) if current else None
+
+    def _mig_handles(self, card: Handle) -> Iterator[Handle | QueryError]:
+        for number in range(int(self._call("nvmlDeviceGetMaxMigDeviceCount", card))):
+            try:
+                yield Handle(self._call("nvmlDeviceGetMigDeviceHandleByIndex", card, number))
+            except QueryError as problem:
+                if problem.ends_session:
+                    raise
+                if problem.code not in (_NOT_FOUND, _INVALID_ARGUMENT):  # there need not be one
+                    yield problem
+
+    def _running(self, kind: str, handle: Handle) -> list[Any] | None:
+        # Asked for by version: those without one raise another kind of error where the driver is older.
+        for version in ("v3", "v2"):
+            with suppress(_AbsentError):
+                return list(self._call_if_there(f"nvmlDeviceGet{kind}RunningProcesses_{version}", handle))
+        return None
+
+    def _process_name(self, pid: int) -> str:
+        try:
+            return str(self._call("nvmlSystemGetProcessName", pid))
+        except QueryError as problem:
+            _unless_over(problem)
+        except UnicodeDecodeError:  # a name may be any bytes
+            pass
+        return ""
+
+    def _call_if_there(self, function: str, *args: Any) -> Any:
+        """Call a function that older drivers lack; remember that, since a loaded library gets no new ones."""
+        key = f"{function}/{len(args)}"
+        if key in self._missing:
+            raise _AbsentError
+        try:
+            return self._call(function, *args)
+        except QueryError as problem:
+            if problem.code == _FUNCTION_NOT_FOUND:
+                self._missing.add(key)
+            if problem.is_absence:
+                raise _AbsentError from None
+            raise
+
+    def _call(self, function: str, *args: Any) -> Any:
+        try:
+            return getattr(self._nvml, function)(*args)
+        except self._errors() as error:
+            raise _of_a_gpu(_code(error), error) from None
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        # What the library lacks raises one that is no NVMLError; what nvidia-ml-py lacks, the last one.
+        return self._nvml.NVMLError, self._nvml.NVMLLibraryMismatchError, AttributeError
+
+
+class _AbsentError(Exception):
+    """Neither this function nor an answer from it exists here."""
+
+
+def _pynvml() -> ModuleType:
+    try:
+        import pynvml  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise QueryError(f"nvidia-ml-py cannot be imported ({error}): pip install nvidia-ml-py") from None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def _memory(now: Any, reserved_bytes: int | None) -> Memory | None:
+    # A driver that knows of no memory at all cannot be right.
+    return Memory(int(now.total), int(now.used), int(now.free), reserved_bytes) if now.total > 0 else None
+
+
+def _unless_over(problem: QueryError) -> None:
+    """Go on without a figure that is not told, unless nothing works any more."""
+    if problem.ends_session:
+        raise problem
+
+
+def _code(error: Exception) -> int:
+    return int(getattr(error, "value", _FUNCTION_NOT_FOUND))
+
+
+def _of_a_gpu(code: int, error: Exception) -> QueryError:
+    return QueryError(_OF_A_GPU.get(code) or f"the driver answers {str(error)!r} (NVML code {code})", code)
+
+
+def _at_start(code: int, error: Exception) -> QueryError:
+    if code == _LIBRARY_NOT_FOUND:
+        return QueryError(
+            f"NVIDIA's library {_LIBRARY} cannot be loaded ({_why_not_loaded()}). It comes with the driver: "
+            "install that; in a container, start it with access to the GPUs (docker run --gpus all)",
+            code,
+        )
+    text = _AT_START.get(code) or f"the NVIDIA driver answers {str(error)!r} (NVML code {code})"
+    return QueryError(text, code)
+
+
+def _why_not_loaded() -> str:
+    """Ask the loader once more: nvidia-ml-py says the same for a missing library and a broken one."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError as error:
+        return str(error)
+    return "it could be a moment later: try again"

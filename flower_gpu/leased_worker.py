@@ -1,0 +1,339 @@
+"""What runs around a task in a worker that holds a lease: held to it, watched, and its use reported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu.gpu import cap
+from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.isolation import events, threads
+
+if TYPE_CHECKING:
+    from flower_gpu.pytorch.memory import Hold
+
+#: :func:`setup`, as the ``setup`` of a call.
+SETUP: Final = "flower_gpu.leased_worker:setup"
+
+_INTERVAL_S = 0.5
+_LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
+_LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
+
+
+def setup() -> AbstractContextManager[None]:
+    """Bring this worker to its lease; the task runs in what this returns.
+
+    The lease is in the environment. Without one the libraries get their threads and nothing else happens.
+
+    Raises
+    ------
+    ConfigError
+        If the user's allocator settings cannot be used with PyTorch as it is loaded.
+    """
+    threads.apply()
+    lease = Lease.from_environment(os.environ)
+    if lease is None or not lease.shares:
+        return nullcontext()
+    return _leased(lease)
+
+
+@contextmanager
+def _leased(lease: Lease) -> Iterator[None]:
+    capped = _Capped(lease)
+    watch = _Watch(lease)
+    capped.begin()
+    watch.start()
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:
+        error = caught
+        raise
+    finally:
+        watch.stop()
+        # Whatever fails here must not take the place of the task's own result or error.
+        with suppress(Exception):
+            _tell(lease, capped, watch, error)
+        with suppress(Exception):
+            capped.end()
+
+
+# The cap --------------------------------------------------------------------------------------------------
+
+
+class _Capped:
+    """The lease's cap on PyTorch's allocator, whenever PyTorch is imported."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._fraction = cap.cap_fraction(lease)
+        self._finder: _AfterImport | None = None
+        self.hold: Hold | None = None
+
+    def begin(self) -> None:
+        """Hold PyTorch to the cap, now or when the task imports it."""
+        if hasattr(sys.modules.get("torch"), "cuda"):
+            self._hold()
+            assert self.hold is not None
+            # It may have read another process's environment: the fork server's, or the client's.
+            self.hold.follow_settings()
+        else:
+            self._finder = _AfterImport("torch", self._hold)
+            sys.meta_path.insert(0, self._finder)
+
+    def end(self) -> None:
+        """Let go, in a process that outlives the call (``in-process``)."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        if self.hold is not None:
+            self.hold.release()
+
+    def _hold(self) -> None:
+        from flower_gpu.pytorch import memory
+
+        caps = [memory.Cap(share.cap_bytes, share.total_bytes) for share in self._lease.shares]
+        self.hold = memory.hold_to(caps, self._settings, self._own)
+
+    def _settings(self) -> str | None:
+        if not cap.torch_installed_knows():
+            return None
+        merged = cap.torch_settings(self._fraction, os.environ)
+        # The task's module may have set the old name, which wins; processes of the task get the cap, too.
+        os.environ[cap.OLD_SETTINGS if cap.OLD_SETTINGS in os.environ else cap.SETTINGS] = merged
+        return merged
+
+    def _own(self) -> float | None:
+        return cap.own_fraction(self._fraction, os.environ)
+
+
+class _AfterImport:
+    """Finder that finds nothing itself, and calls a function right after one module was imported."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            sys.meta_path.insert(0, self)
+            return spec
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            del loader.exec_module  # the loader's own again
+            execute(module)
+            self._then()
+
+        with suppress(AttributeError):  # a loader that takes no attributes: the environment has the cap
+            loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+# What is used ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Use:
+    """What this process uses of one GPU, as far as was seen."""
+
+    share: Share
+    peak_bytes: int | None = None  # None: nobody has told anything
+    context_bytes: int | None = None
+
+    def see(self, used_bytes: int) -> None:
+        self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
+
+    @property
+    def counted_context_bytes(self) -> int:
+        """The context: measured, or else what the lease has for it."""
+        if self.context_bytes is not None:
+            return self.context_bytes
+        return max(0, self.share.memory_bytes - self.share.cap_bytes)
+
+
+@dataclass
+class _Watch:
+    """Looks twice a second, in a thread of its own, what this process uses, and writes it into the ticket.
+
+    All that asks NVML is done there: in the fork of a process that was asking, too, it may wait for ever.
+    """
+
+    lease: Lease
+    uses: list[_Use] = field(init=False)
+    free_bytes: dict[str, int] = field(default_factory=dict)
+    total_bytes: dict[str, int] = field(default_factory=dict)
+    _of_driver: dict[str, int] = field(default_factory=dict)
+    _looks_for_context: int = _LOOKS_FOR_CONTEXT
+    _end: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.uses = [_Use(share) for share in self.lease.shares]
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look a last time, then end."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_LOOK_S)
+
+    def _run(self) -> None:
+        while not self._end.wait(_INTERVAL_S):
+            with suppress(Exception):  # never the task's problem
+                self._look(last=False)
+        with suppress(Exception):
+            self._look(last=True)
+
+    def _look(self, *, last: bool) -> None:
+        from flower_gpu.gpu import tickets
+
+        reserved = _reserved_bytes()
+        # With PyTorch its allocator tells, which costs nothing; NVML is asked for the context, once.
+        unknown = any(use.context_bytes is None for use in self.uses) and self._looks_for_context > 0
+        if reserved is None or unknown or last:
+            self._ask_driver(reserved)
+        used = {}
+        for number, use in enumerate(self.uses):
+            if reserved is not None and number < len(reserved) and reserved[number]:
+                use.see(reserved[number] + use.counted_context_bytes)
+                used[use.share.uuid] = reserved[number] + use.counted_context_bytes
+            elif use.share.uuid in self._of_driver:
+                used[use.share.uuid] = self._of_driver[use.share.uuid]
+        if used:
+            tickets.report(used)
+
+    def _ask_driver(self, reserved: list[int] | None) -> None:
+        """Note what the driver says that this process uses; with PyTorch, what of it is the context."""
+        from flower_gpu.gpu import inventory, tickets
+
+        self._of_driver = {}
+        # Elsewhere this process's number is another one's, or nobody's, to the driver.
+        asks = tickets.pid_namespace() == tickets.HOST_PID_NAMESPACE
+        found = inventory.take(processes=asks)
+        for number, use in enumerate(self.uses):
+            gpu = found.find(use.share.uuid)
+            if gpu is None:
+                continue
+            if gpu.free_bytes is not None:
+                self.free_bytes[gpu.uuid] = gpu.free_bytes
+            if gpu.total_bytes is not None:
+                self.total_bytes[gpu.uuid] = gpu.total_bytes
+            ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
+            if not asks or gpu.processes is None or None in ours.values():
+                continue
+            used = sum(figure for figure in ours.values() if figure is not None)
+            self._of_driver[gpu.uuid] = used
+            use.see(used)
+            of_torch = reserved[number] if reserved is not None and number < len(reserved) else 0
+            context = (ours.get(os.getpid()) or 0) - of_torch
+            # If PyTorch has taken more between the two looks, the next one tells.
+            if of_torch and context > 0 and _reserved_bytes() == reserved:
+                use.context_bytes = context
+        if reserved is not None:
+            self._looks_for_context -= 1
+
+
+def _is_of_worker(pid: int) -> bool:
+    """Tell whether this is a process of this worker: that leads a group, and its children are in it."""
+    if pid == os.getpid():
+        return True
+    with suppress(OSError):  # it is gone, or another account's
+        return os.getpid() == os.getpgrp() == os.getpgid(pid)
+    return False
+
+
+def _reserved_bytes() -> list[int] | None:
+    """Return what PyTorch's allocator has of each GPU; None where PyTorch has not started CUDA."""
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "cuda") or not torch.cuda.is_initialized():  # type: ignore[union-attr]
+        return None
+    from flower_gpu.pytorch import memory
+
+    return memory.reserved_bytes()
+
+
+# What the caller is told ----------------------------------------------------------------------------------
+
+
+def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | None) -> None:
+    """Send the caller the figures, and why there was not enough memory or no CUDA."""
+    hold = capped.hold
+    figures = None
+    in_force: list[int | None] = []
+    if hold is not None:
+        from flower_gpu.pytorch import memory
+
+        figures = memory.figures()
+        with suppress(Exception):
+            in_force = hold.in_force_bytes()
+    gpus = []
+    for number, use in enumerate(watch.uses):
+        own = figures[number] if figures is not None and number < len(figures) else None
+        if own is not None and own.peak_reserved_bytes:
+            use.see(own.peak_reserved_bytes + use.counted_context_bytes)
+        gpus.append(
+            {
+                "uuid": use.share.uuid,
+                "peak_bytes": use.peak_bytes,
+                "reserved_peak_bytes": None if own is None else own.peak_reserved_bytes,
+                "context_bytes": use.context_bytes,
+                "lease_bytes": use.share.memory_bytes,
+                "cap_bytes": use.share.cap_bytes,
+                "cap_in_force_bytes": in_force[number] if number < len(in_force) else None,
+            }
+        )
+    events.send("gpu_memory", gpus=gpus, cuda=figures is not None)
+    if error is not None:
+        _tell_out_of_memory(watch, figures, error)
+    # Another framework may have used the GPU.
+    if hold is not None and figures is None and not any(use.peak_bytes for use in watch.uses):
+        from flower_gpu.pytorch import memory
+
+        if (reason := memory.no_cuda_reason()) is not None:
+            events.send("no_cuda", reason=reason)
+
+
+def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> None:
+    from flower_gpu.pytorch import out_of_memory
+
+    cause = out_of_memory.out_of_memory_in(error)
+    if cause is None:
+        return
+    number = out_of_memory.device_index(cause) or 0
+    use = watch.uses[number if number < len(watch.uses) else 0]
+    share = use.share
+    asked = out_of_memory.requested_bytes(cause)
+    allocated: int | None = None
+    if figures is not None and number < len(figures):
+        own = figures[number]
+        reserved, allocated, limit = own.reserved_bytes, own.allocated_bytes, share.cap_bytes
+        free, total = own.free_bytes, own.total_bytes
+    else:  # another framework: what the driver says, with the context
+        reserved, limit = use.peak_bytes, share.memory_bytes
+        free, total = watch.free_bytes.get(share.uuid), watch.total_bytes.get(share.uuid)
+    events.send(
+        "out_of_memory",
+        kind=out_of_memory.classify(reserved, asked, limit, free),
+        asked_bytes=asked,
+        reserved_bytes=reserved,
+        allocated_bytes=allocated,
+        cap_bytes=limit,
+        free_bytes=free,
+        total_bytes=total,
+        uuid=share.uuid,
+    )

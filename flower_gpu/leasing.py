@@ -1,0 +1,294 @@
+"""From what a call wants to the lease that its worker gets: decided, waited for, told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from flower_gpu import trace
+from flower_gpu.errors import ConfigError, LeaseTimeoutError, RoundOverError
+from flower_gpu.gpu import cap, inventory, policy
+from flower_gpu.gpu.admission import Option
+from flower_gpu.gpu.footprint import Array, Footprints, Key, key_of
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.gpu.ledger import Ledger, Wish, describe
+from flower_gpu.gpu.policy import Decision
+from flower_gpu.gpu.request import format_bytes
+from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.gpu.tickets import Ticket
+
+_log = logging.getLogger("flower_gpu")
+_said: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """What a lease is for; by it a footprint is learned and found again.
+
+    Parameters
+    ----------
+    label : str
+        Names the call, for example ``"fit of client 3"``.
+    task : str
+        Name of the user's function.
+    arrays : sequence of arrays
+        The weights it gets.
+    config : mapping
+        What the server sent with them.
+    """
+
+    label: str
+    task: str
+    arrays: Sequence[Array] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self, gpu: str) -> Key:
+        """Return the footprint's key on this model of GPU."""
+        return key_of(self.task, self.arrays, self.config, gpu)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How much of a GPU one try of a call asks for.
+
+    Parameters
+    ----------
+    memory_bytes : int, optional
+        More than the settings say, after it was not enough.
+    alone : bool
+        The whole GPU, with nobody else on it.
+    """
+
+    memory_bytes: int | None = None
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Leasing:
+    """Gets the leases of one call, as often as it is tried.
+
+    Parameters
+    ----------
+    settings : GPUSettings
+        What the call wants.
+    uuids : tuple of str
+        The GPUs it may be on.
+    purpose : Purpose
+        What it is for.
+    record : dict
+        The call's fields in the trace.
+    round_deadline : float
+        When its round is over, on the clock of ``time.monotonic``.
+    """
+
+    settings: GPUSettings
+    uuids: tuple[str, ...]
+    purpose: Purpose
+    record: Mapping[str, Any]
+    round_deadline: float
+    footprints: Footprints = field(default_factory=Footprints)
+
+    @contextmanager
+    def held(self, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
+        """Wait for a lease, and hold it in the block.
+
+        Raises
+        ------
+        LeaseError
+            If no GPU can ever give it.
+        LeaseTimeoutError
+            If none did in time.
+        RoundOverError
+            If the call's round was over before.
+        """
+        ledger = Ledger(reserve_bytes=self.settings.reserve_bytes)
+        began = time.monotonic()
+        ticket = self._acquire(ledger, attempt, began)
+        granted = time.monotonic()
+        lease = None
+        try:
+            if granted > self.round_deadline:
+                raise self._round_is_over()
+            lease = self._lease(ticket)
+            gpus = [
+                {"uuid": s.uuid, "index": s.index, "name": s.name, "memory_bytes": s.memory_bytes}
+                for s in lease.shares
+            ]
+            trace.write(
+                "lease_granted",
+                **self.record,
+                lease=lease.id,
+                gpus=gpus,
+                alone=lease.alone,
+                waited_s=round(granted - began, 4),
+            )
+            yield lease, ticket
+        finally:
+            ledger.release(ticket)
+            if lease is not None:
+                held_s = round(time.monotonic() - granted, 4)
+                trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
+
+    def learn(self, figures: Mapping[str, Any], lease: Lease) -> None:
+        """Keep what a worker has told of its use, for the next calls."""
+        models = {share.uuid: share.name for share in lease.shares}
+        for told in figures.get("gpus", ()):
+            model = models.get(told.get("uuid"))
+            if model is None:
+                continue
+            if told.get("context_bytes"):
+                self.footprints.learn_context(model, told["context_bytes"])
+            if told.get("peak_bytes") is not None:
+                # A context is the least: a call that took nothing yet may take something next time.
+                least = self.footprints.context(model)
+                self.footprints.learn(self.purpose.key(model), max(told["peak_bytes"], least))
+
+    def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
+        """Keep from an ``out_of_memory`` event what the task would have needed to go on."""
+        share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
+        if share is not None and told.get("kind") == "over_cap" and told.get("reserved_bytes") is not None:
+            needed = told["reserved_bytes"] + (told.get("asked_bytes") or 0)
+            needed += share.memory_bytes - share.cap_bytes
+            self.footprints.learn(self.purpose.key(share.name), min(needed, share.total_bytes))
+
+    def _acquire(self, ledger: Ledger, attempt: Attempt, began: float) -> Ticket:
+        deadline = min(began + self.settings.lease_timeout_s, self.round_deadline)
+        wish = Wish(
+            options=lambda gpus: self._options(gpus, attempt),
+            version=self.footprints.version,
+            count=self.settings.request.count,
+            pack=self.settings.placement == "pack",
+            label=self.purpose.label,
+        )
+        try:
+            return ledger.acquire(wish, deadline=deadline)
+        except LeaseTimeoutError as error:
+            if deadline == self.round_deadline:
+                raise self._round_is_over() from error
+            raise LeaseTimeoutError(
+                f"{self.purpose.label}: no lease within lease_timeout_s={self.settings.lease_timeout_s:g}. "
+                f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
+            ) from None
+
+    def _round_is_over(self) -> RoundOverError:
+        seconds = self.settings.round_timeout_s
+        return RoundOverError(
+            f"{self.purpose.label} was not started: it came to a GPU only when its round was over "
+            f"({seconds:g} s, FLOWER_GPU_ROUND_TIMEOUT_S). Let fewer clients train in a round, or give "
+            "rounds and calls more time"
+        )
+
+    def _options(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[Option, ...]:
+        return tuple(self._option(gpu, attempt) for gpu in gpus if gpu.uuid in self.uuids)
+
+    def _option(self, gpu: GPU, attempt: Attempt) -> Option:
+        request = self.settings.request
+        memory_bytes = attempt.memory_bytes
+        if not attempt.alone and memory_bytes is None:
+            if request.share is not None:
+                return Option(gpu.uuid, share=request.share)
+            if request.memory_bytes is not None:
+                return Option(gpu.uuid, memory_bytes=request.memory_bytes)
+            peak = self.footprints.get(self.purpose.key(gpu.name))
+            memory_bytes = None if peak is None else self.footprints.needed_bytes(peak)
+        most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
+        if attempt.alone or memory_bytes is None or memory_bytes >= most:
+            return Option(gpu.uuid, alone=True)
+        return Option(gpu.uuid, memory_bytes=memory_bytes)
+
+    def _lease(self, ticket: Ticket) -> Lease:
+        found = inventory.take(processes=False)
+        shares = []
+        for part in ticket.entry.parts:
+            gpu = found.find(part.uuid)
+            index, name, total = (gpu.index, gpu.name, gpu.total_bytes) if gpu else (-1, "", None)
+            context = self.footprints.context(name)
+            if part.memory_bytes <= context:
+                raise ConfigError(
+                    f"{self.purpose.label} asks for {format_bytes(part.memory_bytes)} of GPU {index} "
+                    f"({name}); CUDA's context alone takes {format_bytes(context)} there, so ask for more"
+                )
+            shares.append(
+                Share(
+                    part.uuid, index, name, total or part.memory_bytes, part.memory_bytes,
+                    part.memory_bytes - context,
+                )
+            )  # fmt: skip
+        alone = any(part.alone for part in ticket.entry.parts)
+        return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
+
+
+def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
+    """Decide whether a call may use a GPU, and which; what is to be said about it is logged.
+
+    Parameters
+    ----------
+    settings : GPUSettings
+        What the call wants, and what the node allows.
+    use_gpu : bool or None
+        What the server requests.
+    environ : mapping
+        The environment that the worker would have otherwise; its ``CUDA_VISIBLE_DEVICES`` is honoured.
+
+    Raises
+    ------
+    GPUUnavailableError
+        If the node requires a GPU that cannot be used.
+    """
+    if settings.policy.gpu == "never":
+        decision = policy.decide(settings.policy, use_gpu, ())
+    else:
+        host = inventory.take(processes=False)
+        seen = inventory.visible(host, environ.get("CUDA_VISIBLE_DEVICES"))
+        hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
+        decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
+    for text in decision.warnings:
+        say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)
+    return decision
+
+
+def say_once(text: str, level: int = logging.WARNING) -> None:
+    """Log a line that would be the same for every call; in this process it is logged once."""
+    if text not in _said:
+        _said.add(text)
+        _log.log(level, text)
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Log a line."""
+    _log.log(level, text)
+
+
+def who_else(lease: Lease, uuid: str) -> str:
+    """Return who else is on a GPU at this moment: holders of leases, and programs that NVML names."""
+    state = Ledger().status()
+    lines = []
+    pids = set()
+    for entry in state.holders:
+        pids |= {entry.pid, entry.reported()[0]}
+        if entry.id != lease.id:
+            parts = [part for part in entry.parts if part.uuid == uuid]
+            lines += [f"{format_bytes(part.memory_bytes)} leased to {describe(entry)}" for part in parts]
+    gpu = next((gpu for gpu in state.gpus if gpu.uuid == uuid), None)
+    for process in (gpu.processes if gpu is not None else None) or ():
+        if process.pid not in pids and process.used_bytes:
+            lines.append(
+                f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
+            )
+    return "; ".join(lines) or "nobody else that is known"
+
+
+def worker_environment(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker with this lease, or of one that must see no GPU."""
+    return cap.hidden_environment() if lease is None else cap.worker_environment(lease, environ)
+
+
+def of_this_process() -> Lease | None:
+    """Return the lease under which this process itself runs, as a worker; None in any other process."""
+    return Lease.from_environment(os.environ)

@@ -1,0 +1,62 @@
+"""What follows when a call has run out of GPU memory: more of a GPU, all of one, or the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flower_gpu.gpu.lease import Lease
+from flower_gpu.gpu.request import format_bytes
+from flower_gpu.leasing import Attempt
+
+_GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
+_MORE = 2.0  # times the last lease
+
+_KINDS = {
+    "over_cap": "it took more than its lease",
+    "card_full": "the GPU itself was full",
+    "unclear": "the GPU had room, but not in one piece, or the driver does not tell",
+}
+
+
+def next_attempt(
+    told: Mapping[str, Any], lease: Lease, attempts: Sequence[Attempt], on_oom: str
+) -> Attempt | None:
+    """Return how to try again, or None where that would help no more.
+
+    Parameters
+    ----------
+    told : mapping
+        The worker's ``out_of_memory`` event.
+    lease : Lease
+        What it had.
+    attempts : sequence of Attempt
+        All tries so far.
+    on_oom : str
+        As in :data:`flower_gpu.gpu.settings.ON_OOM`.
+    """
+    if on_oom == "fail" or attempts[-1].alone:
+        return None
+    if lease.alone or len(lease.shares) > 1:
+        # It had a GPU to itself: only what other programs took there may be free the next time.
+        return Attempt(alone=True) if told.get("kind") == "card_full" and len(attempts) == 1 else None
+    if told.get("kind") == "over_cap" and len(attempts) <= _GROWTHS:
+        had = lease.shares[0].memory_bytes
+        asked = told.get("asked_bytes") or 0
+        return Attempt(memory_bytes=int(max(_MORE * had, had + 1.5 * asked)))
+    return Attempt(alone=True)
+
+
+def describe(told: Mapping[str, Any], lease: Lease) -> str:
+    """Return what happened, with the numbers, in one sentence."""
+    share = next((share for share in lease.shares if share.uuid == told.get("uuid")), lease.shares[0])
+
+    def size(name: str) -> str:
+        number = told.get(f"{name}_bytes")
+        return "unknown" if number is None else format_bytes(number)
+
+    return (
+        f"out of memory on GPU {share.index} ({share.name}): {_KINDS.get(str(told.get('kind')), 'unclear')}. "
+        f"Asked {size('asked')}, reserved {size('reserved')}, cap {size('cap')} of a lease of "
+        f"{format_bytes(share.memory_bytes)}, free {size('free')} of {size('total')}"
+    )

@@ -1,0 +1,322 @@
+"""A host with GPUs that are not there: a stub of NVIDIA's management library, and what drives it.
+
+Programs that start with :attr:`Host.env` and use nvidia-ml-py see the GPUs of that host. Its answers are
+files, so they can change while programs run::
+
+    host = Host(tmp_path / "host", gpus=2)
+    host.set(0, used=12 * GIB)
+    subprocess.run(command, env={**os.environ, **host.env})
+
+A simulated worker calls :func:`allocate`; what it uses is counted as long as its process is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GIB = 2**30
+
+Fields = dict[str, int | str]
+
+# What NVML functions answer (nvml.h).
+NOT_SUPPORTED = 3
+NO_PERMISSION = 4
+DRIVER_NOT_LOADED = 9
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+LIB_RM_VERSION_MISMATCH = 18
+UNKNOWN = 999
+
+_SOURCE = Path(__file__).with_name("nvml.c")
+_NAME = "libnvidia-ml.so.1"
+_NO_MIG = -1
+_FIRST_PROGRAM = 9_000_000  # more than Linux ever gives a process (PID_MAX_LIMIT is 4,194,304)
+_NAMESPACE = uuid.UUID("6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59")
+_COUNTER = itertools.count()
+
+
+def build(folder: Path, driver: int = 550) -> Path:
+    """Compile the stub into a folder, unless it is there already.
+
+    Parameters
+    ----------
+    folder : Path
+        Where ``libnvidia-ml.so.1`` goes.
+    driver : int
+        Major version of the driver whose symbols it has. Before 510 there is no
+        ``nvmlDeviceGetMemoryInfo_v2`` and no third version of the lists of processes, before 450 no MIG and
+        no second version, before 390 nothing that nvidia-ml-py could start.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no C compiler, or it failed.
+    """
+    library = folder / _NAME
+    code = _compiled(driver)
+    if not library.exists() or library.read_bytes() != code:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(library, code)
+    return library
+
+
+@cache
+def _compiled(driver: int) -> bytes:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise RuntimeError(
+            "the NVML stub needs a C compiler and there is neither gcc nor cc: apt-get install gcc"
+        )
+    flags = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DDRIVER={driver}"]
+    with tempfile.TemporaryDirectory(prefix="nvml-stub-") as folder:
+        library = Path(folder, _NAME)
+        command = [compiler, *flags, f"-Wl,-soname,{_NAME}", "-o", str(library), str(_SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} could not build the NVML stub:\n{done.stderr}")
+        return library.read_bytes()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What another program uses on a GPU, until :meth:`end`."""
+
+    pid: int
+    path: Path
+
+    def end(self) -> None:
+        """Give the memory back."""
+        self.path.unlink(missing_ok=True)
+
+
+class Host:
+    """A host with stub GPUs.
+
+    Parameters
+    ----------
+    folder : Path
+        Where its files are.
+    gpus : int
+        How many GPUs it has, up to 64.
+    total, reserved : int
+        Memory of each GPU, and what the driver keeps of it, in bytes.
+    name : str
+        Their model.
+    driver : str
+        The driver's version; decides which symbols its library has, see :func:`build`.
+
+    Attributes
+    ----------
+    env : dict of str to str
+        Variables that programs on this host start with.
+    uuids : list of str
+        Of the GPUs, in the order of their numbers. The same for every host, so that output can be compared.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        gpus: int = 2,
+        total: int = 16 * GIB,
+        name: str = "NVIDIA Stub 16GB",
+        reserved: int = 0,
+        driver: str = "550.54.14",
+    ) -> None:
+        self.folder = folder.absolute()
+        self.library = build(self.folder / "lib", int(driver.partition(".")[0]))
+        (self.folder / "use").mkdir(parents=True, exist_ok=True)
+        paths = [str(self.library.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}
+        self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(gpus)]
+        for index, of in enumerate(self.uuids):
+            fields: Fields = {"uuid": of, "name": name, "total": total, "used": 0, "reserved": reserved}
+            _write(self.folder / f"gpu-{index}", {**fields, "util": 0})
+        _write(self.folder / "host", {"driver": driver, "init": 0, "gpus": gpus})
+
+    def set(self, index: int | str, *, lost: bool | None = None, **fields: int | str | None) -> None:
+        """Change what a GPU or MIG device (number, or UUID) answers.
+
+        Parameters
+        ----------
+        index : int or str
+            Which one.
+        lost : bool, optional
+            Whether it has fallen off the bus: every call for it fails.
+        **fields
+            ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in bytes;
+            ``util`` in percent; ``error`` (a code, for every call); ``hidden=1`` (processes are listed, their
+            memory is not told); None takes a field away.
+        """
+        if lost is not None:
+            fields["error"] = GPU_IS_LOST if lost else 0
+        _update(self._file(index), fields)
+
+    def program(
+        self,
+        index: int | str,
+        nbytes: int,
+        pid: int | None = None,
+        name: str = "/usr/bin/other",
+        graphics: bool = False,
+    ) -> Program:
+        """Let another program use memory, until its ``end()``. Without a pid: one of no process."""
+        number = next(_COUNTER)
+        pid = _FIRST_PROGRAM + number if pid is None else pid
+        gpu, mig = _find(self.folder, index)
+        kind = "graphics" if graphics else "program"
+        path = self.folder / "use" / f"{kind}-{os.getpid()}-{number}"
+        _replace(path, f"{pid} {gpu} {mig} {nbytes} {name}\n".encode())
+        return Program(pid, path)
+
+    def fail(self, function: str, code: int | None, index: int | str | None = None) -> None:
+        """Let an NVML function fail with a code (None: no more), on one GPU or on the whole host."""
+        path = self.folder / "host" if index is None else self._file(index)
+        _update(path, {f"fail {function}": code})
+
+    def fail_init(self, code: int) -> None:
+        """Let ``nvmlInit`` answer this code: DRIVER_NOT_LOADED, NO_PERMISSION, LIB_RM_VERSION_MISMATCH ..."""
+        _update(self.folder / "host", {"init": code})
+
+    def set_count(self, gpus: int) -> None:
+        """Show only the first GPUs."""
+        _update(self.folder / "host", {"gpus": gpus})
+
+    def mig(self, index: int, sizes: list[int] | None) -> list[str]:
+        """Turn MIG mode on, with devices of these sizes in bytes; None turns it off.
+
+        Returns
+        -------
+        list of str
+            The UUIDs of the MIG devices.
+        """
+        card = self.folder / f"gpu-{index}"
+        if sizes is None:
+            _update(card, {"mig": 0, "instances": 0})
+            return []
+        uuids = [f"MIG-{uuid.uuid5(_NAMESPACE, f'{index}/{mig}')}" for mig in range(len(sizes))]
+        model = _read(card)["name"]
+        for mig, (of, size) in enumerate(zip(uuids, sizes, strict=True)):
+            name = f"{model} MIG {mig + 1}g.{size // GIB}gb"
+            fields: Fields = {"uuid": of, "name": name, "total": size, "used": 0, "reserved": 0}
+            _write(self.folder / f"gpu-{index}-{mig}", fields)
+        _update(card, {"mig": 1, "instances": len(sizes)})
+        return uuids
+
+    def used(self, index: int | str) -> int:
+        """Return the bytes in use on a GPU of this host, as :func:`used` does in its processes."""
+        return _used(self.folder, index)
+
+    def _file(self, index: int | str) -> Path:
+        return _device_file(self.folder, *_find(self.folder, index))
+
+
+def allocate(index: int | str, nbytes: int) -> None:
+    """Let this process use so many bytes of a GPU (number, or UUID, MIG devices too) from now on; 0: none.
+
+    The memory is free again when the process is gone, however it ended. No lock is taken: each process has a
+    file of its own.
+    """
+    folder = Path(os.environ["NVML_STUB_DIR"])
+    pid = os.getpid()
+    gpu, mig = _find(folder, index)
+    path = folder / "use" / f"{pid}.{_start_of(pid)}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    mine = f"{pid} {gpu} {mig} "
+    lines = [line for line in lines if not line.startswith(mine)]
+    if nbytes:
+        lines.append(f"{mine}{nbytes}")
+    if lines:
+        _replace(path, "".join(f"{line}\n" for line in lines).encode())
+    else:
+        path.unlink(missing_ok=True)
+
+
+def used(index: int | str) -> int:
+    """Return the bytes in use on a GPU, by processes that are there and by other programs.
+
+    Counted here and not in the library, so that one can be checked against the other.
+    """
+    return _used(Path(os.environ["NVML_STUB_DIR"]), index)
+
+
+def _used(folder: Path, index: int | str) -> int:
+    gpu, mig = _find(folder, index)
+    total = int(_read(_device_file(folder, gpu, mig)).get("used", "0"))
+    for path in (folder / "use").iterdir():
+        if path.name[0].isdigit():
+            pid, _, start = path.name.partition(".")
+            if not start.isdigit() or _start_of(int(pid)) != start:
+                continue
+        elif not path.name.startswith(("program-", "graphics-")):
+            continue
+        try:
+            lines = path.read_text().splitlines()
+        except FileNotFoundError:
+            continue
+        for line in lines:
+            _, on_gpu, on_mig, nbytes = line.split()[:4]
+            if int(on_gpu) == gpu and mig in (_NO_MIG, int(on_mig)):
+                total += int(nbytes)
+    return total
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started, in clock ticks: a later one with its number has another. None: gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    return None if state in "ZX" else fields[18]
+
+
+def _find(folder: Path, index: int | str) -> tuple[int, int]:
+    """Return the number of the card and of its MIG device (-1: the card itself)."""
+    if isinstance(index, int):
+        return index, _NO_MIG
+    for path in folder.glob("gpu-*"):
+        if _read(path)["uuid"] == index:
+            gpu, _, mig = path.name.removeprefix("gpu-").partition("-")
+            return int(gpu), int(mig) if mig else _NO_MIG
+    raise LookupError(f"there is no stub GPU {index}")
+
+
+def _device_file(folder: Path, gpu: int, mig: int) -> Path:
+    return folder / (f"gpu-{gpu}" if mig == _NO_MIG else f"gpu-{gpu}-{mig}")
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Return the fields of a file. The value is the last word, except of names."""
+    fields = {}
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == "fail":
+            function, _, value = value.partition(" ")
+            key = f"fail {function}"
+        fields[key] = value
+    return fields
+
+
+def _write(path: Path, fields: Fields) -> None:
+    _replace(path, "".join(f"{key} {value}\n" for key, value in fields.items()).encode())
+
+
+def _update(path: Path, changes: Mapping[str, int | str | None]) -> None:
+    fields = {**_read(path), **changes}
+    _write(path, {key: value for key, value in fields.items() if value is not None})
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file at once: whoever reads it meanwhile sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_COUNTER)}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

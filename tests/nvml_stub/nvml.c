@@ -1,0 +1,521 @@
+/* A libnvidia-ml.so.1 without a driver: it answers from the files of NVML_STUB_DIR.
+ *
+ * They are read again at each call, so a test can change them while programs run. Whoever writes them replaces
+ * whole files, so a read never sees half of a change. No state but the count of nvmlInit calls.
+ *
+ *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>"
+ *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "error <code>" (of every
+ *               call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
+ *               "fail <function> <code>"
+ *   gpu-<i>-<j> the same of MIG device j of GPU i
+ *   use/<pid>.<start>   what a simulated worker uses, counted while that process is there: lines of
+ *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]"
+ *   use/program-<n>     the same of a program that need not exist, counted as long as the file is there
+ *   use/graphics-<n>    the same of a program that draws
+ *
+ * A handle is good for one nvmlInit in one process: after nvmlShutdown, or in a fork, it is refused, which is
+ * stricter than the real library. DRIVER is the major version of the driver whose symbols are exported.
+ */
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#ifndef DRIVER
+#define DRIVER 550
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum {
+    SUCCESS = 0,
+    UNINITIALIZED = 1,
+    INVALID_ARGUMENT = 2,
+    NOT_SUPPORTED = 3,
+    NO_PERMISSION = 4,
+    NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7,
+    DRIVER_NOT_LOADED = 9,
+    FUNCTION_NOT_FOUND = 13,
+    GPU_IS_LOST = 15,
+    LIB_RM_VERSION_MISMATCH = 18,
+    ARGUMENT_VERSION_MISMATCH = 25,
+    UNKNOWN = 999,
+};
+
+#define TEXT_BYTES 65536
+#define NOT_AVAILABLE (~0ULL)
+#define NO_MIG (-1)
+#define ANY (-1)
+
+typedef void *Device;
+typedef unsigned long long Bytes;
+
+static int users;      /* nvmlInit minus nvmlShutdown */
+static pid_t user_pid; /* of the process that called it: a fork starts anew */
+static unsigned epoch; /* counts initialisations, so that older handles are known as such */
+
+/* --- files ------------------------------------------------------------------------------------------------ */
+
+static int read_path(const char *path, char *text, size_t size) {
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    size_t length = 0;
+    ssize_t got;
+    while (length + 1 < size && (got = read(file, text + length, size - 1 - length)) > 0) length += (size_t)got;
+    close(file);
+    text[length] = 0;
+    return 1;
+}
+
+static int read_stub(const char *name, char *text, size_t size) {
+    const char *folder = getenv("NVML_STUB_DIR");
+    char path[4096];
+    text[0] = 0;
+    if (folder == NULL || snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path) return 0;
+    return read_path(path, text, size);
+}
+
+/* The rest of the line that starts with a word and a space; its length, or -1. */
+static int field(const char *text, const char *key, const char **value) {
+    size_t length = strlen(key);
+    for (const char *line = text; line && *line; line = strchr(line, '\n'), line = line ? line + 1 : NULL) {
+        if (strncmp(line, key, length) == 0 && line[length] == ' ') {
+            *value = line + length + 1;
+            return (int)strcspn(*value, "\n");
+        }
+    }
+    return -1;
+}
+
+static long long number(const char *text, const char *key, long long absent) {
+    const char *value;
+    return field(text, key, &value) < 0 ? absent : strtoll(value, NULL, 10);
+}
+
+static int copy(const char *text, const char *key, char *target, unsigned size) {
+    const char *value;
+    int length = field(text, key, &value);
+    if (length < 0) return NOT_SUPPORTED;
+    if ((unsigned)length >= size) return INSUFFICIENT_SIZE;
+    memcpy(target, value, (size_t)length);
+    target[length] = 0;
+    return SUCCESS;
+}
+
+static int forced(const char *text, const char *function) {
+    char key[128];
+    snprintf(key, sizeof key, "fail %s", function);
+    return (int)number(text, key, SUCCESS);
+}
+
+/* --- what every call starts with -------------------------------------------------------------------------- */
+
+static int host(const char *function, char *text, size_t size) {
+    if (users == 0 || user_pid != getpid()) return UNINITIALIZED;
+    if (!read_stub("host", text, size)) return DRIVER_NOT_LOADED;
+    return forced(text, function);
+}
+
+static Device handle(int gpu, int mig) {
+    return (Device)(uintptr_t)((uintptr_t)epoch << 16 | (uintptr_t)(gpu + 1) << 8 | (uintptr_t)(mig + 1));
+}
+
+static int gpu_file(const char *function, int gpu, int mig, char *text, size_t size) {
+    char name[64];
+    snprintf(name, sizeof name, mig == NO_MIG ? "gpu-%d" : "gpu-%d-%d", gpu, mig);
+    if (!read_stub(name, text, size)) return NOT_FOUND;
+    int error = (int)number(text, "error", SUCCESS);
+    return error ? error : forced(text, function);
+}
+
+/* The text of a device's file. A MIG device is lost with its card. */
+static int device(const char *function, Device of, int *gpu, int *mig, char *text, size_t size) {
+    uintptr_t bits = (uintptr_t)of;
+    int error = host(function, text, size);
+    if (error) return error;
+    if (bits >> 16 != epoch) return INVALID_ARGUMENT;
+    *gpu = (int)(bits >> 8 & 0xFF) - 1;
+    *mig = (int)(bits & 0xFF) - 1;
+    if (*mig != NO_MIG) {
+        error = gpu_file("", *gpu, NO_MIG, text, size);
+        if (error) return error;
+        if (*mig >= number(text, "instances", 0)) return INVALID_ARGUMENT;
+    }
+    return gpu_file(function, *gpu, *mig, text, size);
+}
+
+#define HOST                                      \
+    char text[TEXT_BYTES];                        \
+    int error = host(__func__, text, sizeof text); \
+    if (error) return error
+#define DEVICE(of)                                                    \
+    char text[TEXT_BYTES];                                            \
+    int gpu, mig;                                                     \
+    int error = device(__func__, of, &gpu, &mig, text, sizeof text);   \
+    (void)gpu, (void)mig;                                             \
+    if (error) return error
+
+/* --- who uses how much ------------------------------------------------------------------------------------ */
+
+/* Whether the process that wrote this file is there. A zombie has given its memory back, and a later process
+ * with the same number started at another time. */
+static int alive(const char *file_name) {
+    char path[64], stat[2048];
+    char *dot;
+    long pid = strtol(file_name, &dot, 10);
+    if (pid <= 0 || *dot != '.') return 0;
+    unsigned long long started = strtoull(dot + 1, NULL, 10), start = 0;
+    snprintf(path, sizeof path, "/proc/%ld/stat", pid);
+    if (!read_path(path, stat, sizeof stat)) return 0;
+    char state = 0;
+    char *rest = strrchr(stat, ')'); /* the name before it may contain anything */
+    if (rest == NULL) return 0;
+    sscanf(rest + 2, "%c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state,
+           &start);
+    return start == started && state != 'Z' && state != 'X';
+}
+
+typedef struct {
+    unsigned pid;
+    Bytes bytes;
+    char name[256];
+    int graphics;
+} Use;
+
+/* Call `each` for every use of a device (ANY: of all); a card's includes its MIG devices'. */
+static void uses(int gpu, int mig, void (*each)(const Use *use, void *context), void *context) {
+    const char *folder = getenv("NVML_STUB_DIR");
+    char path[4096], text[TEXT_BYTES];
+    if (folder == NULL || snprintf(path, sizeof path, "%s/use", folder) >= (int)sizeof path) return;
+    DIR *names = opendir(path);
+    if (names == NULL) return;
+    for (struct dirent *entry; (entry = readdir(names)) != NULL;) {
+        int simulated = entry->d_name[0] >= '0' && entry->d_name[0] <= '9';
+        int graphics = strncmp(entry->d_name, "graphics-", 9) == 0;
+        if (!simulated && !graphics && strncmp(entry->d_name, "program-", 8) != 0) continue;
+        if (snprintf(path, sizeof path, "%s/use/%s", folder, entry->d_name) >= (int)sizeof path) continue;
+        if (!read_path(path, text, sizeof text)) continue;
+        int known = !simulated;
+        for (char *line = text; *line;) {
+            char *end = line + strcspn(line, "\n");
+            char *next = *end ? end + 1 : end;
+            *end = 0;
+            Use use = {.graphics = graphics};
+            int on_gpu, on_mig;
+            if (sscanf(line, "%u %d %d %llu %255[^\n]", &use.pid, &on_gpu, &on_mig, &use.bytes, use.name) >= 4 &&
+                (gpu == ANY || on_gpu == gpu) && (mig == NO_MIG || on_mig == mig)) {
+                if (!known && !alive(entry->d_name)) break;
+                known = 1;
+                each(&use, context);
+            }
+            line = next;
+        }
+    }
+    closedir(names);
+}
+
+static void add(const Use *use, void *context) { *(Bytes *)context += use->bytes; }
+
+static Bytes used_bytes(const char *text, int gpu, int mig) {
+    Bytes sum = (Bytes)number(text, "used", 0);
+    uses(gpu, mig, add, &sum);
+    return sum;
+}
+
+/* --- the library ------------------------------------------------------------------------------------------ */
+
+static int initialise(void) {
+    char text[TEXT_BYTES];
+    if (user_pid != getpid()) users = 0;
+    user_pid = getpid();
+    if (!read_stub("host", text, sizeof text)) return DRIVER_NOT_LOADED;
+    int error = (int)number(text, "init", SUCCESS);
+    if (error) return error;
+    if (users++ == 0) epoch++;
+    return SUCCESS;
+}
+
+EXPORT int nvmlInit(void) { return initialise(); }
+EXPORT int nvmlInit_v2(void) { return initialise(); }
+#if DRIVER >= 390
+EXPORT int nvmlInitWithFlags(unsigned flags) {
+    (void)flags;
+    return initialise();
+}
+#endif
+
+EXPORT int nvmlShutdown(void) {
+    if (users == 0 || user_pid != getpid()) return UNINITIALIZED;
+    users--;
+    return SUCCESS;
+}
+
+EXPORT const char *nvmlErrorString(int code) {
+    switch (code) {
+    case SUCCESS: return "Success";
+    case UNINITIALIZED: return "Uninitialized";
+    case INVALID_ARGUMENT: return "Invalid Argument";
+    case NOT_SUPPORTED: return "Not Supported";
+    case NO_PERMISSION: return "Insufficient Permissions";
+    case NOT_FOUND: return "Not Found";
+    case INSUFFICIENT_SIZE: return "Insufficient Size";
+    case DRIVER_NOT_LOADED: return "Driver Not Loaded";
+    case FUNCTION_NOT_FOUND: return "Function Not Found";
+    case GPU_IS_LOST: return "GPU is lost";
+    case LIB_RM_VERSION_MISMATCH: return "Driver/library version mismatch";
+    case ARGUMENT_VERSION_MISMATCH: return "Argument version mismatch";
+    default: return "Unknown Error";
+    }
+}
+
+EXPORT int nvmlSystemGetDriverVersion(char *version, unsigned length) {
+    HOST;
+    return copy(text, "driver", version, length);
+}
+
+EXPORT int nvmlSystemGetNVMLVersion(char *version, unsigned length) {
+    HOST;
+    return copy(text, "driver", version, length);
+}
+
+EXPORT int nvmlSystemGetCudaDriverVersion(int *version) {
+    HOST;
+    *version = 12040;
+    return SUCCESS;
+}
+
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    HOST;
+    *version = 12040;
+    return SUCCESS;
+}
+
+static void find_name(const Use *use, void *context) {
+    Use *wanted = context;
+    if (use->pid == wanted->pid && use->name[0]) memcpy(wanted->name, use->name, sizeof use->name);
+}
+
+EXPORT int nvmlSystemGetProcessName(unsigned pid, char *name, unsigned length) {
+    HOST;
+    Use wanted = {.pid = pid};
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%u/cmdline", pid);
+    if (!read_path(path, wanted.name, sizeof wanted.name)) uses(ANY, NO_MIG, find_name, &wanted);
+    if (!wanted.name[0]) return NOT_FOUND;
+    if (strlen(wanted.name) >= length) return INSUFFICIENT_SIZE;
+    strcpy(name, wanted.name);
+    return SUCCESS;
+}
+
+/* --- devices ---------------------------------------------------------------------------------------------- */
+
+EXPORT int nvmlDeviceGetCount_v2(unsigned *count) {
+    HOST;
+    *count = (unsigned)number(text, "gpus", 0);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetCount(unsigned *count) { return nvmlDeviceGetCount_v2(count); }
+
+EXPORT int nvmlDeviceGetHandleByIndex_v2(unsigned index, Device *result) {
+    HOST;
+    if (index >= (unsigned)number(text, "gpus", 0)) return INVALID_ARGUMENT;
+    error = gpu_file(__func__, (int)index, NO_MIG, text, sizeof text);
+    if (error) return error;
+    *result = handle((int)index, NO_MIG);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetHandleByIndex(unsigned index, Device *result) {
+    return nvmlDeviceGetHandleByIndex_v2(index, result);
+}
+
+EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *result) {
+    HOST;
+    int count = (int)number(text, "gpus", 0);
+    for (int gpu = 0; gpu < count; gpu++) {
+        if (gpu_file("", gpu, NO_MIG, text, sizeof text)) continue;
+        int instances = (int)number(text, "instances", 0);
+        for (int mig = NO_MIG; mig < instances; mig++) {
+            char own[128];
+            if (gpu_file(__func__, gpu, mig, text, sizeof text) || copy(text, "uuid", own, sizeof own)) continue;
+            if (strcmp(own, uuid) == 0) {
+                *result = handle(gpu, mig);
+                return SUCCESS;
+            }
+        }
+    }
+    return NOT_FOUND;
+}
+
+EXPORT int nvmlDeviceGetUUID(Device of, char *uuid, unsigned length) {
+    DEVICE(of);
+    return copy(text, "uuid", uuid, length);
+}
+
+EXPORT int nvmlDeviceGetName(Device of, char *name, unsigned length) {
+    DEVICE(of);
+    return copy(text, "name", name, length);
+}
+
+EXPORT int nvmlDeviceGetIndex(Device of, unsigned *index) {
+    DEVICE(of);
+    *index = (unsigned)(mig == NO_MIG ? gpu : mig);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetMinorNumber(Device of, unsigned *minor) {
+    DEVICE(of);
+    *minor = (unsigned)gpu;
+    return SUCCESS;
+}
+
+typedef struct {
+    Bytes total, free, used;
+} Memory;
+
+typedef struct {
+    unsigned version;
+    Bytes total, reserved, free, used;
+} Memory_v2;
+
+static void memory(const char *text, int gpu, int mig, Memory_v2 *result) {
+    result->total = (Bytes)number(text, "total", 0);
+    result->reserved = (Bytes)number(text, "reserved", 0);
+    result->used = used_bytes(text, gpu, mig);
+    Bytes taken = result->reserved + result->used;
+    result->free = taken < result->total ? result->total - taken : 0;
+}
+
+/* Before version 2 what the driver reserves is part of what is used. */
+EXPORT int nvmlDeviceGetMemoryInfo(Device of, Memory *result) {
+    DEVICE(of);
+    Memory_v2 now;
+    memory(text, gpu, mig, &now);
+    result->total = now.total;
+    result->free = now.free;
+    result->used = now.used + now.reserved;
+    return SUCCESS;
+}
+
+#if DRIVER >= 510
+EXPORT int nvmlDeviceGetMemoryInfo_v2(Device of, Memory_v2 *result) {
+    DEVICE(of);
+    if (result->version != (sizeof(Memory_v2) | 2U << 24)) return ARGUMENT_VERSION_MISMATCH;
+    memory(text, gpu, mig, result);
+    return SUCCESS;
+}
+#endif
+
+typedef struct {
+    unsigned gpu, memory;
+} Utilization;
+
+EXPORT int nvmlDeviceGetUtilizationRates(Device of, Utilization *result) {
+    DEVICE(of);
+    long long percent = number(text, "util", -1);
+    if (percent < 0 || mig != NO_MIG) return NOT_SUPPORTED;
+    result->gpu = (unsigned)percent;
+    result->memory = (unsigned)percent / 2;
+    return SUCCESS;
+}
+
+/* --- processes -------------------------------------------------------------------------------------------- */
+
+#if DRIVER >= 450
+typedef struct {
+    unsigned pid;
+    Bytes bytes;
+    unsigned gpu_instance, compute_instance;
+} Process;
+
+typedef struct {
+    Process *into;
+    unsigned room, found;
+    int hidden, graphics;
+} Listing;
+
+static void list(const Use *use, void *context) {
+    Listing *listing = context;
+    if (use->graphics != listing->graphics) return;
+    if (listing->into != NULL && listing->found < listing->room) {
+        Process process = {use->pid, listing->hidden ? NOT_AVAILABLE : use->bytes, ~0U, ~0U};
+        listing->into[listing->found] = process;
+    }
+    listing->found++;
+}
+
+static int processes(const char *text, int gpu, int mig, unsigned *count, Process *into, int graphics) {
+    Listing listing = {into, *count, 0, (int)number(text, "hidden", 0), graphics};
+    uses(gpu, mig, list, &listing);
+    int fits = listing.found <= *count;
+    *count = listing.found;
+    return listing.found == 0 || (into != NULL && fits) ? SUCCESS : INSUFFICIENT_SIZE;
+}
+
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v2(Device of, unsigned *count, Process *into) {
+    DEVICE(of);
+    return processes(text, gpu, mig, count, into, 0);
+}
+
+EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v2(Device of, unsigned *count, Process *into) {
+    DEVICE(of);
+    return processes(text, gpu, mig, count, into, 1);
+}
+#endif
+
+#if DRIVER >= 510
+EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Device of, unsigned *count, Process *into) {
+    DEVICE(of);
+    return processes(text, gpu, mig, count, into, 0);
+}
+
+EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(Device of, unsigned *count, Process *into) {
+    DEVICE(of);
+    return processes(text, gpu, mig, count, into, 1);
+}
+#endif
+
+/* --- MIG -------------------------------------------------------------------------------------------------- */
+
+#if DRIVER >= 450
+EXPORT int nvmlDeviceGetMigMode(Device of, unsigned *current, unsigned *pending) {
+    DEVICE(of);
+    long long on = number(text, "mig", -1);
+    if (on < 0) return NOT_SUPPORTED;
+    *current = *pending = (unsigned)on;
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetMaxMigDeviceCount(Device of, unsigned *count) {
+    DEVICE(of);
+    *count = number(text, "mig", -1) < 0 ? 0 : 7;
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetMigDeviceHandleByIndex(Device of, unsigned index, Device *result) {
+    DEVICE(of);
+    if (index >= 7) return INVALID_ARGUMENT;
+    if (index >= (unsigned)number(text, "instances", 0)) return NOT_FOUND;
+    *result = handle(gpu, (int)index);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(Device of, Device *result) {
+    DEVICE(of);
+    if (mig == NO_MIG) return INVALID_ARGUMENT;
+    *result = handle(gpu, NO_MIG);
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceIsMigDeviceHandle(Device of, unsigned *is_mig) {
+    DEVICE(of);
+    *is_mig = mig != NO_MIG;
+    return SUCCESS;
+}
+#endif

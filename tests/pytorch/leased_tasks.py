@@ -1,0 +1,105 @@
+"""Tasks of workers with a lease. Importing this module imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+#: Whether torch was there before the task: its module is loaded with everything set up.
+IMPORTED_BEFORE = "torch" in sys.modules
+
+
+def settings() -> dict[str, Any]:
+    """Return PyTorch's settings in this worker, and what setting it up has left."""
+    import torch
+
+    loader = torch.__spec__.loader
+    return {
+        "imported_before": IMPORTED_BEFORE,
+        "settings": torch._C._accelerator_getAllocatorSettings(),
+        "visible": os.environ["CUDA_VISIBLE_DEVICES"],
+        "queued": sum("when_started" in repr(call) for call, _ in torch.cuda._queued_calls),
+        "started": torch.cuda.is_initialized(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "hooks": [type(finder).__name__ for finder in sys.meta_path],
+        "loader": type(loader).__name__,
+        "wrapped": "exec_module" in vars(loader),
+    }
+
+
+_READ: list[tuple[int, str]] = []
+
+
+def read_settings() -> None:
+    """Use PyTorch's settings in the process that workers are forked from."""
+    import torch
+
+    _READ.append((os.getpid(), torch._C._accelerator_getAllocatorSettings()))
+
+
+def settings_and_their_reader() -> tuple[bool, str, str]:
+    """Return whether another process has read them first, what they were there, and what they are here."""
+    import torch
+
+    ((pid, before),) = _READ
+    return pid == os.getppid(), before, torch._C._accelerator_getAllocatorSettings()
+
+
+def settings_of_its_own() -> tuple[str, list[int | None], str]:
+    """Set the old name before importing torch, as scripts do; it wins over the one that has the cap."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    import torch
+
+    (call,) = (call for call, _ in torch.cuda._queued_calls if "when_started" in repr(call))
+    hold: Any = call.__self__
+    hold.follow_settings()  # the first thing that happens when CUDA starts
+    return (
+        torch._C._accelerator_getAllocatorSettings(),
+        hold.in_force_bytes(),
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"],
+    )
+
+
+def threads_and_torch() -> tuple[list[str], bool]:
+    """Return this worker's threads, and whether there is torch, with a task that needs none."""
+    return sorted(thread.name for thread in threading.enumerate()), "torch" in sys.modules
+
+
+def run_out_of_memory(text: str) -> None:
+    """Fail as PyTorch does, in the words of a training function."""
+    import torch
+
+    raise ValueError("the training failed") from torch.OutOfMemoryError(text)
+
+
+def reported(ticket: Path) -> dict[str, Any]:
+    """Return what a ticket says of its worker's use."""
+    record = ticket.read_bytes()[1 << 16 :].partition(b"\n")[0]
+    told: dict[str, Any] = json.loads(record.partition(b" ")[2] or b"{}")
+    return told
+
+
+def use_stub_gpu(uuid: str, peak_bytes: int, end_bytes: int, error: str = "") -> tuple[dict[str, Any], int]:
+    """Take memory of a GPU that is not there, until it is reported where there is a peak; then less."""
+    from nvml_stub import allocate
+
+    from flower_gpu.gpu.lease import Lease
+
+    lease = Lease.from_environment(os.environ)
+    assert lease is not None
+    ticket = Path(lease.ticket)
+    if peak_bytes:
+        allocate(uuid, peak_bytes)
+        deadline = time.monotonic() + 30
+        while reported(ticket).get("used") != {uuid: peak_bytes} and time.monotonic() < deadline:
+            time.sleep(0.02)
+    seen = reported(ticket)
+    allocate(uuid, end_bytes)
+    if error:
+        raise RuntimeError(error)
+    return seen, os.getpid()

@@ -1,0 +1,251 @@
+"""The cap on PyTorch's allocator by its settings read back, and telling what an error says of memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from flower_gpu.pytorch import memory
+from flower_gpu.pytorch.memory import classify, is_out_of_memory, requested_bytes
+
+GIB = 2**30
+SETTINGS = "per_process_memory_fraction:0.25"
+
+pytestmark = pytest.mark.timeout(120)
+
+# PyTorch reads the environment once in a process, so each case has a process of its own.
+SCRIPT = """
+import json, os, sys
+import torch
+from flower_gpu.pytorch import memory
+
+wanted, parsed_before = json.loads(sys.argv[1])
+if parsed_before is not None:
+    torch._C._accelerator_setAllocatorSettings(parsed_before)
+cap = memory.Cap(4 << 30, 16 << 30)
+hold = memory.hold_to([cap], lambda: wanted)
+queued = [call for call, _ in torch.cuda._queued_calls if call == hold.when_started]
+hold.follow_settings()
+print(json.dumps({
+    "settings": torch._C._accelerator_getAllocatorSettings(),
+    "in_force": hold.in_force_bytes(),
+    "queued": len(queued),
+    "started": torch.cuda.is_initialized(),
+}))
+hold.release()
+print(json.dumps({
+    "settings": torch._C._accelerator_getAllocatorSettings(),
+    "queued": len([call for call, _ in torch.cuda._queued_calls if call == hold.when_started]),
+}))
+"""
+
+
+def run(run_script: Callable[..., Any], *case: str | None, **environ: str) -> list[dict[str, Any]]:
+    done = run_script(SCRIPT, json.dumps(case), env={"CUDA_VISIBLE_DEVICES": "", **environ})
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_cap_is_read_from_the_environment(run_script: Callable[..., Any]) -> None:
+    held, _ = run(run_script, SETTINGS, None, PYTORCH_ALLOC_CONF=SETTINGS)
+    assert held == {"settings": SETTINGS, "in_force": [4 * GIB], "queued": 1, "started": False}
+
+
+def test_both_names_with_the_same_settings_are_taken(run_script: Callable[..., Any]) -> None:
+    environ = {"PYTORCH_ALLOC_CONF": SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
+    held, _ = run(run_script, SETTINGS, None, **environ)
+    assert held["in_force"] == [4 * GIB]
+
+
+def test_settings_that_were_read_before_are_replaced_and_come_back(run_script: Callable[..., Any]) -> None:
+    """As in a fork of a process that has used them, and in a process that outlives the call."""
+    wanted = f"max_split_size_mb:64,{SETTINGS}"
+    held, after = run(run_script, wanted, "max_split_size_mb:32")
+    assert held == {"settings": wanted, "in_force": [4 * GIB], "queued": 1, "started": False}
+    assert after == {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "queued": 0}
+
+
+def test_a_pytorch_without_the_setting_is_held_when_cuda_starts(run_script: Callable[..., Any]) -> None:
+    held, after = run(run_script, None, None)
+    assert held == {"settings": "", "in_force": [None], "queued": 1, "started": False}
+    assert after == {"settings": "", "queued": 0}
+
+
+def test_settings_that_pytorch_refuses_are_named(run_script: Callable[..., Any]) -> None:
+    done = run_script(SCRIPT, json.dumps(["nonsense:1", None]), check=False, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "ConfigError: PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1' (Unrecognized" in done.stderr
+
+
+@given(total=st.integers(1, 2**40), part=st.floats(0, 1.5))
+def test_the_fraction_for_cuda_never_allows_more_than_the_cap(total: int, part: float) -> None:
+    cap_bytes = int(total * part)
+    fraction = memory.fraction_of(cap_bytes, total)
+    assert 0 <= fraction <= 1
+    assert int(fraction * total) <= cap_bytes
+    assert fraction * total >= min(cap_bytes, total) - 2
+
+
+def test_there_are_no_figures_before_cuda_starts() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("an earlier test has initialised CUDA in this process")
+    assert memory.figures() is None
+    assert memory.reserved_bytes() is None
+    assert not torch.cuda.is_initialized()
+
+
+TEXT = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 15.77 GiB of which "
+    "1.2 GiB is free. 3.90 GiB allowed; Of the allocated memory 3.1 GiB is allocated by PyTorch"
+)
+
+
+def made(module: str, name: str, text: str, base: type[Exception] = RuntimeError) -> Exception:
+    """Return an error of a library that is not installed here."""
+    error: Exception = type(name, (base,), {"__module__": module})(text)
+    return error
+
+
+def raised_from(cause: BaseException) -> BaseException:
+    try:
+        raise ValueError("training failed") from cause
+    except ValueError as error:
+        return error
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError(TEXT),
+    torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+    RuntimeError("Caught OutOfMemoryError in DataLoader worker process 0.\nOriginal ...\n" + TEXT),
+    made("torch.distributed", "DistBackendError", "NCCL error ...\nCuda failure 2 'out of memory'"),
+    made("jaxlib._jax", "XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes."),
+    made(
+        "jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."
+    ),
+    made(
+        "tensorflow.python.framework.errors_impl",
+        "ResourceExhaustedError",
+        "OOM when allocating tensor with shape[9] on /device:GPU:0 by allocator GPU_0_bfc",
+        Exception,
+    ),
+    made("cupy.cuda.memory", "OutOfMemoryError", "Out of memory allocating 1,024 bytes", MemoryError),
+    made("numba.cuda.driver", "CudaAPIError", "[2] CUDA_ERROR_OUT_OF_MEMORY", Exception),
+    raised_from(torch.OutOfMemoryError(TEXT)),
+    raised_from(raised_from(torch.OutOfMemoryError(TEXT))),
+    ExceptionGroup("two", [ValueError("one"), torch.OutOfMemoryError(TEXT)]),
+]
+OTHERS = [
+    MemoryError(),
+    MemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("out of memory"),
+    made("jaxlib._jax", "XlaRuntimeError", "INTERNAL: out of memory bounds"),
+    made(
+        "tensorflow.python.framework.errors_impl",
+        "ResourceExhaustedError",
+        "OOM when allocating tensor on /device:CPU:0 by allocator cpu",
+        Exception,
+    ),
+    SystemExit("CUDA out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_errors_for_want_of_gpu_memory_are_recognised(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
+def test_other_errors_are_not(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_an_error_that_only_came_after_is_not_taken_for_it() -> None:
+    try:
+        try:
+            raise torch.OutOfMemoryError(TEXT)
+        except torch.OutOfMemoryError:
+            raise KeyError("the fallback has a mistake") from None
+    except KeyError as error:
+        assert not is_out_of_memory(error)
+
+
+def test_a_circle_of_causes_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_memory(first)
+
+
+class Greedy(Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        raise torch.OutOfMemoryError(TEXT)
+
+
+def test_what_a_dataloader_raises_again_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(Greedy(), num_workers=1)))
+    assert is_out_of_memory(caught.value)
+    assert requested_bytes(caught.value) == int(2.5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TEXT, int(2.5 * GIB)),
+        ("Tried to allocate 20.00 MiB (GPU 0", 20 * 2**20),
+        ("Tried to allocate 512 bytes. GPU", 512),
+        ("Out of memory while trying to allocate 8589934592 bytes.", 8 * GIB),
+        ("Out of memory while trying to allocate 8.00GiB.", 8 * GIB),
+        ("Out of memory allocating 1,024 bytes (allocated so far", 1024),
+        ("CUDA error: out of memory", None),
+    ],
+)
+def test_what_was_asked_for_is_read_from_the_text(text: str, expected: int | None) -> None:
+    assert requested_bytes(raised_from(RuntimeError(text))) == expected
+
+
+def test_the_gpu_is_read_from_the_text() -> None:
+    assert memory.device_index(torch.OutOfMemoryError(TEXT)) == 1
+    assert memory.device_index(RuntimeError("CUDA error: out of memory")) is None
+
+
+@pytest.mark.parametrize(
+    ("reserved", "requested", "cap", "free", "kind"),
+    [
+        (3, 2, 4, 2, "over_cap"),
+        (0, 5, 4, 12, "over_cap"),
+        (1, 2, 4, 1, "card_full"),
+        (2, 2, 4, 1, "card_full"),
+        (2, 2, 4, 2, "unclear"),  # fits both: fragmented
+        (3, 2, 4, 1, "unclear"),  # fits neither
+        (3, None, 4, 1, "unclear"),
+        (3, 2, 4, None, "unclear"),
+    ],
+)
+def test_why_memory_was_not_enough(
+    reserved: int, requested: int | None, cap: int, free: int | None, kind: str
+) -> None:
+    assert classify(reserved, requested, cap, free) == kind
+
+
+def test_a_kind_is_certain_only_where_one_thing_was_missing() -> None:
+    draw = random.Random(4)
+    for _ in range(2000):
+        reserved, requested, cap, free = (draw.randrange(8) for _ in range(4))
+        kind = classify(reserved, requested, cap, free)
+        assert (kind == "over_cap") == (reserved + requested > cap and requested <= free)
+        assert (kind == "card_full") == (reserved + requested <= cap and requested > free)

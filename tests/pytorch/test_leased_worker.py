@@ -1,0 +1,231 @@
+"""A worker with a lease: capped, watched, and what it tells. In real workers, by settings read back."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flower_gpu import leased_worker
+from flower_gpu.errors import WorkerError
+from flower_gpu.gpu import cap
+from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.isolation import worker
+from flower_gpu.isolation.call import Call
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+
+import leased_tasks
+
+FOLDER = Path(__file__).parent
+GIB = 2**30
+FRACTION = "per_process_memory_fraction:0.250000000000"
+
+pytestmark = pytest.mark.timeout(150)
+
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+def lease(uuid: str = "GPU-7f3a", ticket: str = "") -> Lease:
+    share = Share(uuid, 0, "A GPU", 16 * GIB, 4 * GIB + GIB // 2, 4 * GIB)
+    return Lease("ab12", (share,), ticket=ticket)
+
+
+def worker_env(**user: str) -> dict[str, str]:
+    return {**user, **cap.worker_environment(lease(), {**os.environ, **user})}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (cap.SETTINGS, cap.OLD_SETTINGS):
+        monkeypatch.delenv(name, raising=False)
+
+
+@dataclass
+class Result:
+    value: Any
+    events: list[dict[str, Any]]
+
+    def told(self, event: str) -> dict[str, Any]:
+        (found,) = (sent for sent in self.events if sent["event"] == event)
+        return found
+
+
+def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple[Any, ...] = ()) -> Result:
+    """Run a task in a worker that is set up for its lease; return its result or error, and its events."""
+    events: list[dict[str, Any]] = []
+    prepared = Call(f"leased_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=preload)
+    try:
+        value = worker.run(prepared, method, timeout_s=100, on_event=events.append)
+    except WorkerError:
+        raise
+    except Exception as error:
+        value = error
+    return Result(value, events)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ({}, FRACTION),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, f"max_split_size_mb:64,{FRACTION}"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "ignored:1"},
+            f"expandable_segments:True,{FRACTION}",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.125"},
+            "per_process_memory_fraction:0.125",
+        ),
+    ],
+    ids=["alone", "merged", "old-name", "smaller"],
+)
+def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], expected: str) -> None:
+    if method == "fork":
+        # What a fork begins with: settings that this process has read.
+        torch = pytest.importorskip("torch")
+        torch._C._accelerator_getAllocatorSettings()
+    result = call("settings", method, worker_env(**user))
+    found = result.value
+    if method != "fork":  # there the module is this process's own
+        assert found["imported_before"] is (method == "forkserver")
+    assert found["settings"] == expected
+    assert found["visible"] == "GPU-7f3a"
+    assert not found["started"]
+    assert found["queued"] == 1  # what sets it once more, for each GPU, when CUDA starts
+    figures = result.told("gpu_memory")
+    assert figures["cuda"] is False
+    in_force = 4 * GIB if "0.125" not in expected else 2 * GIB
+    assert figures["gpus"] == [
+        {
+            "uuid": "GPU-7f3a",
+            "peak_bytes": None,  # nobody can tell here
+            "reserved_peak_bytes": None,
+            "context_bytes": None,
+            "lease_bytes": 4 * GIB + GIB // 2,
+            "cap_bytes": 4 * GIB,
+            "cap_in_force_bytes": in_force,
+        }
+    ]
+
+
+def test_a_fork_server_that_has_read_its_own_settings_gives_them_to_nobody() -> None:
+    env = {**worker_env(), "PYTORCH_ALLOC_CONF": FRACTION}
+    preload = (("leased_tasks:read_settings", {}),)
+    for _ in range(2):
+        result = call("settings_and_their_reader", "forkserver", env, preload=preload)
+        assert result.value == (True, "", FRACTION)
+
+
+def test_a_torch_that_the_task_imports_is_as_without_us() -> None:
+    found = call("settings", "spawn", worker_env()).value
+    assert not found["imported_before"]
+    assert "_AfterImport" not in found["hooks"]
+    assert found["loader"] == "SourceFileLoader" and not found["wrapped"]
+    assert "flower-gpu-memory" in found["threads"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_module_sets_itself_holds_together_with_the_cap(method: str) -> None:
+    settings, in_force, environ = call("settings_of_its_own", method, worker_env()).value
+    assert settings == environ == f"expandable_segments:True,{FRACTION}"
+    assert in_force == [4 * GIB]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_lease_nothing_is_started_or_told(method: str) -> None:
+    result = call("threads_and_torch", method, cap.hidden_environment())
+    assert "flower-gpu-memory" not in result.value[0]
+    assert [event for event in result.events if event["event"] != "result"] == []
+
+
+def test_a_task_without_torch_gets_none() -> None:
+    result = call("threads_and_torch", "spawn", worker_env())
+    names, has_torch = result.value
+    assert "flower-gpu-memory" in names
+    assert not has_torch
+    assert result.told("gpu_memory")["gpus"][0]["cap_in_force_bytes"] is None
+
+
+def test_a_torch_that_cannot_use_the_gpu_says_why_once() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("torch can use CUDA here")
+    reason = call("settings", "spawn", worker_env()).told("no_cuda")["reason"]
+    assert reason.startswith(f"PyTorch {torch.__version__}")
+    expected = "a build without CUDA" if torch.version.cuda is None else "NVIDIA driver"
+    assert expected in reason
+
+
+def test_out_of_memory_is_told_with_the_numbers() -> None:
+    text = "CUDA out of memory. Tried to allocate 6.00 GiB."
+    result = call("run_out_of_memory", "forkserver", worker_env(), text)
+    assert repr(result.value) == "ValueError('the training failed')"
+    told = result.told("out_of_memory")
+    assert told["asked_bytes"] == 6 * GIB
+    assert told["uuid"] == "GPU-7f3a"
+    assert told["kind"] == "unclear"  # nobody tells how much is used and free
+
+
+ON_STUB = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from test_leased_worker import call
+result = call("use_stub_gpu", "spawn", json.loads(sys.argv[2]), *json.loads(sys.argv[3]))
+error = isinstance(result.value, Exception)
+print(json.dumps([str(result.value) if error else result.value, result.events]))
+"""
+
+
+@pytest.fixture
+def on_stub(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a worker on a host with stub GPUs; return its result, events, and what its ticket says then."""
+    sys.path.insert(0, str(FOLDER.parent))
+    from nvml_stub import Host
+
+    host = Host(tmp_path / "host")
+    ticket = tmp_path / "ticket"
+    ticket.touch()
+
+    def run(*arguments: Any) -> tuple[Result, dict[str, Any]]:
+        held = lease(host.uuids[0], str(ticket))
+        env = cap.worker_environment(held, os.environ)
+        given = [[str(FOLDER), str(FOLDER.parent)], env, [host.uuids[0], *arguments]]
+        done = run_script(ON_STUB, *map(json.dumps, given), env=host.env)
+        return Result(*json.loads(done.stdout)), leased_tasks.reported(ticket)
+
+    return run
+
+
+def test_what_a_worker_uses_is_in_its_ticket_while_it_runs(on_stub: Callable[..., Any]) -> None:
+    result, at_the_end = on_stub(5 * GIB, 3 * GIB)
+    seen, pid = result.value
+    assert seen["pid"] == at_the_end["pid"] == pid
+    assert list(seen["used"].values()) == [5 * GIB]
+    assert list(at_the_end["used"].values()) == [3 * GIB]
+    assert result.told("gpu_memory")["gpus"][0]["peak_bytes"] == 5 * GIB
+
+
+def test_the_peak_of_a_short_task_is_seen_at_its_end(on_stub: Callable[..., Any]) -> None:
+    """Shorter than the time between two looks."""
+    result, _ = on_stub(0, 3 * GIB)
+    assert result.told("gpu_memory")["gpus"][0]["peak_bytes"] == 3 * GIB
+    assert [event["event"] for event in result.events] == ["gpu_memory"]
+
+
+def test_out_of_memory_of_another_framework_is_told_by_the_drivers_numbers(
+    on_stub: Callable[..., Any],
+) -> None:
+    result, _ = on_stub(0, 3 * GIB, "CUDA error: out of memory: tried to allocate 2.00 GiB")
+    assert result.value.startswith("CUDA error")
+    told = result.told("out_of_memory")
+    assert told["kind"] == "over_cap"
+    assert (told["asked_bytes"], told["reserved_bytes"]) == (2 * GIB, 3 * GIB)
+    assert (told["free_bytes"], told["total_bytes"]) == (13 * GIB, 16 * GIB)

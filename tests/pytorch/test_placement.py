@@ -1,0 +1,335 @@
+"""Modules, batches, optimizer state and auxiliary variables to a device, and results back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.pytorch.device import device, to_device, to_numpy
+
+CUDA = torch.cuda.is_available()
+on_gpu = pytest.mark.gpu
+DEVICES = ["cpu", "meta", pytest.param("cuda", marks=[on_gpu, pytest.mark.skipif(not CUDA, reason="no GPU")])]
+MOVES = DEVICES[1:]  # from the CPU, these are other devices
+
+
+class Pair(NamedTuple):
+    inputs: torch.Tensor
+    label: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    name: str
+    nested: dict[str, Any] = field(default_factory=dict)
+    length: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", self.length + 1)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As transformers' BatchEncoding: moves itself, in place."""
+
+    def to(self, device: torch.device) -> Encoding:
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class Quantity:
+    def to(self, unit: str) -> Quantity:
+        raise ValueError(f"no such unit: {unit}")
+
+
+def batch() -> dict[str, Any]:
+    shared = torch.arange(3.0)
+    return {
+        "list": [torch.ones(2), None, "text", 3],
+        "tuple": (shared, {"deep": shared}),
+        "named": Pair(torch.ones(1), 7),
+        "frozen": Frozen(torch.ones(1), "a", {"y": torch.ones(1)}),
+        "slotted": Slotted(torch.ones(4)),
+        "deque": deque([torch.ones(1)], maxlen=5),
+        "ordered": OrderedDict(b=torch.ones(1), a=torch.ones(1)),
+        "proxy": MappingProxyType({"t": torch.ones(1)}),
+        "quantity": Quantity(),
+    }
+
+
+def tensors_in(thing: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif hasattr(one, "items"):
+            [note(value) for value in one.values()]
+        elif isinstance(one, list | tuple | deque):
+            [note(value) for value in one]
+        elif isinstance(one, Frozen):
+            note([one.x, one.nested])
+        elif isinstance(one, Slotted):
+            note(one.x)
+
+    note(thing)
+    return found
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_every_tensor_of_a_nest_arrives_and_the_rest_is_as_it_was(target: str) -> None:
+    before = batch()
+    after = to_device(before, target)
+    assert len(tensors_in(after)) == len(tensors_in(before)) == 11
+    assert {tensor.device.type for tensor in tensors_in(after)} == {target}
+    assert {tensor.device.type for tensor in tensors_in(before)} == {"cpu"}
+    assert after["list"][1:] == [None, "text", 3]
+    assert type(after["named"]) is Pair and after["named"].label == 7
+    assert type(after["frozen"]) is Frozen and after["frozen"].name == "a"
+    assert after["frozen"].length == 1  # not initialised a second time
+    assert type(after["ordered"]) is OrderedDict and list(after["ordered"]) == ["b", "a"]
+    assert after["deque"].maxlen == 5
+    assert after["quantity"] is before["quantity"]
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_a_tensor_that_occurs_twice_is_moved_once(target: str) -> None:
+    after = to_device(batch(), target)
+    assert after["tuple"][0] is after["tuple"][1]["deep"]
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_what_is_there_already_is_returned_itself(target: str) -> None:
+    once = to_device(batch(), target)
+    again = to_device(once, target)
+    assert again is once
+
+
+def test_the_default_is_the_workers_device() -> None:
+    assert to_device(torch.ones(1)).device == device()
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_a_default_dict_keeps_its_factory(target: str) -> None:
+    groups: defaultdict[str, list[Any]] = defaultdict(list, a=[torch.ones(1)])
+    assert to_device(groups, target)["new"] == []
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_objects_that_can_move_themselves_do(target: str) -> None:
+    encoding = Encoding(ids=torch.ones(2))
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert to_device(encoding, target) is encoding
+    assert encoding["ids"].device.type == target
+    assert to_device(packed, target).data.device.type == target
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_numpy_arrays_of_numbers_become_tensors(target: str) -> None:
+    names = np.array(["a", "b"])
+    moved = to_device({"x": np.ones((2, 3), np.float32), "names": names, "n": np.float64(1)}, target)
+    assert moved["x"].dtype == torch.float32 and moved["x"].shape == (2, 3)
+    assert moved["x"].device.type == target
+    assert moved["names"] is names
+    assert isinstance(moved["n"], np.float64)
+
+
+def test_on_the_cpu_a_numpy_array_is_not_copied_unless_it_is_read_only() -> None:
+    array = np.zeros(3)
+    shared = to_device(array, "cpu")
+    array[0] = 1
+    assert shared[0] == 1
+    array.flags.writeable = False
+    copied = to_device(array, "cpu")
+    copied[1] = 5
+    assert array[1] == 0
+    assert to_device(array[::-1], "cpu").tolist() == [0, 0, 1]
+    assert to_device(array.astype(">f8"), "cpu").tolist() == [1, 0, 0]
+
+
+@pytest.mark.parametrize("target", MOVES)
+def test_leaves_stay_leaves_and_a_history_stays_a_history(target: str) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    moved = to_device(leaf, target)
+    assert moved.is_leaf and moved.requires_grad
+    assert isinstance(to_device(nn.Parameter(torch.ones(1)), target), nn.Parameter)
+    computed = to_device(leaf * 2, target)
+    assert computed.grad_fn is not None
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_sparse_tensors_move(target: str) -> None:
+    moved = to_device([torch.eye(3).to_sparse()], target)
+    assert moved[0].is_sparse and moved[0].device.type == target
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+        table = torch.arange(4.0)
+        self.register_buffer("table", table)
+        self.out.register_buffer("table", table)
+
+
+@pytest.mark.parametrize("target", DEVICES)
+def test_a_module_moves_in_place_and_what_it_shares_stays_shared(target: str) -> None:
+    model = Tied()
+    assert to_device({"model": model}, target)["model"] is model
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {target}
+    assert model.out.weight is model.embed.weight
+    assert model.out.table is model.table
+    assert len(list(model.parameters())) == 1
+
+
+def trained(target: str, make: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after one step."""
+    model = nn.Linear(3, 2, device=target)
+    optimizer = make(model.parameters(), lr=0.1, **options)
+    step(model, optimizer, target)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, target: str) -> None:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(4, 3, device=target)).square().sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize(
+    ("make", "options", "step_moves"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, None),
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.AdamW, {"fused": True}, True),
+        (torch.optim.LBFGS, {}, None),
+    ],
+)
+def test_optimizer_state_follows_its_parameters(
+    make: Any, options: dict[str, Any], step_moves: bool | None, target: str
+) -> None:
+    """The state was saved by a client without a GPU, so it is on the CPU."""
+    _, saved = trained("cpu", make, **options)
+    model = nn.Linear(3, 2, device=target)
+    optimizer = make(model.parameters(), lr=0.1, **options)
+    places = zip(saved.param_groups[0]["params"], model.parameters(), strict=True)
+    optimizer.state.update({new: saved.state[old] for old, new in places if old in saved.state})
+    assert optimizer.state
+
+    assert to_device({"optimizer": optimizer})["optimizer"] is optimizer
+
+    checked = 0
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    stays = key == "step" and not step_moves
+                    assert tensor.device.type == ("cpu" if stays else target), key
+                    checked += 1
+    assert checked >= 2
+    if target != "meta":
+        step(model, optimizer, target)
+
+
+def test_optimizer_state_that_is_there_stays_the_same_objects() -> None:
+    _, optimizer = trained("cpu", torch.optim.AdamW)
+    before = [id(value) for state in optimizer.state.values() for value in state.values()]
+    assert to_device(optimizer, "cpu") is optimizer
+    assert [id(value) for state in optimizer.state.values() for value in state.values()] == before
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to("meta")
+    with pytest.raises(ConfigError, match="meta device"):
+        to_device(optimizer)
+
+
+def test_an_optimizer_does_not_move_parameters() -> None:
+    _, optimizer = trained("cpu", torch.optim.SGD)
+    with pytest.raises(ConfigError, match=r"SGD are on cpu, not on meta: move the model there first"):
+        to_device(optimizer, "meta")
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:99", 3.5, True, "xla:0", -7])
+def test_a_wrong_device_is_named(wrong: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        to_device(torch.ones(1), wrong)
+    assert str(wrong) in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_tensor_or_module_without_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match="meta device, which holds no values"):
+        to_device([torch.ones(1, device="meta")], "cpu")
+    with pytest.raises(ConfigError, match="Linear is on the meta device"):
+        to_device(nn.Linear(1, 1, device="meta"), "cpu")
+
+
+@pytest.mark.parametrize("source", [DEVICES[0], DEVICES[2]])
+def test_results_come_back_as_arrays(source: str) -> None:
+    result = to_numpy(
+        {
+            "loss": torch.tensor(2.5, device=source, requires_grad=True),
+            "pair": Pair(torch.ones(2, device=source), "a"),
+            "half": torch.tensor([1.5], device=source, dtype=torch.bfloat16),
+            "conj": torch.tensor([1 + 2j], device=source).conj(),
+            "proxy": MappingProxyType({"t": torch.ones(1, device=source)}),
+            "none": None,
+        }
+    )
+    assert result["loss"].shape == () and result["loss"] == 2.5
+    assert type(result["pair"]) is Pair and result["pair"].inputs.tolist() == [1, 1]
+    assert result["half"].dtype == np.float32 and result["half"] == [1.5]
+    assert result["conj"] == [1 - 2j]
+    assert result["proxy"]["t"] == [1]
+    assert result["none"] is None
+
+
+def test_arrays_of_cpu_tensors_share_their_memory() -> None:
+    tensor = torch.zeros(3)
+    array, same = to_numpy([tensor, tensor])
+    assert array is same
+    tensor[0] = 1
+    assert array[0] == 1
+    nothing = {"a": 1, "b": [np.ones(1)]}
+    assert to_numpy(nothing) is nothing
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse"),
+        (lambda: torch.ones(1, device="meta"), "meta"),
+        (lambda: torch.ones(1).to(torch.float8_e4m3fn), "float8"),
+        (lambda: nn.Linear(1, 1), "get_weights"),
+    ],
+)
+def test_what_numpy_has_no_array_for_is_refused(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        to_numpy({"x": make()})
+
+
+def test_there_and_back_gives_the_same_values() -> None:
+    arrays = [np.arange(6, dtype=np.int64).reshape(2, 3), np.array(1.5), np.array([True, False])]
+    for new, old in zip(to_numpy(to_device(arrays)), arrays, strict=True):
+        assert new.dtype == old.dtype
+        assert np.array_equal(new, old)
