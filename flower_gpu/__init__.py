@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flower_gpu.calls.options import CallOptions
     from flower_gpu.errors import (
         ConfigError,
         FlowerGPUError,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from flower_gpu.flower.evaluate import gpu_evaluate
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.isolation.events import progress
-    from flower_gpu.options import CallOptions
     from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.runner import run_in_worker
 
@@ -50,7 +50,7 @@ _HOME = {
     "WorkerStartError": "flower_gpu.errors",
     "WorkerTaskError": "flower_gpu.errors",
     "WorkerTimeoutError": "flower_gpu.errors",
-    "CallOptions": "flower_gpu.options",
+    "CallOptions": "flower_gpu.calls.options",
     "FedAvg": "flower_gpu.flower.strategy",
     "GPUClient": "flower_gpu.flower.client",
     "LegacyFedAvg": "flower_gpu.flower.strategy",

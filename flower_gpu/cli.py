@@ -26,12 +26,10 @@ class Command(Protocol):
     HELP: str
     DESCRIPTION: str
 
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add its options."""
 
-    @staticmethod
-    def run(arguments: argparse.Namespace) -> int:
+    def run(self, arguments: argparse.Namespace) -> int:
         """Run it and return the exit status."""
 
 

@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu import leased_worker, leasing, out_of_memory, trace
+from flower_gpu import trace
+from flower_gpu.calls import leased_worker, leasing, out_of_memory
+from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
+from flower_gpu.calls.options import CallSettings, split
 from flower_gpu.errors import GPUOutOfMemoryError, WorkerDiedError, WorkerTimeoutError
 from flower_gpu.gpu import descriptors, lease
 from flower_gpu.gpu.footprint import Array
@@ -17,8 +20,6 @@ from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
 from flower_gpu.isolation import start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
-from flower_gpu.leasing import Attempt, Leasing, Purpose
-from flower_gpu.options import CallSettings, split
 from flower_gpu.progress_display import ProgressDisplay
 
 #: Name of calls that no client makes: server-side evaluation, initial weights.

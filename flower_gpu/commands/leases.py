@@ -17,8 +17,8 @@ from flower_gpu.gpu.tickets import Entry, pid_namespace
 
 HELP = "show who holds which share of which GPU, and who waits"
 DESCRIPTION = """\
-Show the leases on this host's GPUs: what each GPU has for leases, who holds a share of it, and who waits for one
-in which order. Labels are shown for this account's own calls."""
+Show the leases on this host's GPUs: what each GPU has for leases, who holds a share of it, and who waits for
+one, in which order. Labels are shown for this account's own calls."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,11 @@ from flwr.common import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from flower_gpu import trace
+from flower_gpu.calls.options import CallOptions, CallSettings
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, task_name
-from flower_gpu.options import CallOptions, CallSettings
 from flower_gpu.runner import SERVER, run_call
 
 if TYPE_CHECKING:

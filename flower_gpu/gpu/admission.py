@@ -5,8 +5,10 @@ All processes of a host decide by it, each for itself, so it depends on nothing 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 #: Of what is free on a GPU, the part that shares divide: other programs' use goes up and down a little.
 SHARED_PART = 0.99
@@ -27,10 +29,13 @@ class Card:
         The GPU.
     capacity_bytes : int
         What leases may take of it: its memory, without the reserve and what other programs use.
+    untold_bytes : int
+        What of other programs' use may in truth be that of workers with a lease, who have not told of it yet.
     """
 
     uuid: str
     capacity_bytes: int
+    untold_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,8 @@ def plan(
     """Decide which claims can be granted now.
 
     First come, first served. A claim that cannot be granted yet reserves the GPUs that it will have soonest:
-    those after it get there only what it cannot use. Which ones it reserves depends on nothing but the leases
-    of those who came before it, and these become ever fewer; so it is not starved by smaller claims, however
-    many come after it.
+    those after it get there only what it cannot use. While other programs stay as they are, it waits for
+    nobody but those who came before it; so it is not starved by smaller claims, however many come after it.
 
     Parameters
     ----------
@@ -137,7 +141,8 @@ def plan(
     """
     room = _Room(cards, holdings)
     granted: dict[str, tuple[Part, ...]] = {}
-    for claim in sorted(claims, key=lambda claim: claim.order):
+    # Everybody must go through them alike, also if somebody has written down an order twice.
+    for claim in sorted(claims, key=lambda claim: (claim.order, claim.id)):
         parts = room.grant(claim)
         if parts is None:
             room.reserve(claim)
@@ -147,59 +152,26 @@ def plan(
     return granted
 
 
-@dataclass(frozen=True)
-class _Reservation:
-    order: int
-    memory_bytes: int
+class _Spot:
+    """One GPU, while claims are gone through."""
 
+    def __init__(self, card: Card) -> None:
+        self.capacity = card.capacity_bytes
+        self.most = card.capacity_bytes + card.untold_bytes  # once all workers have told what they use
+        self.held: list[tuple[int, Part]] = []  # with the order of their holders; those first that came first
+        self.held_bytes = 0
+        self.reservations = 0
+        # What may still go to those who came after everybody that has a reservation here.
+        self._open_bytes = self.capacity
 
-class _Room:
-    """What is left of each GPU while claims are gone through."""
+    def take(self, order: int, part: Part) -> None:
+        insort(self.held, (order, part), key=itemgetter(0))
+        self.held_bytes += part.memory_bytes
+        self._open_bytes -= part.memory_bytes
 
-    def __init__(self, cards: Iterable[Card], holdings: Iterable[Holding]) -> None:
-        self._capacity = {card.uuid: card.capacity_bytes for card in cards}
-        self._held: dict[str, list[tuple[int, Part]]] = {uuid: [] for uuid in self._capacity}
-        self._reserved: dict[str, list[_Reservation]] = {uuid: [] for uuid in self._capacity}
-        for holding in holdings:
-            self.take(holding)
-
-    def take(self, holding: Holding) -> None:
-        for part in holding.parts:
-            if part.uuid in self._held:
-                self._held[part.uuid].append((holding.order, part))
-
-    def grant(self, claim: Claim) -> tuple[Part, ...] | None:
-        """Return what the claim can have now, or None."""
-        fitting = []
-        for option in claim.options:
-            part = self._part(option)
-            if part is not None and self._fits(part, claim.order):
-                fitting.append(part)
-        if len(fitting) < claim.count:
-            return None
-        left = {part.uuid: self._capacity[part.uuid] - self._sum(part.uuid) for part in fitting}
-        fitting.sort(key=lambda part: left[part.uuid], reverse=not claim.pack)
-        return tuple(fitting[: claim.count])
-
-    def reserve(self, claim: Claim) -> None:
-        """Keep for a claim that has to wait the GPUs that it will have soonest."""
-        parts = [part for option in claim.options if (part := self._part(option)) is not None]
-        # Where other programs are in its way, keeping our own leases away would not help it.
-        parts = [part for part in parts if part.memory_bytes <= self._capacity[part.uuid]]
-        if len(parts) < claim.count:
-            return
-        parts.sort(key=lambda part: (len(self._reserved[part.uuid]), self._elder(part.uuid, claim.order)))
-        for part in parts[: claim.count]:
-            # Whoever wants to be alone needs all of it, whatever it was counted as.
-            needs = self._capacity[part.uuid] if part.alone else part.memory_bytes
-            self._reserved[part.uuid].append(_Reservation(claim.order, needs))
-
-    def _part(self, option: Option) -> Part | None:
-        """Return what an option comes to on its GPU; None where that is not usable, or is full."""
-        capacity = self._capacity.get(option.uuid)
-        if capacity is None:
-            return None
-        budget = self._budget(option.uuid)
+    def part(self, option: Option, order: int) -> Part | None:
+        """Return what an option comes to here; None where that is too little to be used."""
+        budget = self._budget(order)
         if option.memory_bytes is not None:
             return Part(option.uuid, option.memory_bytes, budget, option.alone)
         memory_bytes = int(budget * (1.0 if option.share is None else option.share))
@@ -207,33 +179,95 @@ class _Room:
             return None
         return Part(option.uuid, memory_bytes, budget, option.alone)
 
-    def _budget(self, uuid: str) -> int:
-        """Return what shares of a GPU are parts of: the same for all that hold one at a time."""
-        budget = int(self._capacity[uuid] * SHARED_PART)
-        for _, part in sorted(self._held[uuid], key=lambda held: held[0]):
-            if abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget:
+    def fits(self, part: Part) -> bool:
+        """Tell whether there is room for a part, apart from what others wait for that came before."""
+        if part.alone and (self.held or self.reservations):
+            return False
+        if any(other.alone for _, other in self.held):
+            return False
+        left = self.capacity - self.held_bytes
+        return part.memory_bytes <= (min(left, self._open_bytes) if self.reservations else left)
+
+    def needs(self, part: Part) -> int:
+        """Return what to keep for a part: all of the GPU for whoever wants to be alone there."""
+        return max(self.capacity, part.memory_bytes) if part.alone else part.memory_bytes
+
+    def in_the_way(self, part: Part, order: int) -> tuple[int, int]:
+        """Return what is held here by those who came before, and too much by those who came after."""
+        before = sum(other.memory_bytes for at, other in self.held if at < order)
+        after = self.held_bytes - before
+        if any(other.alone for at, other in self.held if at > order):
+            after = self.capacity
+        return before, max(0, after + self.needs(part) - self.most)
+
+    def reserve(self, part: Part, order: int) -> None:
+        after = sum(other.memory_bytes for at, other in self.held if at > order)
+        open_bytes = self.capacity - self.needs(part) - after
+        self._open_bytes = min(self._open_bytes, open_bytes) if self.reservations else open_bytes
+        self.reservations += 1
+
+    def _budget(self, order: int) -> int:
+        """Return what shares are parts of: the same for all that hold one at a time.
+
+        Only those who came before count. What a claim needs would change with those who come after it
+        otherwise, and no reservation would be right.
+        """
+        budget = int(self.capacity * SHARED_PART)
+        for at, part in self.held:
+            if at >= order:
+                break
+            near = abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget
+            if near and part.budget_bytes <= self.capacity:
                 return part.budget_bytes
         return budget
 
-    def _fits(self, part: Part, order: int) -> bool:
-        held = self._held[part.uuid]
-        if any(other.alone for _, other in held) or (part.alone and held):
-            return False
-        capacity = self._capacity[part.uuid]
-        if self._sum(part.uuid) + part.memory_bytes > capacity:
-            return False
-        for reservation in self._reserved[part.uuid]:
-            # Those who came after the one that waits may together have only what it leaves.
-            younger = sum(other.memory_bytes for at, other in held if at > reservation.order)
-            if younger + part.memory_bytes + reservation.memory_bytes > capacity:
-                return False
-        return True
 
-    def _sum(self, uuid: str) -> int:
-        return sum(part.memory_bytes for _, part in self._held[uuid])
+class _Room:
+    """What is left of all GPUs, while claims are gone through in their order."""
 
-    def _elder(self, uuid: str, order: int) -> int:
-        return sum(part.memory_bytes for at, part in self._held[uuid] if at < order)
+    def __init__(self, cards: Iterable[Card], holdings: Iterable[Holding]) -> None:
+        self._spots = {card.uuid: _Spot(card) for card in cards}
+        for holding in holdings:
+            self.take(holding)
+
+    def take(self, holding: Holding) -> None:
+        for part in holding.parts:
+            if part.uuid in self._spots:
+                self._spots[part.uuid].take(holding.order, part)
+
+    def grant(self, claim: Claim) -> tuple[Part, ...] | None:
+        """Return what the claim can have now, or None."""
+        fitting = [(spot, part) for spot, part in self._parts(claim) if spot.fits(part)]
+        if len(fitting) < claim.count:
+            return None
+        fitting.sort(key=lambda found: found[0].capacity - found[0].held_bytes, reverse=not claim.pack)
+        return tuple(part for _, part in fitting[: claim.count])
+
+    def reserve(self, claim: Claim) -> None:
+        """Keep for a claim that has to wait the GPUs that it will have soonest.
+
+        Best those where only such are in its way that came before it. The one that was reserved before is
+        always among them, so it never has to wait for anybody who came later.
+        """
+        found = []
+        for spot, part in self._parts(claim):
+            # Where other programs are in its way, keeping our own leases away would not help it.
+            if part.memory_bytes <= spot.most:
+                before, after = spot.in_the_way(part, claim.order)
+                found.append(((after > 0, spot.reservations, before + after), spot, part))
+        if len(found) >= claim.count:
+            found.sort(key=itemgetter(0))
+            for _, spot, part in found[: claim.count]:
+                spot.reserve(part, claim.order)
+
+    def _parts(self, claim: Claim) -> list[tuple[_Spot, Part]]:
+        found = []
+        for option in claim.options:
+            spot = self._spots.get(option.uuid)
+            part = spot.part(option, claim.order) if spot else None
+            if spot and part:
+                found.append((spot, part))
+        return found
 
 
 def possible(sizes: Mapping[str, int], options: Sequence[Option]) -> list[Option]:

@@ -6,21 +6,27 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _own: set[int] = set()
 _passed_on = threading.local()
+# No fork comes between a descriptor and the note of it. Held for a system call on a file, never for waiting.
+_lock = threading.RLock()
 
 
-def own(descriptor: int) -> int:
-    """Take note of a descriptor that is closed in forks of this process, and return it."""
-    _own.add(descriptor)
-    return descriptor
+def opened(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file as ``os.open`` does; the descriptor is closed in forks of this process."""
+    with _lock:
+        descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+        _own.add(descriptor)
+        return descriptor
 
 
 def close(descriptor: int) -> None:
     """Close a descriptor that was noted."""
-    _own.discard(descriptor)
-    os.close(descriptor)
+    with _lock:
+        _own.discard(descriptor)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -34,6 +40,7 @@ def passed_on(descriptor: int) -> Iterator[None]:
 
 
 def _after_fork_in_child() -> None:
+    _lock.release()
     kept = getattr(_passed_on, "descriptor", None)
     for descriptor in _own - {kept}:
         with suppress(OSError):
@@ -41,4 +48,4 @@ def _after_fork_in_child() -> None:
     _own.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_after_fork_in_child)

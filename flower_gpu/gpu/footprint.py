@@ -351,7 +351,7 @@ def _check_bytes(number: object) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = descriptors.own(os.open(path, flags, 0o600))
+    descriptor = descriptors.opened(path, flags)
     try:
         deadline, pause_s = time.monotonic() + _LOCK_WAIT_S, _FIRST_PAUSE_S
         while True:

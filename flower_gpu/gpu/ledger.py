@@ -1,18 +1,20 @@
 """The host-wide record of leases: asking, waiting, letting go. There is no daemon.
 
 Everybody decides alike by :func:`flower_gpu.gpu.admission.plan`, with the mutex held and over what all
-tickets say, and grants only to itself. Whoever changes something wakes those who can go on by it; the first in
-line also looks by itself, for leases whose holders were killed and for other programs that come and go.
+tickets say, and grants only to itself. Whoever changes something wakes those who can go on by it; the first
+in line also looks by itself, for leases whose holders were killed and for other programs that come and go.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from flower_gpu.errors import LeaseError, LeaseTimeoutError
+from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import admission, inventory, tickets
 from flower_gpu.gpu.admission import Card, Option, Part
 from flower_gpu.gpu.inventory import GPU
@@ -22,6 +24,7 @@ from flower_gpu.gpu.tickets import Entry, Reader, Ticket
 
 _FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
 _OTHERS_LOOK_S = 2.0  # how often the others look whether the one before them is still there
+_VERIFY_EVERY_S = 0.5  # how often the first in line finds out who else is dead
 _COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
 
 
@@ -53,12 +56,27 @@ class Wish:
 
 @dataclass(frozen=True)
 class State:
-    """What the ledger says at one moment."""
+    """What the ledger says at one moment.
+
+    Parameters
+    ----------
+    gpus : tuple of GPU
+        Those that can be used.
+    cards : tuple of Card
+        The same, as admission sees them.
+    holders : tuple of Entry
+        Who has a lease.
+    waiting : tuple of Entry
+        Who waits for one, in the order of the line.
+    signature : object
+        Another one whenever somebody may have become able to go on.
+    """
 
     gpus: tuple[GPU, ...]
     cards: tuple[Card, ...]
     holders: tuple[Entry, ...]
     waiting: tuple[Entry, ...]
+    signature: object = field(default=None, repr=False, compare=False)
 
     def granted(self) -> dict[str, tuple[Part, ...]]:
         """Return what those who wait could have now."""
@@ -85,6 +103,8 @@ class Ledger:
         self.folder = folder or LedgerFolder.find()
         self._reserve_bytes = reserve_bytes
         self._reader = Reader()
+        self._pid_namespace = tickets.pid_namespace()
+        self._verified_at = 0.0
 
     def acquire(self, wish: Wish, *, deadline: float | None = None) -> Ticket:
         """Wait until a request is granted.
@@ -109,58 +129,93 @@ class Ledger:
         LeaseTimeoutError
             If it was not granted by the deadline. The message names who holds what.
         """
-        own = self.folder.own()
+        with self._clear_errors():
+            ticket, state, version = self._enqueue(wish)
+            try:
+                if not ticket.entry.parts:
+                    self._wait(ticket, wish, version, state, deadline)
+            except BaseException:
+                self.release(ticket)
+                raise
+        return ticket
+
+    def _enqueue(self, wish: Wish) -> tuple[Ticket, State, object]:
+        """Write a ticket, granted if that is possible at once."""
         version = wish.version()
-        with self.folder.locked():
-            state = self._look(clean=True)
+        with self._locked():
+            own = self.folder.own()
+            state = self._look(verify=True)
+            alive = (*state.holders, *state.waiting)
+            tickets.clean(own, [entry for entry in alive if entry.user == os.getuid()])
             options = self._options(wish, state)
-            entries = (*state.holders, *state.waiting)
-            order = 1 + max((entry.order for entry in entries), default=0)
+            order = 1 + max((entry.order for entry in alive), default=0)
             entry = tickets.new_entry(own, order, options, wish.count, wish.pack)
             granted = replace(state, waiting=(*state.waiting, entry)).granted()
             ticket = Ticket.create(own, replace(entry, parts=granted.get(entry.id, ())), wish.label)
-        if ticket.entry.parts:
-            return ticket
-        try:
-            self._wait(ticket, wish, version, deadline)
-        except BaseException:
-            self.release(ticket)
-            raise
-        return ticket
+        return ticket, state, version
 
     def release(self, ticket: Ticket) -> None:
         """Take a ticket away, held or waiting, and wake those who can go on by it."""
         try:
-            with self.folder.locked():
+            with self._clear_errors(), self._locked():
                 ticket.remove()
                 state = self._look()
-                _wake(state.waiting, state.granted())
-        except LeaseError:  # the mutex is stuck; to be dead is enough
+                _wake(state.waiting, self._ready(state))
+        except LeaseError:  # the ledger cannot be used; to be gone is enough
             ticket.remove()
 
     def status(self) -> State:
         """Return what the ledger says now. Waits for the mutex, so nothing is seen half done."""
-        with self.folder.locked():
-            return self._look()
+        with self._clear_errors(), self._locked():
+            return self._look(verify=True)
 
-    def _look(self, *, clean: bool = False, roughly: bool = False) -> State:
-        """Read everything, with the mutex held.
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the mutex."""
+        self._reader.read(self.folder.all())  # so that little is to be read while others wait
+        with self.folder.locked():
+            yield
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except GPUError:  # of which some are OSErrors, too
+            raise
+        except OSError as error:
+            raise LeaseError(f"the ledger in {self.folder.root} cannot be used: {error}") from error
+
+    def _look(self, *, verify: bool = False) -> State:
+        """Read everything. Without the mutex, what is seen may be half done.
 
         Parameters
         ----------
-        clean : bool
-            Remove what processes of this account have left that are dead.
-        roughly : bool
-            The mutex is not held: what is seen may be half done, and who waits may be dead.
+        verify : bool
+            Find out also who of those that wait is dead: with hundreds of them, that takes most of the time.
         """
         entries = self._reader.read(self.folder.all())
-        alive = [entry for entry in entries if (roughly and not entry.parts) or entry.is_alive()]
-        if clean:
-            tickets.clean(self.folder.own(), [entry for entry in alive if entry.user == os.getuid()])
+        alive = [entry for entry in entries if not (entry.parts or verify) or self._is_alive(entry)]
+        if verify:
+            self._verified_at = time.monotonic()
         holders = tuple(entry for entry in alive if entry.parts)
         waiting = tuple(entry for entry in alive if not entry.parts)
         gpus = inventory.take().usable
-        return State(gpus, tuple(self._card(gpu, holders) for gpu in gpus), holders, waiting)
+        cards = tuple(self._card(gpu, holders) for gpu in gpus)
+        rough = [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in cards]
+        return State(gpus, cards, holders, waiting, ([entry.path for entry in alive], rough))
+
+    def _is_alive(self, entry: Entry) -> bool:
+        if entry.is_alive():
+            return True
+        self._reader.forget(entry)
+        return False
+
+    def _ready(self, state: State) -> dict[str, tuple[Part, ...]]:
+        """Return what those who wait, and live, can have now."""
+        granted = state.granted()
+        if all(self._is_alive(entry) for entry in state.waiting if entry.id in granted):
+            return granted
+        return replace(state, waiting=tuple(filter(self._is_alive, state.waiting))).granted()
 
     def _card(self, gpu: GPU, holders: Sequence[Entry]) -> Card:
         """Return what of a GPU is there for leases: not what other programs use.
@@ -169,20 +224,23 @@ class Ledger:
         that what is not known is never given away.
         """
         assert gpu.total_bytes is not None and gpu.used_bytes is not None
-        by_pid = {process.pid: process.used_bytes or 0 for process in gpu.processes or ()}
-        ours = 0
+        listed = {process.pid: process.used_bytes for process in gpu.processes or ()}
+        ours = untold = 0
         for entry in holders:
             leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
             if leased:
                 pid, told = entry.reported()
-                used = told.get(gpu.uuid, 0)
-                if pid in by_pid and entry.pid_namespace == tickets.HOST_PID_NAMESPACE:
-                    used = by_pid[pid]
-                ours += min(used, leased)
+                used = min(told.get(gpu.uuid, 0), leased)
+                if entry.pid_namespace == tickets.HOST_PID_NAMESPACE and listed.get(pid) is not None:
+                    used = min(listed[pid] or 0, leased)
+                elif entry.pid_namespace == self._pid_namespace and pid and not Path(f"/proc/{pid}").exists():
+                    used = 0  # its worker is gone, and what it used may be another program's by now
+                else:
+                    untold += leased - used
+                ours += used
         others = max(0, gpu.used_bytes - ours)
-        return Card(
-            gpu.uuid, max(0, gpu.total_bytes - (gpu.reserved_bytes or 0) - self._reserve_bytes - others)
-        )
+        most = gpu.total_bytes - (gpu.reserved_bytes or 0) - self._reserve_bytes
+        return Card(gpu.uuid, max(0, most - others), min(untold, others, max(0, most)))
 
     def sizes(self, gpus: Sequence[GPU]) -> dict[str, int]:
         """Return by GPU what leases could have of it if nothing else ran there, in bytes."""
@@ -198,42 +256,62 @@ class Ledger:
             raise LeaseError(_impossible(wish, options, state.gpus, sizes))
         return tuple(possible)
 
-    def _wait(self, ticket: Ticket, wish: Wish, version: object, deadline: float | None) -> None:
-        seen: object = None
-        before: Entry | None = None  # whoever waits in front of this one
-        state: State | None = None
+    def _wait(
+        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: float | None
+    ) -> None:
+        """Wait until the ticket is granted."""
         while True:
-            first = state is not None and before is None
-            pause_s = _FIRST_LOOKS_S if first else _OTHERS_LOOK_S if state is not None else 0.0
-            if deadline is not None:
-                pause_s = min(pause_s, deadline - time.monotonic())
-            woken = ticket.wait(pause_s)
-            if deadline is not None and time.monotonic() >= deadline:
-                raise LeaseTimeoutError(self._what_is_held(wish))
-            news = wish.version()
-            if state is not None and not woken and news == version:
-                if before is not None and before.path.exists() and before.is_alive():
-                    continue
-                # Without the mutex: what it tells may be half done, and is looked at again with it.
-                if first and _signature(self._look(roughly=True)) == seen:
-                    continue
-            with self.folder.locked():
-                state = self._look(clean=True)
+            news, verify = self._pause(ticket, wish, version, state, deadline)
+            with self._locked():
+                state = self._look(verify=verify)
+                if ticket.entry.id not in [entry.id for entry in state.waiting]:
+                    raise LeaseError(f"{wish.label or 'a call'}: its ticket {ticket.entry.path} was removed")
                 if news != version:
                     version = news
                     ticket.write(replace(ticket.entry, options=self._options(wish, state)))
                     waiting = [ticket.entry if e.id == ticket.entry.id else e for e in state.waiting]
                     state = replace(state, waiting=tuple(waiting))
-                seen = _signature(state)
-                ready = state.granted()
+                ready = self._ready(state)
                 parts = ready.pop(ticket.entry.id, None)
                 if parts:
                     ticket.write(replace(ticket.entry, parts=parts, since=time.time()))
                 _wake(state.waiting, ready)
             if parts:
                 return
-            elder = [entry for entry in state.waiting if entry.order < ticket.entry.order]
-            before = elder[-1] if elder else None
+
+    def _pause(
+        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: float | None
+    ) -> tuple[object, bool]:
+        """Wait until a look is worth its time.
+
+        Returns
+        -------
+        tuple
+            The version of the wish, and whether to verify who is alive.
+        """
+        elder = [entry for entry in state.waiting if entry.order < ticket.entry.order]
+        if elder and not self._is_alive(elder[-1]):
+            return version, True
+        # Those before this one look, too, but may have been stopped.
+        look_every_s = _OTHERS_LOOK_S * len(elder)
+        look_at = time.monotonic() + look_every_s
+        while True:
+            pause_s = _OTHERS_LOOK_S if elder else _FIRST_LOOKS_S
+            if deadline is not None:
+                pause_s = min(pause_s, deadline - time.monotonic())
+            woken = ticket.wait(pause_s)
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                raise LeaseTimeoutError(self._what_is_held(wish))
+            news = wish.version()
+            if woken or news != version:
+                return news, False
+            if elder and not elder[-1].is_alive():
+                return news, True
+            if now >= look_at:
+                look_at = now + look_every_s
+                if self._look().signature != state.signature:
+                    return news, now >= self._verified_at + _VERIFY_EVERY_S
 
     def _what_is_held(self, wish: Wish) -> str:
         state = self.status()
@@ -260,12 +338,6 @@ def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:
     for entry in waiting:
         if entry.id in ready:
             entry.wake()
-
-
-def _signature(state: State) -> object:
-    """Return what is another one whenever somebody may have become able to go on."""
-    entries = [entry.path for entry in (*state.holders, *state.waiting)]
-    return entries, [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in state.cards]
 
 
 def _impossible(wish: Wish, options: Sequence[Option], gpus: Sequence[GPU], sizes: dict[str, int]) -> str:

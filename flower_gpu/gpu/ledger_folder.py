@@ -23,7 +23,6 @@ from flower_gpu.gpu import descriptors
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
-_MUTEX_WAIT_S = 60.0  # it is held for milliseconds; a process that was stopped may hold it for ever
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
@@ -37,10 +36,14 @@ class LedgerFolder:
         Folder that all who use the ledger share.
     reason : str, optional
         Why it is not the host's, if it is this account's alone.
+    mutex_wait_s : float
+        How long to wait for the mutex, in seconds. It is held for milliseconds; a process that was stopped
+        may hold it for ever.
     """
 
     root: Path
     reason: str | None = None
+    mutex_wait_s: float = 60.0
 
     @classmethod
     def find(cls) -> LedgerFolder:
@@ -110,10 +113,10 @@ class LedgerFolder:
 
     def _lock(self) -> int:
         path = self.root / _MUTEX
-        deadline = time.monotonic() + _MUTEX_WAIT_S
+        deadline = time.monotonic() + self.mutex_wait_s
         pause_s = _FIRST_PAUSE_S
         while True:
-            descriptor = descriptors.own(_open(path))
+            descriptor = _open(path)
             try:
                 while True:
                     # Not waiting in flock: that would wait for ever, and in a thread nothing could end it.
@@ -122,7 +125,7 @@ class LedgerFolder:
                         break
                     if time.monotonic() > deadline:
                         raise LeaseError(
-                            f"{path} has been locked for {_MUTEX_WAIT_S:g} s by {_holder(descriptor)}; "
+                            f"{path} has been locked for {self.mutex_wait_s:g} s by {_holder(descriptor)}; "
                             "if it was stopped (Ctrl-Z), let it go on or end it"
                         )
                     time.sleep(pause_s * random.uniform(0.5, 1.5))
@@ -140,7 +143,7 @@ def _open(path: Path) -> int:
     # Not with O_CREAT at once: fs.protected_regular forbids that for another account's file in /tmp.
     while True:
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return descriptors.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

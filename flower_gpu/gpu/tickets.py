@@ -6,6 +6,7 @@ open is gone, whatever ended it, and a ticket whose lock is free stands for noth
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,8 +14,8 @@ import select
 import stat
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ _TICKET, _WAKE, _LABEL, _NEW = ".ticket", ".wake", ".label", ".new"
 # Far behind anything that a request writes; what lies between takes no room on the disk.
 _REPORT_AT = 1 << 16
 _REPORT_BYTES = 8192
+_LABEL_BYTES = 4096
+
+#: No place in the line is further back; those who share it are in the order of their names.
+LAST_ORDER = 10**15 - 1
+
+# What comes of reading files in which somebody has written anything at all.
+_NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -87,52 +95,36 @@ class Entry:
 
     def label(self) -> str:
         """Return what the request is for; empty where it is another account's."""
-        try:
-            return (self.path.parent / f"{self.id}{_LABEL}").read_text()
-        except (OSError, UnicodeDecodeError):
+        if self.user != os.getuid():  # nothing that somebody else writes is shown
             return ""
+        with suppress(OSError), _opened(self.path.parent / f"{self.id}{_LABEL}") as descriptor:
+            return os.pread(descriptor, _LABEL_BYTES, 0).decode(errors="replace")
+        return ""
 
     def is_alive(self) -> bool:
         """Tell whether a process still has it."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
+        return _is_locked(self.path)
 
     def wake(self) -> None:
         """Have its owner look again."""
         with suppress(OSError):  # it is gone, or has been told so often that the pipe is full
             path = self.path.parent / f"{self.id}{_WAKE}"
-            descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.write(descriptor, b"1")
-            finally:
-                os.close(descriptor)
+            with _opened(path, os.O_WRONLY) as descriptor:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # not a link that somebody has laid there
+                    os.write(descriptor, b"1")
 
     def reported(self) -> tuple[int, dict[str, int]]:
         """Return what its worker has told last: its process id (0: nothing), and the bytes it uses by GPU."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return 0, {}
-        try:
-            data = os.pread(descriptor, _REPORT_BYTES, _REPORT_AT)
-        finally:
-            os.close(descriptor)
-        checksum, _, text = data.partition(b"\n")[0].partition(b" ")
-        try:
+            with _opened(self.path) as descriptor:
+                data = os.pread(descriptor, _REPORT_BYTES, _REPORT_AT)
+            checksum, _, text = data.partition(b"\n")[0].partition(b" ")
             if int(checksum, 16) != zlib.crc32(text):  # read while it was being written
                 return 0, {}
             told = json.loads(text)
-            return int(told["pid"]), {str(uuid): int(used) for uuid, used in told["used"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            used = {str(uuid): _amount(nbytes) for uuid, nbytes in told["used"].items()}
+            return _amount(told["pid"]), used
+        except (OSError, *_NOT_OURS):
             return 0, {}
 
 
@@ -152,17 +144,16 @@ class Ticket:
         wake_path = folder / f"{entry.id}{_WAKE}"
         made: list[int] = []
         try:
-            with open(os.open(folder / f"{entry.id}{_LABEL}", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                file.write(label)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(folder / f"{entry.id}{_LABEL}", flags, 0o600), "wb") as file:
+                file.write(label.encode(errors="replace")[:_LABEL_BYTES])
             os.mkfifo(wake_path, 0o622)
             os.chmod(wake_path, 0o622)  # whatever the umask is: others may wake, not read
             # For writing, too: the pipe has no end then that could be reported all the time.
-            made.append(descriptors.own(os.open(wake_path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)))
-            made.append(
-                descriptors.own(os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-            )
-            os.fchmod(made[1], 0o644)
+            made.append(descriptors.opened(wake_path, os.O_RDWR | os.O_NONBLOCK))
+            made.append(descriptors.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             fcntl.flock(made[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(made[1], 0o644)  # not before it is locked, so that nobody else can lock it first
             ticket = cls(replace(entry, path=new), made[1], made[0])
             ticket.write(entry)
             return ticket
@@ -223,70 +214,136 @@ class Reader:
     """Reads the tickets of all accounts; what it has read before it does not read again."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, Entry | None] = {}
+        self._known: dict[str, Entry | None] = {}
 
     def read(self, folders: Iterable[tuple[int, Path]]) -> list[Entry]:
-        """Return the tickets in these folders, in their order, also of processes that have ended."""
-        known: dict[Path, Entry | None] = {}
+        """Return the tickets in these folders, in their order, also of processes that have ended.
+
+        Raises
+        ------
+        OSError
+            If this process can open no more files: to see fewer tickets than there are would be wrong.
+        """
+        known: dict[str, Entry | None] = {}
         for user, folder in folders:
             try:
                 names = os.listdir(folder)
-            except OSError:
+            except (FileNotFoundError, PermissionError):
                 continue
             for name in names:
                 if name.endswith(_TICKET):
-                    path = folder / name
-                    known[path] = self._known[path] if path in self._known else _read(path, user)
+                    path = f"{folder}/{name}"
+                    known[path] = self._known[path] if path in self._known else _read(Path(path), user)
         self._known = known
-        return sorted((entry for entry in known.values() if entry is not None), key=lambda entry: entry.order)
+        found = [entry for entry in known.values() if entry is not None]
+        return sorted(found, key=lambda entry: (entry.order, entry.id))
+
+    def forget(self, entry: Entry) -> None:
+        """Leave out a ticket from now on: its process has ended, which is for ever."""
+        self._known[str(entry.path)] = None
 
 
 def clean(folder: Path, alive: Iterable[Entry]) -> None:
     """Remove what processes of this account have left that have ended. The mutex must be held."""
     kept = {entry.id for entry in alive}
-    for path in list(folder.iterdir()):
-        id_ = path.stem.rpartition("-")[2]
-        if path.suffix in (_TICKET, _WAKE, _LABEL, _NEW) and id_ not in kept:
+    left = []
+    for name in os.listdir(folder):
+        stem, suffix = os.path.splitext(name)
+        id_ = stem.rpartition("-")[2]
+        if suffix in (_TICKET, _WAKE, _LABEL, _NEW) and id_ not in kept:
+            if suffix == _TICKET and _is_locked(folder / name):
+                kept.add(id_)  # another version of this package has written it
+            else:
+                left.append((id_, folder / name))
+    for id_, path in left:
+        if id_ not in kept:
             with suppress(OSError):
                 path.unlink()
 
 
+@contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open what may be anything, if somebody else has made it: never wait for it, never follow it."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        # What is no file is no ticket. If this process can open no more files, it has to be taken for alive.
+        return error.errno not in (errno.ELOOP, errno.ENXIO)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _read(path: Path, user: int) -> Entry | None:
+    """Return what a ticket says; None if it is none, or is gone."""
     try:
         order, _, id_ = path.stem.split("-")
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        with _opened(path) as descriptor:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
                 return None
             data = os.pread(descriptor, _REPORT_AT, 0)
-        finally:
-            os.close(descriptor)
         fields = json.loads(data.partition(b"\n")[0])
         if fields["v"] != _VERSION:
             return None
         return Entry(
             id=id_,
-            order=int(order),
+            order=min(_amount(int(order)), LAST_ORDER),
             path=path,
             user=user,
-            pid=int(fields["pid"]),
-            pid_namespace=int(fields["pid_namespace"]),
+            pid=_amount(fields["pid"]),
+            pid_namespace=_amount(fields["pid_namespace"]),
             since=float(fields["since"]),
-            options=tuple(Option(**option) for option in fields["options"]),
-            count=int(fields["count"]),
+            options=tuple(_option(**option) for option in fields["options"]),
+            count=max(1, _amount(fields["count"])),
             pack=bool(fields["pack"]),
-            parts=tuple(Part(**part) for part in fields["parts"]),
+            parts=tuple(_part(**part) for part in fields["parts"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or nothing of ours
+    except _NOT_OURS:
         return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return None
+
+
+def _amount(value: object) -> int:
+    """Return a whole number from 0 on. Who could write down less than nothing would make room for more."""
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _option(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> Option:
+    share = None if share is None else float(share)
+    if share is not None and not 0 < share <= 1:
+        raise ValueError
+    return Option(str(uuid), None if memory_bytes is None else _amount(memory_bytes), share, bool(alone))
+
+
+def _part(uuid: str, memory_bytes: int, budget_bytes: int, alone: bool) -> Part:
+    return Part(str(uuid), _amount(memory_bytes), _amount(budget_bytes), bool(alone))
 
 
 def new_entry(folder: Path, order: int, options: tuple[Option, ...], count: int, pack: bool) -> Entry:
     """Return what a new ticket of this process says."""
     return Entry(
         id=os.urandom(8).hex(),
-        order=order,
+        order=min(order, LAST_ORDER),
         path=folder,
         user=os.getuid(),
         pid=os.getpid(),

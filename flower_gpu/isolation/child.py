@@ -25,6 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+# A module's own number of threads wins, as it does where it is the only one; settings of PyTorch's allocator
+# are put together with ours.
+_A_MODULE_MAY_SET = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
 
 
@@ -288,8 +292,7 @@ def _use_sockets_without_files() -> None:
 def _check_environment(env: Mapping[str, str]) -> None:
     from flower_gpu.errors import WorkerStartError
 
-    # A module's own number of threads wins, as it does where it is the only one.
-    names = [name for name in env if name != "OMP_NUM_THREADS"]
+    names = [name for name in env if name not in _A_MODULE_MAY_SET]
     lost = {name: os.environ.get(name) for name in names if os.environ.get(name) != env[name]}
     if lost:
         name, value = next(iter(lost.items()))

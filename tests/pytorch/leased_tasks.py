@@ -42,12 +42,12 @@ def read_settings() -> None:
     _READ.append((os.getpid(), torch._C._accelerator_getAllocatorSettings()))
 
 
-def settings_and_their_reader() -> tuple[bool, str, str]:
-    """Return whether another process has read them first, what they were there, and what they are here."""
+def settings_and_their_reader() -> tuple[int, str, str]:
+    """Return the process that has read them first, what they were there, and what they are here."""
     import torch
 
     ((pid, before),) = _READ
-    return pid == os.getppid(), before, torch._C._accelerator_getAllocatorSettings()
+    return pid, before, torch._C._accelerator_getAllocatorSettings()
 
 
 def settings_of_its_own() -> tuple[str, list[int | None], str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flower_gpu import leased_worker
+from flower_gpu.calls import leased_worker
 from flower_gpu.errors import WorkerError
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease, Share
@@ -32,8 +32,8 @@ pytestmark = pytest.mark.timeout(150)
 METHODS = ["spawn", "fork", "forkserver"]
 
 
-def lease(uuid: str = "GPU-7f3a", ticket: str = "") -> Lease:
-    share = Share(uuid, 0, "A GPU", 16 * GIB, 4 * GIB + GIB // 2, 4 * GIB)
+def lease(uuid: str = "GPU-7f3a", ticket: str = "", cap_bytes: int = 4 * GIB) -> Lease:
+    share = Share(uuid, 0, "A GPU", 16 * GIB, cap_bytes + GIB // 2, cap_bytes)
     return Lease("ab12", (share,), ticket=ticket)
 
 
@@ -116,12 +116,17 @@ def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], 
     ]
 
 
-def test_a_fork_server_that_has_read_its_own_settings_gives_them_to_nobody() -> None:
-    env = {**worker_env(), "PYTORCH_ALLOC_CONF": FRACTION}
+def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker() -> None:
     preload = (("leased_tasks:read_settings", {}),)
-    for _ in range(2):
-        result = call("settings_and_their_reader", "forkserver", env, preload=preload)
-        assert result.value == (True, "", FRACTION)
+    seen = []
+    for cap_bytes in (4 * GIB, 2 * GIB):
+        env = cap.worker_environment(lease(cap_bytes=cap_bytes), os.environ)
+        seen.append(call("settings_and_their_reader", "forkserver", env, preload=preload).value)
+    reader = seen[0][0]
+    assert seen == [
+        (reader, FRACTION, FRACTION),
+        (reader, FRACTION, "per_process_memory_fraction:0.125000000000"),
+    ]
 
 
 def test_a_torch_that_the_task_imports_is_as_without_us() -> None:

@@ -134,6 +134,8 @@ class Leasing:
             if lease is not None:
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
+            # It keeps the GPUs' device files open, and an idle client may be there for days.
+            inventory.close()
 
     def learn(self, figures: Mapping[str, Any], lease: Lease) -> None:
         """Keep what a worker has told of its use, for the next calls."""

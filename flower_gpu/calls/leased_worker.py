@@ -6,13 +6,15 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu.calls.fixed_variables import Rule, fixed
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease, Share
 from flower_gpu.isolation import events, threads
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.memory import Hold
 
 #: :func:`setup`, as the ``setup`` of a call.
-SETUP: Final = "flower_gpu.leased_worker:setup"
+SETUP: Final = "flower_gpu.calls.leased_worker:setup"
 
 _INTERVAL_S = 0.5
 _LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
@@ -40,13 +42,35 @@ def setup() -> AbstractContextManager[None]:
     """
     threads.apply()
     lease = Lease.from_environment(os.environ)
-    if lease is None or not lease.shares:
-        return nullcontext()
-    return _leased(lease)
+    if lease is not None and lease.shares:
+        return _leased(lease)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return fixed(_rules(cap.hidden_environment()))
+    return nullcontext()
+
+
+def _rules(variables: Iterable[str]) -> dict[str, Rule]:
+    """Return the rules by which these variables stay as they are now."""
+    return {name: partial(_kept, os.environ[name]) for name in variables if name in os.environ}
+
+
+def _kept(value: str, _: str) -> str:
+    return value
 
 
 @contextmanager
 def _leased(lease: Lease) -> Iterator[None]:
+    fraction = cap.cap_fraction(lease)
+    rules = _rules(cap.worker_environment(lease, os.environ))
+    for name in {cap.SETTINGS, cap.OLD_SETTINGS} & set(rules):
+        # A user's own are put together with the cap.
+        rules[name] = partial(lambda at, text: cap.torch_settings(fraction, {at: text}), name)
+    with fixed(rules), _watched(lease):
+        yield
+
+
+@contextmanager
+def _watched(lease: Lease) -> Iterator[None]:
     capped = _Capped(lease)
     watch = _Watch(lease)
     capped.begin()
@@ -103,7 +127,8 @@ class _Capped:
         self.hold = memory.hold_to(caps, self._settings, self._own)
 
     def _settings(self) -> str | None:
-        if not cap.torch_installed_knows():
+        # It is imported. To ask for an installed package's version takes several milliseconds.
+        if not cap.torch_version_knows(str(sys.modules["torch"].__version__)):
             return None
         merged = cap.torch_settings(self._fraction, os.environ)
         # The task's module may have set the old name, which wins; processes of the task get the cap, too.
@@ -183,8 +208,10 @@ class _Watch:
         self.uses = [_Use(share) for share in self.lease.shares]
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
+        with suppress(RuntimeError):  # no more threads: the task can do without this one
+            thread.start()
+            self._thread = thread
 
     def stop(self) -> None:
         """Look a last time, then end."""

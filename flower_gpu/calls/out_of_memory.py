@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flower_gpu.calls.leasing import Attempt
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.request import format_bytes
-from flower_gpu.leasing import Attempt
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
 _MORE = 2.0  # times the last lease
