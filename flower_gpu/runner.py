@@ -155,7 +155,8 @@ class _Run:
         record: dict[str, Any] = {**self.fields, "start_method": method, "threads": count}
         if held is not None:
             record["lease"] = held.id
-        self.told.clear()
+        # Not self in the functions below: who calls them is freed later than the arguments should be.
+        self.told = told = {}
 
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)
@@ -163,7 +164,7 @@ class _Run:
 
         def on_event(event: dict[str, Any]) -> None:
             if event.get("event") in ("gpu_memory", "out_of_memory", "no_cuda"):
-                self.told[event["event"]] = {key: event[key] for key in event if key != "event"}
+                told[event["event"]] = {key: event[key] for key in event if key != "event"}
             else:
                 display.on_event(event)
 
@@ -196,13 +197,14 @@ class _Run:
             if method == "inline":  # its environment stays as it is, but not for the next call
                 os.environ.pop(lease.VARIABLE, None)
             if "pid" in record:
+                if "gpu_memory" in told:
+                    record["gpus"] = told["gpu_memory"]["gpus"]
                 trace.write(
                     "worker_finished",
                     **record,
                     seconds=round(time.monotonic() - began, 4),
-                    outcome=_outcome(error, self.told),
+                    outcome=_outcome(error, told),
                     error=None if error is None else _text(error),
-                    gpus=self.told.get("gpu_memory", {}).get("gpus"),
                 )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
 
+_FIRST_LOOK_S = 0.05  # what a task takes at once is seen at once
 _INTERVAL_S = 0.5
 _LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
 _LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
@@ -220,9 +221,11 @@ class _Watch:
             self._thread.join(_LAST_LOOK_S)
 
     def _run(self) -> None:
-        while not self._end.wait(_INTERVAL_S):
+        pause_s = _FIRST_LOOK_S
+        while not self._end.wait(pause_s):
             with suppress(Exception):  # never the task's problem
                 self._look(last=False)
+            pause_s = min(2 * pause_s, _INTERVAL_S)
         with suppress(Exception):
             self._look(last=True)
 
@@ -246,12 +249,10 @@ class _Watch:
 
     def _ask_driver(self, reserved: list[int] | None) -> None:
         """Note what the driver says that this process uses; with PyTorch, what of it is the context."""
-        from flower_gpu.gpu import inventory, tickets
+        from flower_gpu.gpu import inventory
 
         self._of_driver = {}
-        # Elsewhere this process's number is another one's, or nobody's, to the driver.
-        asks = tickets.pid_namespace() == tickets.HOST_PID_NAMESPACE
-        found = inventory.take(processes=asks)
+        found = inventory.take()
         for number, use in enumerate(self.uses):
             gpu = found.find(use.share.uuid)
             if gpu is None:
@@ -261,7 +262,7 @@ class _Watch:
             if gpu.total_bytes is not None:
                 self.total_bytes[gpu.uuid] = gpu.total_bytes
             ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
-            if not asks or gpu.processes is None or None in ours.values():
+            if gpu.processes is None or None in ours.values():
                 continue
             used = sum(figure for figure in ours.values() if figure is not None)
             self._of_driver[gpu.uuid] = used

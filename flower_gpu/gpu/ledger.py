@@ -231,7 +231,7 @@ class Ledger:
             if leased:
                 pid, told = entry.reported()
                 used = min(told.get(gpu.uuid, 0), leased)
-                if entry.pid_namespace == tickets.HOST_PID_NAMESPACE and listed.get(pid) is not None:
+                if entry.pid_namespace == self._pid_namespace and listed.get(pid) is not None:
                     used = min(listed[pid] or 0, leased)
                 elif entry.pid_namespace == self._pid_namespace and pid and not Path(f"/proc/{pid}").exists():
                     used = 0  # its worker is gone, and what it used may be another program's by now

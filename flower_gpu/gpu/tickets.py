@@ -24,9 +24,6 @@ from flower_gpu.gpu import descriptors
 from flower_gpu.gpu.admission import Claim, Holding, Option, Part
 from flower_gpu.gpu.lease import Lease
 
-#: The pid namespace that NVML's process ids are of; the kernel gives it this number (PROC_PID_INIT_INO).
-HOST_PID_NAMESPACE = 0xEFFFFFFC
-
 _VERSION = 1
 _TICKET, _WAKE, _LABEL, _NEW = ".ticket", ".wake", ".label", ".new"
 # Far behind anything that a request writes; what lies between takes no room on the disk.
@@ -356,7 +353,11 @@ def new_entry(folder: Path, order: int, options: tuple[Option, ...], count: int,
 
 
 def pid_namespace() -> int:
-    """Return what tells this process's pid namespace from others; 0 where it is not known."""
+    """Return what tells this process's pid namespace from others; 0 where it is not known.
+
+    NVML's process ids are those of the namespace of whoever asks, and it leaves out processes that are not in
+    it (``os_find_ns_pid`` in NVIDIA's open GPU kernel modules).
+    """
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

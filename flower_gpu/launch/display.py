@@ -7,12 +7,14 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu.launch.leases import Leases, by_client, out_of_memory_line, summary_line
 from flower_gpu.launch.result import round_row
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _SHOWN: Final = ("loss", "accuracy", "f1")
+_MOST_CLIENTS: Final = 20  # with more, the table of leases shows those that waited longest
 
 
 class Display:
@@ -27,6 +29,7 @@ class Display:
     def __init__(self, num_rounds: int | None) -> None:
         self.num_rounds = num_rounds
         self._last_time: float | None = None
+        self._leases = Leases()
 
     def line(self, text: str) -> None:
         """Show a line of text."""
@@ -34,6 +37,7 @@ class Display:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Show one event of the run's trace."""
+        self._leases.see(event)
         match event.get("event"):
             case "round":
                 row = round_row(event, self._last_time)
@@ -47,9 +51,12 @@ class Display:
                 self.on_progress(event)
             case "worker_finished":
                 self.on_worker_finished(event)
-                if event.get("outcome") not in ("ok", "cancelled", None):
+                # What follows when memory ran out is in an event of its own.
+                if event.get("outcome") not in ("ok", "cancelled", "out of memory", None):
                     error = str(event.get("error") or event["outcome"]).strip().splitlines()[0]
                     self.line(f"{task_label(event)} failed: {error}")
+            case "out_of_memory":
+                self.line(out_of_memory_line(task_label(event), event, self._leases))
             case _:
                 pass
 
@@ -204,3 +211,33 @@ def print_table(result: Mapping[str, Any]) -> None:
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
         )
     Console(file=sys.stdout, highlight=False).print(table)
+    if "leases" in result:
+        _print_leases(result)
+
+
+def _print_leases(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = by_client(result)
+    shown = rows
+    if len(rows) > _MOST_CLIENTS:
+        longest = sorted(rows, key=lambda row: row["waited_s"], reverse=True)[:_MOST_CLIENTS]
+        shown = [row for row in rows if row in longest]
+    table = Table()
+    for title in ("client", "calls", "on CPU", "GPU", "lease", "used", "waited s"):
+        table.add_column(title, justify="right", overflow="fold")
+    for row in shown:
+        table.add_row(
+            row["client"],
+            str(row["calls"]),
+            str(row["on_cpu"] or "-"),
+            row["gpus"],
+            row["lease"],
+            row["peak"],
+            f"{row['waited_s']:.1f}",
+        )
+    Console(file=sys.stdout, highlight=False).print(table)
+    if len(rows) > len(shown):
+        print(f"            {len(rows) - len(shown)} more clients waited less; all are in result.json")
+    print(f"leases      {summary_line(result['leases'])}")

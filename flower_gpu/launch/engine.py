@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu.launch import ports
+from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.plan import Plan
 from flower_gpu.launch.service import Service
@@ -64,6 +65,11 @@ class Engine(ABC):
         LaunchFailedError
             If it cannot complete any more.
         """
+
+    def client_environment(self, client: int) -> dict[str, str]:
+        """Build the environment of one client's processes."""
+        node_config = self.plan.node_config_of(client)
+        return client_environment(self.env, client, self.plan.clients_at_once, node_config)
 
     def start_on_free_port(self, make: Callable[[int], Service], is_ready: Callable[[int], bool]) -> int:
         """Start a server and wait until it answers; on another port if the one it got is taken meanwhile.

@@ -8,11 +8,14 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from flower_gpu.config import planned_threads
 from flower_gpu.errors import ConfigError
+from flower_gpu.launch.config_values import ConfigValue
 from flower_gpu.launch.folder import RunFolder
+from flower_gpu.launch.gpu_options import GPUOptions, node_environment
 from flower_gpu.launch.ports import HOST
 
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
@@ -24,6 +27,7 @@ def service_environment(
     *,
     start_method: str | None = None,
     timeout_s: float | None = None,
+    gpu: GPUOptions | None = None,
 ) -> dict[str, str]:
     """Build the environment of every process of a run: the user's own, plus what a run needs.
 
@@ -35,6 +39,8 @@ def service_environment(
         The run's folder.
     start_method, timeout_s
         For calls in workers, where the user gave them.
+    gpu : GPUOptions, optional
+        What they want of the host's GPUs.
     """
     env = {
         # What a user may want otherwise, and can set.
@@ -57,10 +63,15 @@ def service_environment(
         env["FLOWER_GPU_START_METHOD"] = start_method
     if timeout_s is not None:
         env["FLOWER_GPU_TIMEOUT_S"] = str(timeout_s)
-    return env
+    return env if gpu is None else gpu.environment(env)
 
 
-def client_environment(env: Mapping[str, str], client: int, at_once: int) -> dict[str, str]:
+def client_environment(
+    env: Mapping[str, str],
+    client: int,
+    at_once: int,
+    node_config: Mapping[str, ConfigValue] = MappingProxyType({}),
+) -> dict[str, str]:
     """Build the environment of one client's processes from that of every process.
 
     Parameters
@@ -71,8 +82,10 @@ def client_environment(env: Mapping[str, str], client: int, at_once: int) -> dic
         Number of the client.
     at_once : int
         How many clients may train at the same time.
+    node_config : mapping
+        Config of the client's node.
     """
-    result = {**env, "FLOWER_GPU_CLIENT": str(client)}
+    result = {**node_environment(env, node_config), "FLOWER_GPU_CLIENT": str(client)}
     if not env.get("FLOWER_GPU_CONCURRENCY"):
         result["FLOWER_GPU_CONCURRENCY"] = str(at_once)
     if not env.get("OMP_NUM_THREADS"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,21 @@ from typing import Any, Final
 
 from flower_gpu.config import START_METHODS
 from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.policy import SERVER_KEY
+from flower_gpu.launch import gpu_options
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.config_values import ConfigValue, parse_pairs
+from flower_gpu.launch.gpu_options import GPUOptions
+from flower_gpu.launch.option_types import (
+    absolute_path,
+    folder,
+    non_negative_int,
+    port_number,
+    positive_float,
+    positive_int,
+    text_value,
+    true_or_false,
+)
 
 DESCRIPTION: Final = """\
 Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
@@ -29,7 +41,10 @@ ENGINES: Final = MappingProxyType(
 
 @dataclass(frozen=True)
 class RunConfigOption:
-    """An option that stands for a key of the app's run config."""
+    """An option that stands for a key of the app's run config.
+
+    ``hint`` tells what an author can do whose app does not declare the key.
+    """
 
     flag: str
     key: str
@@ -37,67 +52,12 @@ class RunConfigOption:
     metavar: str | None
     help: str
     choices: tuple[str, ...] | None = None
+    hint: str = ""
 
     @property
     def dest(self) -> str:
         """Name of the parsed value."""
         return self.flag.removeprefix("--").replace("-", "_")
-
-
-def positive_int(text: str) -> int:
-    """Read a whole number of 1 or more."""
-    return _int(text, 1)
-
-
-def non_negative_int(text: str) -> int:
-    """Read a whole number of 0 or more."""
-    return _int(text, 0)
-
-
-def positive_float(text: str) -> float:
-    """Read a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
-    return value
-
-
-def port_number(text: str) -> int:
-    """Read a TCP port."""
-    value = _int(text, 1)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, not {text}")
-    return value
-
-
-def text_value(text: str) -> str:
-    """Read a text that is not empty."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
-def absolute_path(text: str) -> str:
-    """Make a path absolute: the processes that read it may run elsewhere."""
-    return str(Path(text_value(text)).expanduser().resolve())
-
-
-def folder(text: str) -> Path:
-    """Read a path."""
-    return Path(text_value(text)).expanduser()
-
-
-def _int(text: str, minimum: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"must be {minimum} or more, not {text}")
-    return value
 
 
 #: Key of the number of clients: set by the launcher itself wherever an app declares it.
@@ -138,6 +98,15 @@ RUN_CONFIG_OPTIONS: Final = (
     RunConfigOption("--local-epochs", "local-epochs", positive_int, "N", "epochs a client trains in a round"),
     RunConfigOption("--learning-rate", "learning-rate", positive_float, "X", "learning rate"),
     RunConfigOption("--seed", "seed", non_negative_int, "N", "seed of everything random"),
+    RunConfigOption(
+        "--use-gpu",
+        SERVER_KEY,
+        true_or_false,
+        "true|false",
+        "whether the run wants GPUs; nodes have the last word, see --gpu",
+        hint=f"add `{SERVER_KEY} = true` to [tool.flwr.app.config] in its pyproject.toml, and "
+        "context=context to its GPUClient",
+    ),
 )
 
 
@@ -159,6 +128,8 @@ class LaunchOptions:
         Values of ``--run-config`` and ``--node-config``, by key.
     start_method, timeout_s
         For every call in a worker; None leaves it to the environment and the app.
+    gpu : GPUOptions
+        What its calls want of the host's GPUs.
     log_dir : Path
         Where the run's folder is made.
     port : int, optional
@@ -175,6 +146,7 @@ class LaunchOptions:
     node_config: Mapping[str, ConfigValue] = field(default_factory=dict)
     start_method: str | None = None
     timeout_s: float | None = None
+    gpu: GPUOptions = field(default_factory=GPUOptions)
     log_dir: Path = Path("runs")
     port: int | None = None
     verbosity: int = 0
@@ -261,8 +233,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout-s",
         metavar="S",
         type=positive_float,
-        help="seconds a call in a worker may take (default: no limit)",
+        help="seconds a call in a worker may take, counted from its lease (default: no limit)",
     )
+    gpu_options.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--log-dir",
@@ -288,7 +261,7 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
     Raises
     ------
     ConfigError
-        If ``--run-config`` or ``--node-config`` cannot be read.
+        If ``--run-config``, ``--node-config`` or ``--gpu-num`` cannot be read.
     """
     given = {
         option.key: value
@@ -304,6 +277,7 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
         node_config=parse_pairs("--node-config", arguments.node_config),
         start_method=arguments.start_method,
         timeout_s=arguments.timeout_s,
+        gpu=GPUOptions.from_arguments(arguments),
         log_dir=arguments.log_dir,
         port=arguments.port,
         verbosity=int(arguments.verbose) - int(arguments.quiet),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeGuard
 
@@ -12,6 +12,8 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.launch import environment, ports
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.config_values import ConfigValue
+from flower_gpu.launch.gpu_check import check as check_gpus
+from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
     NUM_CLIENTS_KEY,
@@ -46,8 +48,12 @@ class Plan:
         The server's port, where the user chose one.
     start_method, timeout_s
         For calls in workers, where the user chose them.
+    gpu : GPUOptions
+        What these calls want of the host's GPUs.
     verbosity : int
         As in the options.
+    remarks : tuple of str
+        What the user should know before it starts.
     """
 
     app: FlowerApp
@@ -59,7 +65,9 @@ class Plan:
     port: int | None
     start_method: str | None
     timeout_s: float | None
+    gpu: GPUOptions
     verbosity: int
+    remarks: tuple[str, ...] = ()
 
     @property
     def run_config(self) -> dict[str, ConfigValue]:
@@ -80,7 +88,12 @@ class Plan:
 
     def node_config_of(self, client: int) -> dict[str, ConfigValue]:
         """Config of one client's node."""
-        return {"partition-id": client, "num-partitions": self.clients, **self.node_config}
+        return {
+            "partition-id": client,
+            "num-partitions": self.clients,
+            **self.node_config,
+            **self.gpu.node_config_of(client),
+        }
 
 
 def make_plan(options: LaunchOptions) -> Plan:
@@ -106,6 +119,7 @@ def make_plan(options: LaunchOptions) -> Plan:
     for key in _NODE_KEYS:
         if key in options.node_config:
             raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
+    options.gpu.check_node_config(options.node_config)
     if options.engine == "start-client":
         app.check_start_client()
     else:
@@ -113,7 +127,7 @@ def make_plan(options: LaunchOptions) -> Plan:
     if options.port is not None and not ports.is_free(options.port):
         raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
     _check_log_dir(options.log_dir)
-    return Plan(
+    plan = Plan(
         app=app,
         engine=options.engine,
         clients=clients,
@@ -123,22 +137,28 @@ def make_plan(options: LaunchOptions) -> Plan:
         port=options.port,
         start_method=options.start_method,
         timeout_s=options.timeout_s,
+        gpu=options.gpu,
         verbosity=options.verbosity,
     )
+    return replace(plan, remarks=check_gpus(plan, os.environ))
 
 
 def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:
     known = ", ".join(sorted(app.run_config)) or "none"
     flags = {option.key: option.flag for option in RUN_CONFIG_OPTIONS}
+    hints = {option.key: option.hint for option in RUN_CONFIG_OPTIONS}
     for key in options.run_config_options:
         if key not in app.run_config:
             raise ConfigError(
                 f"{flags[key]} needs the run config key {key}, which {app.name} does not declare "
-                f"(its keys: {known})"
+                f"(its keys: {known}){f'; {hints[key]}' if hints[key] else ''}"
             )
     for key in options.run_config:
         if key not in app.run_config:
-            raise ConfigError(f"--run-config {key}: {app.name} declares no such key (its keys: {known})")
+            hint = f"; {hints[key]}" if hints.get(key) else ""
+            raise ConfigError(
+                f"--run-config {key}: {app.name} declares no such key (its keys: {known}){hint}"
+            )
         if key in options.run_config_options:
             raise ConfigError(f"{flags[key]} and --run-config {key} say the same twice")
     overrides = {**options.run_config_options, **options.run_config}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import asdict
 from typing import Final
 
 from flower_gpu import trace
@@ -51,11 +52,14 @@ def launch(options: LaunchOptions) -> int:
         display = make_display(plan.num_rounds, plan.verbosity)
         try:
             display.line(headline(plan, folder))
+            for remark in plan.remarks:
+                display.line(remark)
             env = service_environment(
                 os.environ,
                 folder,
                 start_method=plan.start_method,
                 timeout_s=plan.timeout_s,
+                gpu=plan.gpu,
             )
             engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
             _follow(engine, supervisor, display, plan.verbosity)
@@ -96,6 +100,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.start_method,
         "timeout_s": plan.timeout_s,
+        "gpu": asdict(plan.gpu),
         "client_omp_num_threads": client_environment(os.environ, 0, plan.clients_at_once)["OMP_NUM_THREADS"],
     }
 

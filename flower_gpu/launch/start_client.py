@@ -8,7 +8,6 @@ from typing import Final
 
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchFailedError
 
@@ -48,7 +47,7 @@ class StartClientEngine(Engine):
             Service(
                 f"client {client}",
                 client_command(settings, port, client),
-                client_environment(self.env, client, self.plan.clients_at_once),
+                self.client_environment(client),
                 self.folder.log(f"client-{client}"),
             )
             for client in range(self.plan.clients)

@@ -12,7 +12,6 @@ from typing import Any, Final
 from flower_gpu.launch import ports
 from flower_gpu.launch.config_values import ConfigValue, format_pairs
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchFailedError
@@ -142,7 +141,7 @@ class SuperLinkEngine(Engine):
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            client_environment(self.env, client, self.plan.clients_at_once),
+            self.client_environment(client),
             self.folder.log(f"client-{client}"),
         )
 

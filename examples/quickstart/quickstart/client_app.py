@@ -7,7 +7,8 @@ from flower_gpu import GPUClient
 
 def client_fn(context):
     settings = {**context.run_config, **context.node_config}  # partition-id and num-partitions too
-    return GPUClient("quickstart.task:train", kwargs={"settings": settings}).to_client()
+    client = GPUClient("quickstart.task:train", kwargs={"settings": settings}, context=context)
+    return client.to_client()
 
 
 app = ClientApp(client_fn)

@@ -10,8 +10,8 @@ def server_fn(context):
     num_rounds, num_clients = settings["num-server-rounds"], settings["num-clients"]
     clients_per_round = settings["clients-per-round"] or num_clients
     strategy = LegacyFedAvg(
-        initial_parameters=run_in_worker("quickstart.task:initial_weights", settings),
-        evaluate_fn=gpu_evaluate("quickstart.task:evaluate", kwargs={"settings": settings}),
+        initial_parameters=run_in_worker("quickstart.task:initial_weights", settings, gpu="never"),
+        evaluate_fn=gpu_evaluate("quickstart.task:evaluate", kwargs={"settings": settings}, context=context),
         on_fit_config_fn=lambda server_round: {"server-round": server_round},
         fraction_fit=clients_per_round / num_clients,
         min_fit_clients=clients_per_round,

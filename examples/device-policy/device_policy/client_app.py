@@ -1,0 +1,19 @@
+"""The client: `context=context` is all it takes for node config and run config to be obeyed."""
+
+from flwr.client import ClientApp
+
+from flower_gpu import GPUClient
+
+
+def client_fn(context):
+    node = context.node_config
+    told = {
+        "name": node.get("name", f"node {node.get('partition-id')}"),
+        "policy": node.get("gpu", "offer"),
+        "use_gpu": context.run_config["use-gpu"],
+    }
+    client = GPUClient("device_policy.task:train", kwargs=told, gpu_memory="1GiB", context=context)
+    return client.to_client()
+
+
+app = ClientApp(client_fn)

@@ -1,0 +1,48 @@
+"""What a check finds, and how checks are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+#: From best to worst. ``note``: fine, and good to know. ``problem``: something must be done.
+LEVELS: Final = ("ok", "note", "problem")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's.
+
+    Parameters
+    ----------
+    check : str
+        The check that it comes from.
+    level : str
+        One of :data:`LEVELS`.
+    text : str
+        What was found.
+    todo : str
+        What to do; empty where there is nothing.
+    """
+
+    check: str
+    level: str
+    text: str
+    todo: str = ""
+
+
+#: Level, text, and what to do.
+Found = tuple[str, str] | tuple[str, str, str]
+Check = Callable[[], Iterable[Found]]
+
+
+def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
+    """Run checks one after the other; one that fails itself is a finding, too."""
+    for name, check in checks.items():
+        try:
+            for level, text, *todo in check():
+                yield Finding(name, level, text, todo[0] if todo else "")
+        except Exception as error:
+            text = f"this check failed itself, {type(error).__name__}: {error}"
+            yield Finding(name, "problem", text, "please report it, with this line")

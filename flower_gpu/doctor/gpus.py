@@ -1,0 +1,133 @@
+"""Driver, GPUs, MIG, what ``CUDA_VISIBLE_DEVICES`` hides, and what calls would get."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from flower_gpu.doctor.findings import Found
+from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.gpu import admission, inventory, policy
+from flower_gpu.gpu.admission import Option
+from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.gpu.ledger_folder import LedgerFolder
+from flower_gpu.gpu.request import format_bytes
+from flower_gpu.gpu.settings import GPUSettings
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+_CPU_IS_FINE = "nothing, if calls are to run on the CPU; else see `flower-gpu gpus`"
+
+
+def driver(found: Inventory) -> Iterator[Found]:
+    """Check that NVML answers."""
+    if found.gpus:
+        usable = f"{len(found.usable)} of {len(found.gpus)} GPUs can be used"
+        text = f"NVIDIA driver {found.driver_version or 'of unknown version'}: {usable}"
+        yield ("ok", text) if found.usable else ("problem", text, "see the lines about the GPUs")
+    elif _half_there():
+        yield "problem", f"no GPU: {found.problem}", "make the driver work, see `flower-gpu gpus`"
+    elif _on_the_bus():
+        yield "note", f"there is an NVIDIA card, but no driver: {found.problem}", _CPU_IS_FINE
+    else:
+        yield "note", f"no GPU: {found.problem}", _CPU_IS_FINE
+
+
+def gpus(found: Inventory) -> Iterator[Found]:
+    """Check each GPU."""
+    parents = {gpu.mig_parent for gpu in found.gpus}
+    for gpu in found.gpus:
+        name = f"GPU {gpu.index}{' MIG' if gpu.mig_parent else ''} ({gpu.name or 'model unknown'})"
+        if gpu.is_usable:
+            total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
+            yield "ok", f"{name}: {free} of {total} free"
+        elif gpu.uuid and gpu.uuid in parents:
+            yield "ok", f"{name}: {gpu.problem}"
+        else:
+            yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
+
+
+def visible(found: Inventory) -> Iterator[Found]:
+    """Check what ``CUDA_VISIBLE_DEVICES`` leaves."""
+    text = os.environ.get(_VARIABLE)
+    if text is None or not found.gpus:
+        return
+    seen = inventory.visible(found, text)
+    hidden = [gpu for gpu in found.usable if gpu not in seen]
+    shown = f"{_VARIABLE}={text!r}"
+    cards = [gpu for gpu in seen if gpu.mig_parent is None] or list(seen)
+    if text.strip() and len(cards) < len(text.split(",")) and not any(gpu.mig_parent for gpu in seen):
+        yield (
+            "problem",
+            f"{shown} names a GPU that is not there, or one twice: CUDA shows {_names(seen) or 'none'}",
+            "name GPUs of `flower-gpu gpus`, each once, or unset it",
+        )
+    elif hidden:
+        yield "note", f"{shown} hides {_names(hidden)}", "nothing, if that is meant; else unset it"
+    else:
+        yield "ok", f"{shown} hides no GPU"
+
+
+def calls(found: Inventory) -> Iterator[Found]:
+    """Check what a call would get under the policy and the request of the environment."""
+    try:
+        settings = GPUSettings.resolve(environ=os.environ)
+    except ConfigError:
+        return  # the check of the variables tells
+    seen = inventory.visible(found, os.environ.get(_VARIABLE))
+    hidden = [gpu for gpu in found.usable if gpu not in seen]
+    word = settings.policy.gpu
+    try:
+        decision = policy.decide(settings.policy, None, seen, found.problem, hidden=hidden)
+    except GPUUnavailableError as error:
+        yield "problem", f"calls fail: {error}", "make that GPU usable, or set FLOWER_GPU_POLICY=offer"
+        return
+    level = "problem" if decision.is_serious else "note"
+    for warning in decision.warnings:
+        yield level, warning, "change FLOWER_GPU_POLICY or FLOWER_GPU_NUM, if that is not meant"
+    if not decision.on_gpu:
+        yield "ok", f"policy {word}: calls run on the CPU"
+        return
+    candidates = [gpu for gpu in found.usable if gpu.uuid in decision.uuids]
+    yield from _request(settings, candidates)
+
+
+def _request(settings: GPUSettings, candidates: list[GPU]) -> Iterator[Found]:
+    request = settings.request
+    folder = LedgerFolder(Path("/"))  # sizes are those of the GPUs; nothing is looked up there
+    sizes = Ledger(folder, settings.reserve_bytes).sizes(candidates)
+    options = [Option(gpu.uuid, request.memory_bytes, request.share) for gpu in candidates]
+    possible = admission.possible(sizes, options)
+    where = f"policy {settings.policy.gpu}: calls use {_names(candidates)}"
+    if len(possible) < request.count:
+        room = ", ".join(f"GPU {gpu.index} has {format_bytes(sizes[gpu.uuid])}" for gpu in candidates)
+        yield (
+            "problem",
+            f"calls ask for {request.describe()}, which these GPUs can never give: {room} for leases",
+            "ask for less: FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY, or num_gpus and gpu_memory in the code",
+        )
+    else:
+        yield "ok", f"{where}, {request.describe()} where the code names nothing else"
+
+
+def _names(gpus: list[GPU] | tuple[GPU, ...]) -> str:
+    names = [f"{gpu.index}{' ' + gpu.uuid if gpu.mig_parent else ''}" for gpu in gpus]
+    return f"GPU {', '.join(names)}" if names else ""
+
+
+def _half_there() -> bool:
+    """Tell whether something of the driver is here."""
+    return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _on_the_bus() -> bool:
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
+        except OSError:
+            continue
+        if vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY):
+            return True
+    return False

@@ -1,0 +1,135 @@
+"""What the system gives: kernel, limits, the folder of this account's state, fork servers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+
+import flower_gpu
+from flower_gpu import config
+from flower_gpu.doctor.findings import Found
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.forkserver.sockets import Gone
+
+_ENOUGH_FILES, _TOO_FEW_FILES = 1024, 256
+_ENOUGH_SHM_BYTES = 1 << 30
+_ANSWER_S = 1.0
+
+
+def system() -> Iterator[Found]:
+    """Check what of the kernel is needed."""
+    if not sys.platform.startswith("linux"):
+        yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
+        return
+    missing = []
+    try:
+        os.close(os.memfd_create("flower-gpu-doctor"))
+    except (OSError, AttributeError) as error:
+        missing.append(f"memory files (memfd_create: {error})")
+    if missing:
+        yield "problem", f"without {missing[0]} nothing can be passed to workers", "a kernel of 3.17 or later"
+    release = os.uname().release
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        text = f"Linux {release} has no pidfd ({error}): the end of a worker is seen some 50 ms late"
+        yield "note", text, "nothing, or a kernel of 5.3 or later"
+    else:
+        if not missing:
+            yield "ok", f"Linux {release}: memory files and pidfd"
+
+
+def limits() -> Iterator[Found]:
+    """Check limits that many workers run into."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
+        level = "problem" if soft < _TOO_FEW_FILES else "note"
+        most = "" if hard == resource.RLIM_INFINITY else f" (here up to {hard})"
+        yield level, f"a process may open {soft} files only", f"ulimit -n 4096{most}"
+    else:
+        number = "any number of" if soft == resource.RLIM_INFINITY else f"{soft}"
+        yield "ok", f"a process may open {number} files"
+    with suppress(OSError):  # there need not be one
+        room = shutil.disk_usage("/dev/shm").total
+        if room < _ENOUGH_SHM_BYTES:
+            text = f"/dev/shm has {room >> 20} MiB: a DataLoader with workers of its own may need more"
+            yield "note", text, "in a container: docker run --shm-size=8g, or --ipc=host"
+
+
+def state_folder() -> Iterator[Found]:
+    """Check the folder of what processes of this account share."""
+    path = config.state_dir()
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        parent = next(folder for folder in path.parents if folder.exists())
+        if os.access(parent, os.W_OK | os.X_OK):
+            yield "ok", f"{path} is made with the first call"
+        else:
+            todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
+            yield "problem", f"{path} is not there and cannot be made", todo
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        yield (
+            "problem",
+            f"{path} must be a folder of this account that nobody else can write to",
+            "remove it (or chmod go-w), or set FLOWER_GPU_STATE_DIR to another folder",
+        )
+    elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        yield "problem", f"{path} cannot be written to", f"chmod 700 {path}"
+    else:
+        yield "ok", f"{path}"
+
+
+def fork_servers() -> Iterator[Found]:
+    """Check whether fork servers can be used, and those that run."""
+    if not hasattr(os, "fork") or not sys.platform.startswith("linux"):
+        return
+    if not config.state_dir().exists():
+        yield "ok", "none is running; the first call starts one"
+        return
+    try:
+        names = sockets.names()
+    except (ConfigError, OSError) as error:
+        yield (
+            "problem",
+            f"workers are spawned, which is slower: {error}",
+            "see the line about the state folder",
+        )
+        return
+    running = 0
+    for name in names:
+        try:
+            connection = sockets.connect(name, _ANSWER_S)
+        except Gone:
+            continue  # left by one that was killed; the next one takes its place
+        running += 1
+        with connection:
+            yield _asked(connection)
+    if not running:
+        yield "ok", "none is running; the first call starts one"
+
+
+def _asked(connection: socket) -> Found:
+    pid = sockets.peer(connection)[0]
+    try:
+        sockets.send(connection, {"op": "status"})
+        told = sockets.receive(connection)[0]
+    except Gone:
+        text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
+        return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"
+    version, python = told.get("version"), told.get("python")
+    text = f"fork server {pid} answers, {told.get('calls')} calls so far"
+    if version != flower_gpu.__version__ and python == sys.executable:
+        text = f"fork server {pid} has flower-gpu {version}, and here is {flower_gpu.__version__}"
+        return "note", text, "nothing: it serves older processes only; or `flower-gpu server stop`"
+    other = "" if Path(str(python)) == Path(sys.executable) else f", for {python}"
+    return "ok", text + other

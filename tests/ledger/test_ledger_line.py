@@ -1,0 +1,242 @@
+"""Waiting in line, with real processes on stub GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from ledger_hosts import LedgerHost, RefusedError
+from nvml_stub import GIB
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def gib(amount: float, /, **fields: Any) -> dict[str, Any]:
+    return {"memory": int(amount * GIB), **fields}
+
+
+def test_what_is_free_is_granted_at_once_and_all_is_free_again_after_release(ledger_host: LedgerHost) -> None:
+    [one] = ledger_host.start(1)
+    uuids = ledger_host.stub.uuids
+    granted = one("acquire", **gib(4, label="fit of client 1"))
+    assert list(granted.values()) == [4 * GIB]
+    state = ledger_host.status()
+    assert state["cards"] == dict.fromkeys(uuids, 16 * GIB)
+    assert sum(state["leased"].values()) == 4 * GIB
+    assert state["holders"] == [one.pid]
+    assert state["labels"] == {str(one.pid): "fit of client 1"}
+    one("release")
+    assert ledger_host.status()["holders"] == []
+    assert list(ledger_host.own.iterdir()) == []
+
+
+def test_leases_are_spread_or_packed(ledger_host: LedgerHost) -> None:
+    first, spread, packed = ledger_host.start(3)
+    [used] = first("acquire", **gib(2))
+    [emptiest] = spread("acquire", **gib(2))
+    assert emptiest != used
+    spread("release")
+    assert list(packed("acquire", **gib(2, pack=True))) == [used]
+
+
+def test_several_gpus_are_granted_together_or_not_at_all(ledger_host: LedgerHost) -> None:
+    small, both, other = ledger_host.start(3)
+    small("acquire", **gib(8, gpus=[0]))
+    ledger_host.line_up((both, gib(12, count=2)))
+    state = ledger_host.status()
+    assert sum(state["leased"].values()) == 8 * GIB  # nothing of the second GPU is taken meanwhile
+    assert state["ready"] == []
+    other("acquire", **gib(4, gpus=[1]))  # it uses what the one that waits cannot
+    small("release")
+    assert both.answer() == dict.fromkeys(ledger_host.stub.uuids, 12 * GIB)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.25, 4), (0.125, 8)])
+def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost, share: float, count: int) -> None:
+    """What it uses goes up and down a little, and workers tell late what they use."""
+    desktop = one_gpu.stub.program(0, 700 << 20)
+    claimants = one_gpu.start(count + 1)
+    granted = []
+    for step, claimant in enumerate(claimants[:-1]):
+        granted += claimant("acquire", share=share, timeout_s=30).values()
+        claimant("use", gpu=0, nbytes=granted[-1] - (100 << 20))
+        before, desktop = desktop, one_gpu.stub.program(0, (680 if step % 2 else 720) << 20)
+        before.end()
+    assert len(set(granted)) == 1
+    state = one_gpu.status()
+    assert sum(state["leased"].values()) <= 16 * GIB - (720 << 20)
+    one_gpu.line_up((claimants[-1], {"share": share}))
+    assert one_gpu.status()["ready"] == []
+    claimants[2].kill()  # that gives its memory back, too
+    assert claimants[-1].answer()
+
+
+def test_first_come_first_served(one_gpu: LedgerHost) -> None:
+    holder, *others = one_gpu.start(5)
+    holder("acquire", **gib(16))
+    one_gpu.line_up(*((other, gib(9)) for other in others))
+    holder("release")
+    for index, other in enumerate(others):
+        assert other.answer()
+        state = one_gpu.status()
+        assert state["holders"] == [other.pid]
+        assert state["waiting"] == [later.pid for later in others[index + 1 :]]
+        other("release")
+
+
+def test_a_large_request_is_not_starved_by_small_ones(one_gpu: LedgerHost) -> None:
+    small = one_gpu.start(4)
+    [large] = one_gpu.start(1)
+    for claimant in small[:2]:
+        claimant("acquire", **gib(6))
+    one_gpu.line_up((large, gib(12)))
+    one_gpu.line_up(*((claimant, gib(6)) for claimant in small[2:]))
+    small[0]("release")
+    assert one_gpu.status()["ready"] == []  # there is room for one of the small ones, but not for it
+    small[1]("release")
+    assert large.answer()
+    assert one_gpu.status()["waiting"] == [claimant.pid for claimant in small[2:]]
+    large("release")
+    assert all(claimant.answer() for claimant in small[2:])
+
+
+def test_small_requests_use_other_gpus_and_what_a_large_one_cannot(ledger_host: LedgerHost) -> None:
+    one, other, large, beside, elsewhere = ledger_host.start(5)
+    one("acquire", **gib(10, gpus=[0]))
+    other("acquire", **gib(11, gpus=[1]))
+    ledger_host.line_up((large, gib(13)))
+    assert beside("acquire", **gib(3, gpus=[0])) == {ledger_host.stub.uuids[0]: 3 * GIB}
+    assert elsewhere("acquire", **gib(5, gpus=[1])) == {ledger_host.stub.uuids[1]: 5 * GIB}
+    one("release")
+    assert list(large.answer()) == [ledger_host.stub.uuids[0]]
+
+
+def test_a_waiter_that_is_stopped_blocks_others_only_where_it_stands_in_line(ledger_host: LedgerHost) -> None:
+    holder, other, first, second, third = ledger_host.start(5)
+    holder("acquire", **gib(16, gpus=[0]))
+    other("acquire", **gib(16, gpus=[1]))
+    ledger_host.line_up((first, gib(16, gpus=[0])), (second, gib(16, gpus=[0])), (third, gib(4, gpus=[1])))
+    os.kill(first.pid, signal.SIGSTOP)
+    other.kill()  # nobody is told; the first in line would have seen it
+    assert third.answer()
+    holder("release")
+    assert ledger_host.until(lambda state: state["ready"] == [first.pid])
+    assert second.pid in ledger_host.status()["waiting"]
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.answer()
+    first("release")
+    assert second.answer()
+
+
+def test_a_request_that_waits_too_long_says_who_holds_what(ledger_host: LedgerHost) -> None:
+    holder, waiter = ledger_host.start(2)
+    holder("acquire", **gib(14, count=2, label="fit of client 7"))
+    with pytest.raises(RefusedError) as refused:
+        waiter("acquire", **gib(8, label="evaluate of client 3", timeout_s=0.1))
+    assert refused.value.kind == "LeaseTimeoutError"
+    message = refused.value.message
+    assert "evaluate of client 3" in message
+    assert message.count(f"14.0 GiB held by fit of client 7 (pid {holder.pid})") == 2
+    assert "2.0 GiB can be leased" in message
+    assert ledger_host.status()["waiting"] == []
+    holder("release")
+    assert list(ledger_host.own.iterdir()) == []
+
+
+def test_a_request_that_gives_up_lets_those_behind_it_go_on(one_gpu: LedgerHost) -> None:
+    holder, first, second = one_gpu.start(3)
+    holder("acquire", **gib(8))
+    one_gpu.line_up((first, gib(16, timeout_s=3)))
+    second.tell("acquire", **gib(8))
+    with pytest.raises(RefusedError):
+        first.answer()
+    assert second.answer()
+
+
+def test_a_gpu_that_is_full_of_other_programs_is_passed_over(ledger_host: LedgerHost) -> None:
+    program = ledger_host.stub.program(0, 12 * GIB)
+    one, other = ledger_host.start(2)
+    assert list(one("acquire", **gib(8))) == [ledger_host.stub.uuids[1]]
+    ledger_host.line_up((other, gib(12, gpus=[0])))
+    program.end()
+    assert other.answer()
+
+
+def test_a_program_that_fills_up_keeps_others_waiting_until_it_goes(one_gpu: LedgerHost) -> None:
+    holder, waiter = one_gpu.start(2)
+    holder("acquire", **gib(8))
+    holder("use", gpu=0, nbytes=7 * GIB)
+    assert list(one_gpu.status()["cards"].values()) == [
+        16 * GIB
+    ]  # what the holder uses is no other program's
+    program = one_gpu.stub.program(0, 5 * GIB)
+    assert list(one_gpu.status()["cards"].values()) == [11 * GIB]
+    one_gpu.line_up((waiter, gib(8)))
+    assert one_gpu.status()["ready"] == []
+    program.end()
+    assert waiter.answer()
+
+
+def test_use_that_was_not_told_counts_as_that_of_another_program(one_gpu: LedgerHost) -> None:
+    """Where the driver does not tell it, either."""
+    one_gpu.stub.set(0, hidden=1)
+    [holder] = one_gpu.start(1)
+    holder("acquire", **gib(8))
+    holder("use", gpu=0, nbytes=6 * GIB, told=False)
+    assert list(one_gpu.status()["cards"].values()) == [10 * GIB]
+    holder("use", gpu=0, nbytes=6 * GIB)
+    assert list(one_gpu.status()["cards"].values()) == [16 * GIB]
+    holder("use", gpu=0, nbytes=9 * GIB)  # more than its lease: the rest is taken from the others
+    assert list(one_gpu.status()["cards"].values()) == [15 * GIB]
+
+
+def test_a_gpu_lost_while_waiting_is_not_waited_for(ledger_host: LedgerHost) -> None:
+    holder, other, waiter = ledger_host.start(3)
+    holder("acquire", **gib(12, gpus=[0]))
+    other("acquire", **gib(14, gpus=[1]))
+    ledger_host.line_up((waiter, gib(8)))
+    ledger_host.stub.set(0, lost=True)
+    other("release")
+    assert list(waiter.answer()) == [ledger_host.stub.uuids[1]]
+
+
+def test_the_time_of_day_does_not_matter(one_gpu: LedgerHost) -> None:
+    holder, early, late = one_gpu.start(3)
+    holder("acquire", **gib(16))
+    early("clock_jumps", seconds=-1e9)
+    late("clock_jumps", seconds=1e9)
+    one_gpu.line_up((late, gib(16)), (early, gib(16, timeout_s=50)))
+    holder("release")
+    assert late.answer()
+    assert one_gpu.status()["waiting"] == [early.pid]
+    late("release")
+    assert early.answer()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (gib(17), "17.0 GiB of one GPU, which none can ever give: GPU 0 (NVIDIA Stub 16GB) has 16.0 GiB"),
+        (gib(1, count=3), "asks for 3 GPUs and may use 2"),
+        (gib(1, gpus=[5]), "a request"),
+        ({"share": 0.03}, "less than 640 MiB"),
+    ],
+)
+def test_what_can_never_be_granted_is_refused_at_once(
+    ledger_host: LedgerHost, fields: dict[str, Any], message: str
+) -> None:
+    [claimant] = ledger_host.start(1)
+    with pytest.raises(RefusedError, match="LeaseError") as refused:
+        claimant("acquire", **fields)
+    assert message in refused.value.message
+    assert list(ledger_host.own.iterdir()) == []
+
+
+def test_a_host_without_usable_gpus_says_so(ledger_host: LedgerHost) -> None:
+    [claimant] = ledger_host.start(1)
+    for index in (0, 1):
+        ledger_host.stub.set(index, lost=True)
+    with pytest.raises(RefusedError, match="no usable GPU"):
+        claimant("acquire", **gib(1))
