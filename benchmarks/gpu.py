@@ -1,110 +1,173 @@
-"""What a process per call costs with CUDA in it: ResNet-18 training, cut into its parts.
+"""GPU benchmarks. What a call costs, and what clients that share a GPU do to it: without leases, and with.
 
-Start (from the call to the task's first line), context (first CUDA call), model (built and copied), first
-step, later step, and exit (from the result to the moment its process is gone and the memory is back).
+Parts: steps (a call cut into its steps), memory (what is used after each client), oversubscribe (three times
+more clients than fit), cap (a client takes twice its lease), throughput (rounds per minute). README.md says
+how to read them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
+import time
+import traceback
 from functools import partial
-from statistics import median
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import gpu_cap
+import gpu_memory
+import gpu_oversubscribe
+import gpu_steps
+import gpu_throughput
 import machine
-import table
 from gpu_caller import WAYS
+from gpu_setting import MB, QUICK, Setting, Sizes, gpu, part_folder
 from options import EXIT_USAGE, Parser, chosen, json_file, positive
-from processes import BenchmarkError, Member, members, nothing_left_behind
+from processes import BenchmarkError, end_descendants, new_state_folder, nothing_left_behind
 
-PARTS = ("start", "context", "model", "first_step", "later_step", "exit", "total")
-_TIMEOUT_S = 300.0
+# With whole leases, so not on a device that has none.
+_SHARED: dict[str, ModuleType] = {
+    "memory": gpu_memory,
+    "oversubscribe": gpu_oversubscribe,
+    "cap": gpu_cap,
+    "throughput": gpu_throughput,
+}
+_PARTS = ("steps", *_SHARED)
+_PARTS_OF = {"cuda": _PARTS, "cpu": ("steps",), "stub": tuple(_SHARED)}
+_OMP_THREADS = {"OMP_NUM_THREADS": "1"}  # many processes share the cores; what counts is on the GPU
 
 
 def main() -> int:
     options = _options()
-    described = machine.describe()
-    if options.device == "cuda":
-        if not described["gpus"]:
-            print(
-                "gpu.py: there is no NVIDIA GPU here, or no driver for it: nothing measured", file=sys.stderr
-            )
-            return EXIT_USAGE
-        described["driver"] = machine.driver_version()
+    result: dict[str, Any] = {"device": options.device, "quick": options.quick}
+    failed: dict[str, str] = {}
     try:
         with nothing_left_behind():
-            rows = measure(options)
+            if options.device == "cpu":
+                result["machine"] = machine.describe()
+                _run_all(options, "", result, failed)
+            else:
+                with gpu(options.device) as uuid:
+                    result["machine"] = _described(options, uuid)
+                    _run_all(options, uuid, result, failed)
     except BenchmarkError as error:
-        print(f"gpu.py: {error}", file=sys.stderr)
-        return 1
+        print(f"gpu.py: {error}; nothing measured", file=sys.stderr)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return 130
-    _show(rows, options.device)
-    if options.json:
-        result = {"machine": described, "device": options.device, "steps": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return 1 if failed else 0
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return one row per way, with the median of each part in seconds."""
-    parts: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
-    arguments = options.device, options.batch, options.side
-    with members(partial(Member, way, "gpu_caller.py", way, *arguments) for way in options.ways) as callers:
-        for number in range(options.runs + 1):
-            for caller in callers:
-                reply = caller.ask(_TIMEOUT_S)
-                if not (math.isfinite(reply["loss"]) and reply["changed"]):
-                    raise BenchmarkError(f"{caller.name}: it did not train: loss {reply['loss']}")
-                if number > 0:  # the first one starts what a way keeps
-                    parts[caller.name].append(_parts(reply))
-    return [_row(way, parts[way]) for way in options.ways]
+def _run_all(options: argparse.Namespace, uuid: str, result: dict[str, Any], failed: dict[str, str]) -> None:
+    """Run the parts, and write down after each what there is; one that fails does not lose the others."""
+    for part in options.only:
+        began = time.monotonic()
+        print(f"\n== {part}", flush=True)
+        try:
+            _run(part, options, uuid, result)
+        except Exception as error:
+            failed[part] = f"{type(error).__name__}: {error}"
+            print(f"gpu.py: {part}: {error}", file=sys.stderr)
+            if not isinstance(error, BenchmarkError):
+                traceback.print_exc()
+        finally:
+            end_descendants()  # nobody of this part is on the GPU in the next one
+            new_state_folder()
+        print(f"-- {part}: {time.monotonic() - began:.0f} s", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({**result, "failed": failed}, indent=1) + "\n")
+        if options.plot:
+            import gpu_plot
+
+            gpu_plot.draw(result, options.plot)
 
 
-def _parts(marks: dict[str, float]) -> dict[str, float]:
-    return {
-        "start": marks["entered"] - marks["began"],
-        "context": marks["context"] - marks["entered"],
-        "model": marks["model"] - marks["context"],
-        "first_step": marks["first_step"] - marks["model"],
-        "later_step": (marks["later_steps"] - marks["first_step"]) / marks["later_count"],
-        "exit": marks["ended"] - marks["result"],
-        "total": marks["ended"] - marks["began"],
-    }
+def _run(part: str, options: argparse.Namespace, uuid: str, result: dict[str, Any]) -> None:
+    if part == "steps":
+        steps = gpu_steps.measure(
+            options.ways, options.runs or 5, options.device, options.batch, options.side
+        )
+        result[part] = steps
+        gpu_steps.show(steps, options.device)
+        return
+    module = _SHARED[part]
+    with part_folder(_OMP_THREADS) as folder:
+        limit_s = options.limit or module.LIMIT_S
+        setting = Setting(options.device, uuid, folder, _sizes(options), limit_s, options.data)
+        result[part] = module.measure(setting)
+    module.show(result[part])
+    module.check(result[part])
 
 
-def _row(way: str, runs: list[dict[str, float]]) -> dict[str, Any]:
-    medians = {f"{part}_s": round(median(run[part] for run in runs), 5) for part in PARTS}
-    return {"way": way, "runs": len(runs), **medians}
+def _sizes(options: argparse.Namespace) -> Sizes:
+    sizes = QUICK if options.quick else Sizes()
+    if options.runs:
+        sizes = Sizes(**{**vars(sizes), "runs": options.runs})
+    return sizes
 
 
-def _show(rows: list[dict[str, Any]], device: str) -> None:
-    table.show(
-        f"ResNet-18 on {device}, medians",
-        ("way", "runs", *(part.replace("_", " ") for part in PARTS)),
-        [(row["way"], row["runs"], *(table.seconds(row[f"{part}_s"]) for part in PARTS)) for row in rows],
-    )
+def _described(options: argparse.Namespace, uuid: str) -> dict[str, Any]:
+    from flower_gpu.gpu import inventory
+
+    found = inventory.take(processes=False)
+    card = found.find(uuid)
+    assert card is not None
+    total_mb = round((card.total_bytes or 0) / MB)
+    return {**machine.describe(), "gpu": card.name, "gpu_mb": total_mb, "driver": found.driver_version}
+
+
+def _plot_file(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install matplotlib")
+    path = json_file(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png, .svg or .pdf")
+    return path
+
+
+def _data_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path.absolute()
 
 
 def _options() -> argparse.Namespace:
     known = list(WAYS)
     parser = Parser(prog="gpu.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--only", type=partial(chosen, _PARTS), metavar="PART,PART",
+                        help=f"some of {', '.join(_PARTS)}; default: all")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="everything tiny, to see that it works")
+    parser.add_argument("--json", type=json_file, metavar="FILE",
+                        help="also write the figures there, after each part")  # fmt: skip
+    parser.add_argument("--plot", type=_plot_file, metavar="FILE",
+                        help="also draw them (.png, .svg, .pdf); needs matplotlib")  # fmt: skip
+    parser.add_argument("--limit", type=positive, metavar="SECONDS",
+                        help="time for each part but steps; defaults: "
+                        + ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items()))  # fmt: skip
+    parser.add_argument("--runs", type=positive, metavar="N",
+                        help="runs of each way in steps (default: 5), and of throughput (3)")  # fmt: skip
+    parser.add_argument("--data", type=_data_file, metavar="NPZ",
+                        help="images for memory and throughput: labels, and images (uint8, n x 32 x 32 x 3) or "
+                        "jpeg and offsets; default: generated ones")  # fmt: skip
     parser.add_argument("--ways", type=partial(chosen, known), default=known, metavar="WAY,WAY",
-                        help=f"some of {', '.join(known)}; default: all")  # fmt: skip
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="runs of each way; default: 5")
-    parser.add_argument(
-        "--batch", type=positive, default=32, metavar="N", help="images per step; default: 32"
-    )
-    parser.add_argument(
-        "--side", type=positive, default=224, metavar="PIXELS", help="of an image; default: 224"
-    )
-    parser.add_argument("--json", type=json_file, metavar="FILE", help="also write the figures there")
-    # The CPU shows that the script works, and nothing about GPUs.
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    return parser.parse_args()
+                        help=f"of steps: some of {', '.join(known)}; default: all")  # fmt: skip
+    parser.add_argument("--batch", type=positive, default=32, metavar="N",
+                        help="of steps: images per step; default: 32")  # fmt: skip
+    parser.add_argument("--side", type=positive, default=224, metavar="PIXELS",
+                        help="of steps: of an image; default: 224")  # fmt: skip
+    # Neither the CPU nor a simulated GPU shows anything but that the script works.
+    parser.add_argument("--device", choices=tuple(_PARTS_OF), default="cuda", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    possible = _PARTS_OF[options.device]
+    options.only = options.only or list(possible)
+    if missing := [part for part in options.only if part not in possible]:
+        parser.error(f"{missing[0]} does not run on {options.device}")
+    return options
 
 
 if __name__ == "__main__":

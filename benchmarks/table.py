@@ -29,6 +29,11 @@ def times_faster(value: float, reference: float | None) -> str:
     return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
+def show_figures(title: str, figures: dict[str, Any]) -> None:
+    """Print one figure per line."""
+    show(title, ("", ""), list(figures.items()))
+
+
 def show_calls(rows: list[dict[str, Any]]) -> None:
     """Print one table per size and call."""
     for size_mb in dict.fromkeys(row["weights_mb"] for row in rows):

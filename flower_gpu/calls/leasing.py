@@ -128,14 +128,14 @@ class Leasing:
                 alone=lease.alone,
                 waited_s=round(granted - began, 4),
             )
+            inventory.close()  # a fork could not use it, and finds it as if it could
             yield lease, ticket
         finally:
             ledger.release(ticket)
             if lease is not None:
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
-            # It keeps the GPUs' device files open, and an idle client may be there for days.
-            inventory.close()
+            inventory.close()  # it holds the GPUs' device files, and an idle client may be there for days
 
     def learn(self, figures: Mapping[str, Any], lease: Lease) -> None:
         """Keep what a worker has told of its use, for the next calls."""
@@ -196,6 +196,7 @@ class Leasing:
             if request.share is not None:
                 return Option(gpu.uuid, share=request.share)
             if request.memory_bytes is not None:
+                self._check_context(gpu.index, gpu.name, request.memory_bytes)
                 return Option(gpu.uuid, memory_bytes=request.memory_bytes)
             peak = self.footprints.get(self.purpose.key(gpu.name))
             memory_bytes = None if peak is None else self.footprints.needed_bytes(peak)
@@ -204,6 +205,14 @@ class Leasing:
             return Option(gpu.uuid, alone=True)
         return Option(gpu.uuid, memory_bytes=memory_bytes)
 
+    def _check_context(self, index: int, name: str, memory_bytes: int) -> None:
+        context = self.footprints.context(name)
+        if memory_bytes <= context:
+            raise ConfigError(
+                f"{self.purpose.label} asks for {format_bytes(memory_bytes)} of GPU {index} ({name}); CUDA's "
+                f"context alone takes {format_bytes(context)} there, so ask for more"
+            )
+
     def _lease(self, ticket: Ticket) -> Lease:
         found = inventory.take(processes=False)
         shares = []
@@ -211,11 +220,7 @@ class Leasing:
             gpu = found.find(part.uuid)
             index, name, total = (gpu.index, gpu.name, gpu.total_bytes) if gpu else (-1, "", None)
             context = self.footprints.context(name)
-            if part.memory_bytes <= context:
-                raise ConfigError(
-                    f"{self.purpose.label} asks for {format_bytes(part.memory_bytes)} of GPU {index} "
-                    f"({name}); CUDA's context alone takes {format_bytes(context)} there, so ask for more"
-                )
+            self._check_context(index, name, part.memory_bytes)
             shares.append(
                 Share(
                     part.uuid, index, name, total or part.memory_bytes, part.memory_bytes,

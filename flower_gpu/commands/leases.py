@@ -7,10 +7,13 @@ import json
 import os
 import pwd
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.ledger import Ledger, State
+from flower_gpu.gpu.ledger_folder import LedgerFolder
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import reserve_bytes
 from flower_gpu.gpu.tickets import Entry, pid_namespace
@@ -21,6 +24,10 @@ Show the leases on this host's GPUs: what each GPU has for leases, who holds a s
 one, in which order. Labels are shown for this account's own calls."""
 
 
+# Somebody waits for the answer; held it is for milliseconds.
+_MUTEX_WAIT_S = 5.0
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -28,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    ledger = Ledger(reserve_bytes=reserve_bytes(os.environ))
+    folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
+    ledger = Ledger(folder, reserve_bytes(os.environ))
     state = ledger.status()
     if arguments.json:
         print(json.dumps(describe(ledger, state), indent=2))
@@ -79,9 +87,9 @@ def _owner(entry: Entry) -> dict[str, Any]:
 
 
 def _lines(state: State) -> list[str]:
-    if not state.gpus:
-        return [f"no usable GPU: {inventory.take().problem or 'see flower-gpu gpus'}"]
     lines = []
+    if not state.gpus:
+        lines.append(f"no usable GPU: {inventory.take().problem or 'see flower-gpu gpus'}")
     for gpu, card in zip(state.gpus, state.cards, strict=True):
         leased = state.leased_bytes(gpu.uuid)
         percent = 100 * leased / card.capacity_bytes if card.capacity_bytes else 0.0
@@ -89,19 +97,27 @@ def _lines(state: State) -> list[str]:
             f"GPU {gpu.index}  {gpu.name}  {format_bytes(leased)} of {format_bytes(card.capacity_bytes)} "
             f"leased ({percent:.0f} %)"
         )
-        for entry in state.holders:
-            for part in entry.parts:
-                if part.uuid == gpu.uuid:
-                    alone = ", alone" if part.alone else ""
-                    lines.append(f"  {format_bytes(part.memory_bytes):>9}{alone}  {_line(entry)}")
+        lines += _holders(state, gpu.uuid)
     numbers = {gpu.uuid: gpu.index for gpu in state.gpus}
+    for uuid in sorted({part.uuid for entry in state.holders for part in entry.parts} - set(numbers)):
+        lines += [f"{_printable(uuid)}, not usable now", *_holders(state, uuid)]
+    if not state.gpus and not state.holders and not state.waiting:
+        return lines
     lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
     for place, entry in enumerate(state.waiting, start=1):
         gpus = sorted({numbers[option.uuid] for option in entry.options if option.uuid in numbers})
         on = f"{entry.count} of " if entry.count > 1 else ""
-        where = ", ".join(map(str, gpus)) or "another host's"
+        where = ", ".join(map(str, gpus)) or "that is not usable now"
         lines.append(f"  {place}. {_asked(entry)} on {on}GPU {where}  {_line(entry)}")
     return lines
+
+
+def _holders(state: State, uuid: str) -> Iterator[str]:
+    for entry in state.holders:
+        for part in entry.parts:
+            if part.uuid == uuid:
+                alone = ", alone" if part.alone else ""
+                yield f"  {format_bytes(part.memory_bytes):>9}{alone}  {_line(entry)}"
 
 
 def _asked(entry: Entry) -> str:
@@ -117,7 +133,12 @@ def _line(entry: Entry) -> str:
     user = "" if entry.user == os.getuid() else f", user {_user(entry.user)}"
     elsewhere = "" if entry.pid_namespace == pid_namespace() else " in another container"
     seconds = max(0.0, time.time() - entry.since)
-    return f"{entry.label() or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
+    return f"{_printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
+
+
+def _printable(text: str) -> str:
+    # A label has a client's name in it, and a terminal obeys some of what it is shown.
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _user(number: int) -> str:

@@ -19,7 +19,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.forkserver.sockets import Gone
 
-_ENOUGH_FILES, _TOO_FEW_FILES = 1024, 256
+_GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
 _ANSWER_S = 1.0
 
@@ -52,8 +52,8 @@ def limits() -> Iterator[Found]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
         level = "problem" if soft < _TOO_FEW_FILES else "note"
-        most = "" if hard == resource.RLIM_INFINITY else f" (here up to {hard})"
-        yield level, f"a process may open {soft} files only", f"ulimit -n 4096{most}"
+        more = _GOOD_FILES if hard == resource.RLIM_INFINITY else min(_GOOD_FILES, hard)
+        yield level, f"a process may open {soft} files only", f"ulimit -n {more}, before what is started here"
     else:
         number = "any number of" if soft == resource.RLIM_INFINITY else f"{soft}"
         yield "ok", f"a process may open {number} files"

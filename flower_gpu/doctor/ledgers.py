@@ -177,7 +177,7 @@ def _alive(root: Path) -> list[Entry]:
 
 
 def _uuids(entry: Entry) -> set[str]:
-    return {place.uuid for place in (*entry.parts, *entry.options)}
+    return {part.uuid for part in entry.parts} | {option.uuid for option in entry.options}
 
 
 def _private(root: Path) -> str:

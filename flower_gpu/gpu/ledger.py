@@ -23,7 +23,8 @@ from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.tickets import Entry, Reader, Ticket
 
 _FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
-_OTHERS_LOOK_S = 2.0  # how often the others look whether the one before them is still there
+_NEXT_LOOKS_S = 0.1  # how often the next one looks whether the one before it is still there,
+_OTHERS_LOOK_S = 2.0  # and all others at least; the less often, the further back they are
 _VERIFY_EVERY_S = 0.5  # how often the first in line finds out who else is dead
 _COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
 
@@ -296,7 +297,7 @@ class Ledger:
         look_every_s = _OTHERS_LOOK_S * len(elder)
         look_at = time.monotonic() + look_every_s
         while True:
-            pause_s = _OTHERS_LOOK_S if elder else _FIRST_LOOKS_S
+            pause_s = min(_NEXT_LOOKS_S * len(elder), _OTHERS_LOOK_S) if elder else _FIRST_LOOKS_S
             if deadline is not None:
                 pause_s = min(pause_s, deadline - time.monotonic())
             woken = ticket.wait(pause_s)

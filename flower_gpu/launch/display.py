@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu.launch.leases import Leases, by_client, out_of_memory_line, summary_line
+from flower_gpu.launch.leases import Leases, by_client, out_of_memory_line, summary_lines
 from flower_gpu.launch.result import round_row
 
 if TYPE_CHECKING:
@@ -240,4 +240,4 @@ def _print_leases(result: Mapping[str, Any]) -> None:
     Console(file=sys.stdout, highlight=False).print(table)
     if len(rows) > len(shown):
         print(f"            {len(rows) - len(shown)} more clients waited less; all are in result.json")
-    print(f"leases      {summary_line(result['leases'])}")
+    print("\n".join(summary_lines(result["leases"])))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import admission, inventory, policy
@@ -74,6 +74,29 @@ def check(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(_check(plan, env))
     except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
         raise ConfigError(plan.gpu.in_their_words(str(error))) from error
+
+
+def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
+    """Return what to say if calls used GPUs although the run wants none and no node forces it; else None.
+
+    Parameters
+    ----------
+    plan : Plan
+        What was run.
+    result : mapping
+        What came of it, as from :func:`flower_gpu.launch.result.build_result`.
+    environ : mapping of str to str
+        The launcher's environment.
+    """
+    if plan.run_config.get(policy.SERVER_KEY) is not False or "leases" not in result:
+        return None
+    words = {each.settings.policy.gpu for each in _callers(plan, plan.gpu.environment(environ))}
+    if words & {"force", "require"}:
+        return None
+    return (
+        f"{policy.SERVER_KEY} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
+        "must give context=context to its GPUClient and gpu_evaluate"
+    )
 
 
 def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:

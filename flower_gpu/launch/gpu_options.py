@@ -136,14 +136,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to a parser."""
     group = parser.add_argument_group(
         "GPUs",
-        "What each call leases. An app's own code goes before --num-gpus, --gpu-memory, --lease-timeout-s\n"
-        "and --on-oom; --gpu and --gpu-num go before the code.",
+        "Which GPUs calls may use, and what each of them leases there. What an app's own code says goes\n"
+        "before --num-gpus, --gpu-memory, --lease-timeout-s and --on-oom, and after --gpu and --gpu-num.",
     )
     group.add_argument(
         "--gpu",
         choices=POLICIES,
-        help="device policy of every client and of the server's own calls: no GPU; one if the run wants it; "
-        "one in any case; one or an error (default: offer)",
+        help="device policy of every client and of the server's own calls: never a GPU; offer one, if the "
+        "run wants it; force one; require one, or fail (default: offer)",
     )
     group.add_argument(
         "--gpu-num",
@@ -175,6 +175,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on-oom",
         choices=ON_OOM,
-        help="what follows when a call runs out of GPU memory: it runs again with more, then fails; it runs "
-        "again, at last on the CPU; it fails at once (default: retry)",
+        help="a call that runs out of GPU memory: retry with more of it, then fail; the same, but at last on "
+        "the cpu; fail at once (default: retry)",
     )

@@ -10,7 +10,7 @@ from typing import Any, Final
 from flower_gpu.gpu.request import format_bytes
 
 #: How a call that ran out of GPU memory went on: ``then`` in its event.
-_THEN: Final = {"again": "ran again", "on the CPU": "ran again on the CPU", "failed": "failed"}
+_THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
 
 
 class Leases:
@@ -109,21 +109,17 @@ def by_client(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def summary_line(summary: Mapping[str, Any]) -> str:
-    """Say the sums of :meth:`Leases.summary` in one line."""
-    text = (
-        f"{summary['count']}, waited for {summary['waited_s']:.1f} s in all and "
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Say the sums of :meth:`Leases.summary` in a line, and in another one how often memory ran out."""
+    lines = [
+        f"leases      {summary['count']}, waited for {summary['waited_s']:.1f} s in all, "
         f"{summary['longest_wait_s']:.1f} s at most"
-    )
-    return f"{text}; {out}" if (out := out_of_memory_text(summary["out_of_memory"])) else text
-
-
-def out_of_memory_text(counts: Mapping[str, int]) -> str:
-    """Say how often memory ran out and what followed; nothing if it never did."""
-    if not counts:
-        return ""
-    what = ", ".join(f"{count} {_THEN.get(then, then)}" for then, count in counts.items())
-    return f"out of memory {sum(counts.values())} times: {what}"
+    ]
+    counts = summary["out_of_memory"]
+    if counts:
+        what = ", ".join(f"{count} {_THEN.get(then, then)}" for then, count in counts.items())
+        lines.append(f"memory      ran out {sum(counts.values())} times: {what}")
+    return lines
 
 
 def out_of_memory_line(label: str, event: Mapping[str, Any], leases: Leases) -> str:

@@ -14,6 +14,7 @@ from flower_gpu.launch.engine import Engine
 from flower_gpu.launch.environment import RUN_DIR_VARIABLE, client_environment, service_environment
 from flower_gpu.launch.folder import RunFolder, short, write_json
 from flower_gpu.launch.follow import LineFollower, TraceFollower
+from flower_gpu.launch.gpu_check import not_obeyed
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import build_result
@@ -77,7 +78,7 @@ def launch(options: LaunchOptions) -> int:
     for pid in supervisor.left:
         _complain(f"process {pid} could not be ended")
         code = code or 1
-    _conclude(folder, code)
+    _conclude(plan, folder, code)
     return code
 
 
@@ -145,7 +146,7 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _conclude(folder: RunFolder, code: int) -> None:
+def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
     result = build_result(trace.read(folder.trace))
     write_json(folder.result, result)
@@ -156,6 +157,8 @@ def _conclude(folder: RunFolder, code: int) -> None:
         print_table(result)
     else:
         print("The app reported no rounds: wrap its evaluation in flower_gpu.gpu_evaluate.")
+    if remark := not_obeyed(plan, result, os.environ):
+        _complain(remark)
     if folder.model.exists():
         print(f"model       {short(folder.model)}")
     print(f"result      {short(folder.result)}")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 APPS = Path(__file__).parent
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
+COMMAND = (sys.executable, "-m", "flower_gpu.cli", "launch")
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,20 @@ Launch = Callable[..., Launched]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    def run(app: Path, *options: str, timeout_s: float = 280) -> Launched:
-        command = [sys.executable, "-m", "flower_gpu.cli", "launch", str(app), *options]
+    def run(
+        app: Path,
+        *options: str,
+        timeout_s: float = 280,
+        command: Sequence[str] = COMMAND,
+        env: Mapping[str, str] | None = None,
+    ) -> Launched:
         done = subprocess.run(
-            [*command, "--log-dir", str(tmp_path / "runs")],
+            [*command, str(app), *options, "--log-dir", str(tmp_path / "runs")],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=timeout_s,
-            env={**os.environ, "HOME": str(tmp_path)},
+            env={**os.environ, "HOME": str(tmp_path), **(env or {})},
         )
         (folder,) = (tmp_path / "runs").iterdir()
         assert_nothing_left(folder)

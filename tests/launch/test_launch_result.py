@@ -184,3 +184,117 @@ def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
         ["1", "0.5000", "0.7500", "0.6500", "2.2"],
         ["2", "-", "-", "-", "1.8"],
     ]
+
+
+def test_without_leases_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(RESULT)
+    assert "lease" not in capsys.readouterr().out
+
+
+GIB = 2**30
+
+
+def lease(name: str, client: str, waited_s: float, *sizes: int, task: str = "fit") -> dict[str, Any]:
+    gpus = [
+        {"uuid": f"GPU-{index}", "index": index, "name": "Stub", "memory_bytes": size}
+        for index, size in enumerate(sizes)
+    ]
+    fields = {"client": client, "task": task, "lease": name, "gpus": gpus, "alone": False}
+    return event("lease_granted", 1.0, **fields, waited_s=waited_s)
+
+
+def leased(name: str, pid: int, client: str, **fields: Any) -> dict[str, Any]:
+    known = {"pid": pid, "client": client, "task": "fit", "start_method": "fork", "lease": name}
+    return event("worker_finished", 2.0, **known, seconds=1.0, **fields)
+
+
+PEAK = {"uuid": "GPU-0", "peak_bytes": GIB, "lease_bytes": 2 * GIB}
+OUT = {"client": "1", "task": "fit", "kind": "over_cap", "uuid": "GPU-0", "cap_bytes": 3 * GIB // 2}
+LEASE_EVENTS = [
+    worker("worker_started", 0.5, 9),
+    worker("worker_finished", 0.7, 9, seconds=0.2, outcome="ok"),
+    lease("a", "0", 0.0, 2 * GIB),
+    lease("b", "1", 1.5, 2 * GIB),
+    leased("a", 10, "0", outcome="ok", gpus=[PEAK]),
+    leased("b", 11, "1", outcome="out of memory", error="OutOfMemoryError: no", gpus=None),
+    event("out_of_memory", 2.5, **OUT, lease="b", then="again"),
+    lease("c", "1", 4.0, 4 * GIB, 4 * GIB),
+    leased("c", 12, "1", outcome="out of memory", error="OutOfMemoryError: no", gpus=[PEAK]),
+    event("out_of_memory", 2.6, **OUT, lease="c", then="on the CPU"),
+    event(
+        "worker_finished", 3.0, pid=13, client="1", task="fit", start_method="fork", seconds=1.0, outcome="ok"
+    ),
+]
+
+
+def test_workers_have_their_leases() -> None:
+    result = build_result(LEASE_EVENTS)
+    first = {"index": 0, "uuid": "GPU-0", "memory_bytes": 2 * GIB}
+    assert [(worker["pid"], worker["waited_s"], worker["gpus"]) for worker in result["workers"]] == [
+        (9, 0.0, []),
+        (10, 0.0, [{**first, "peak_bytes": GIB}]),
+        (11, 1.5, [{**first, "peak_bytes": None}]),
+        (
+            12,
+            4.0,
+            [
+                {"index": 0, "uuid": "GPU-0", "memory_bytes": 4 * GIB, "peak_bytes": GIB},
+                {"index": 1, "uuid": "GPU-1", "memory_bytes": 4 * GIB, "peak_bytes": None},
+            ],
+        ),
+        (13, 0.0, []),
+    ]
+    assert result["leases"] == {
+        "count": 3,
+        "waited_s": 5.5,
+        "longest_wait_s": 4.0,
+        "out_of_memory": {"again": 1, "on the CPU": 1},
+    }
+
+
+def test_lines_say_what_follows_when_memory_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(None)
+    for each in LEASE_EVENTS:
+        display.event(each)
+    assert capsys.readouterr().out.splitlines() == [
+        "fit of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again",
+        "fit of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again on the CPU",
+    ]
+
+
+def cells(output: str) -> list[list[str]]:
+    return [
+        [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
+        for line in output.splitlines()
+        if "│" in line or "┃" in line
+    ]
+
+
+def test_table_of_leases(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(build_result([*EVENTS[:1], *LEASE_EVENTS]))
+    output = capsys.readouterr().out
+    assert cells(output)[2:] == [
+        ["client", "calls", "on CPU", "GPU", "lease", "used", "waited s"],
+        ["0", "2", "1", "0", "2.0 GiB", "1.0 GiB", "0.0"],
+        ["1", "3", "1", "0, 1", "2.0 GiB to 4.0 GiB", "1.0 GiB", "5.5"],
+    ]
+    assert output.splitlines()[-2:] == [
+        "leases      3, waited for 5.5 s in all, 4.0 s at most",
+        "memory      ran out 2 times: 1 ran again, 1 ran on the CPU",
+    ]
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_table_of_many_clients_shows_those_that_waited_longest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    events = []
+    for client in range(64):
+        events.append(lease(f"lease-{client}", str(client), float(client), GIB))
+        events.append(leased(f"lease-{client}", 100 + client, str(client)))
+    print_table(build_result(events))
+    output = capsys.readouterr().out
+    assert [row[0] for row in cells(output)[2:]] == [str(client) for client in range(44, 64)]
+    assert "44 more clients waited less" in output

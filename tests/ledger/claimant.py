@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from nvml_stub import allocate
 
 from flower_gpu.errors import GPUError
-from flower_gpu.gpu import descriptors, tickets
+from flower_gpu.gpu import descriptors, inventory, tickets
 from flower_gpu.gpu.admission import Option
 from flower_gpu.gpu.lease import VARIABLE, Lease, Share
 from flower_gpu.gpu.ledger import Ledger, State, Wish
@@ -61,7 +63,7 @@ def described(state: State) -> dict[str, Any]:
 
 
 def _locks(folder: str) -> list[str]:
-    """Return the files in a folder that this process has open as one does who locks them: not just to look."""
+    """Return the files in a folder that this process has open as if to lock them, not just to look."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -112,7 +114,7 @@ class Commands:
         return pids[0]
 
     def fork_while_leasing(self, forks: int, memory: int) -> list[str]:
-        """Take leases and give them back while another thread forks; return what forks could hold a lock of."""
+        """Take leases and give them back while another thread forks; return what forks could lock."""
         kept: list[str] = []
 
         def fork_all() -> None:
@@ -159,6 +161,29 @@ class Commands:
         found = self.ledger.folder
         self.ledger.folder = LedgerFolder(found.root, found.reason, mutex_wait_s=wait_s)
 
+    def few_files(self, left: int) -> None:
+        """Let this process open only so many more files."""
+        opened = {int(link.name) for link in Path("/proc/self/fd").iterdir()}
+        free = (number for number in range(1000) if number not in opened)
+        *_, last = (next(free) for _ in range(left + 1))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    def attempt(self, what: str, path: str) -> str:
+        """Try something with a file, as somebody with bad intentions would; return how that went."""
+        actions: dict[str, Callable[[], Any]] = {
+            "read": lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK)),
+            "write": lambda: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)),
+            "remove": lambda: Path(path).unlink(),
+            "rename": lambda: Path(path).rename(f"{path}.gone"),
+            "add": lambda: Path(path, "1-1-1.ticket").touch(),
+            "remove folder": lambda: Path(path).rename(f"{path}-gone"),
+        }
+        try:
+            actions[what]()
+        except OSError as error:
+            return type(error).__name__
+        return "done"
+
     def clock_jumps(self, seconds: float) -> None:
         """From now on, the time of day is another one here."""
         real = time.time
@@ -168,6 +193,7 @@ class Commands:
 def main() -> None:
     user = os.environ.get("CLAIMANT_USER")
     if user:
+        inventory.take()  # imports what that account may have no right to read
         os.setgroups([])
         os.setgid(int(user))
         os.setuid(int(user))

@@ -1,0 +1,123 @@
+"""Several accounts share one ledger, and none can break what is another's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ledger_hosts import LedgerHost, RefusedError
+from nvml_stub import GIB
+
+OTHER = 65534
+
+pytestmark = pytest.mark.timeout(120)
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start processes of another account")
+
+
+@pytest.fixture
+def open_host() -> Iterator[LedgerHost]:
+    """A host in a folder that other accounts can reach."""
+    folder = Path(tempfile.mkdtemp(prefix="flower-gpu-accounts-"))
+    folder.chmod(0o755)
+    state = folder / "state"
+    state.mkdir()
+    os.chown(state, OTHER if os.getuid() == 0 else -1, -1)
+    host = LedgerHost(folder)
+    host.env["FLOWER_GPU_STATE_DIR"] = str(state)
+    yield host
+    host.close()
+    shutil.rmtree(folder)
+
+
+@as_root
+def test_accounts_share_the_gpus(open_host: LedgerHost) -> None:
+    [mine] = open_host.start(1)
+    [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
+    mine("acquire", memory=10 * GIB, gpus=[0])
+    open_host.line_up((theirs, {"memory": 10 * GIB, "gpus": [0]}))
+    state = open_host.status()
+    assert state["users"] == [0, OTHER]
+    assert state["ready"] == []
+    mine("release")
+    assert theirs.answer()
+    open_host.line_up((mine, {"memory": 10 * GIB, "gpus": [0]}))
+    theirs("release")
+    assert mine.answer()
+
+
+@as_root
+def test_the_dead_of_another_account_take_nothing(open_host: LedgerHost) -> None:
+    """This account cannot remove what they have left."""
+    [theirs, *also_theirs] = open_host.start(3, CLAIMANT_USER=str(OTHER))
+    [mine, next_one] = open_host.start(2, CLAIMANT_USER=str(OTHER - 1))
+    whole = {"memory": 16 * GIB, "gpus": [0]}
+    theirs("acquire", **whole)
+    open_host.line_up(*((claimant, whole) for claimant in (*also_theirs, mine)))
+    for claimant in (theirs, *also_theirs):
+        claimant.kill()
+    assert mine.answer()
+    open_host.line_up((next_one, whole))
+    mine("release")
+    assert next_one.answer()
+    state = open_host.status()
+    assert state["holders"] == [next_one.pid]
+    assert state["waiting"] == []
+
+
+@as_root
+def test_an_account_can_wake_another_and_nothing_else(open_host: LedgerHost) -> None:
+    holder, waiter = open_host.start(2)
+    [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
+    holder("acquire", memory=16 * GIB, count=2, label="secret")
+    open_host.line_up((waiter, {"memory": 16 * GIB, "label": "secret, too"}))
+    state = theirs("status")
+    assert state["holders"] == [holder.pid]
+    assert set(state["labels"].values()) == {""}
+    for path in open_host.own.iterdir():
+        outcome = {what: theirs("attempt", what=what, path=str(path)) for what in ("read", "write")}
+        expected = {
+            ".ticket": {"read": "done", "write": "PermissionError"},
+            ".label": {"read": "PermissionError", "write": "PermissionError"},
+            ".wake": {"read": "PermissionError", "write": "done"},
+        }
+        assert outcome == expected[path.suffix]
+        for what in ("remove", "rename"):
+            assert theirs("attempt", what=what, path=str(path)) == "PermissionError"
+    for what in ("add", "remove folder"):
+        assert theirs("attempt", what=what, path=str(open_host.own)) == "PermissionError"
+    mutex = str(open_host.root / "flower-gpu-leases.mutex")
+    assert theirs("attempt", what="write", path=mutex) == "PermissionError"
+    assert theirs("attempt", what="remove", path=mutex) == "PermissionError"
+    assert set(open_host.status()["labels"].values()) == {"secret", "secret, too"}
+
+
+@as_root
+def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHost) -> None:
+    taken = open_host.root / f"flower-gpu-leases-{OTHER}"
+    taken.mkdir(mode=0o777)
+    [theirs] = open_host.start(1, CLAIMANT_USER=str(OTHER))
+    with pytest.raises(RefusedError, match="must be a folder of this account"):
+        theirs("acquire", memory=GIB)
+
+
+def test_an_account_that_cannot_write_there_has_its_own_ledger_and_is_told(open_host: LedgerHost) -> None:
+    open_host.root.chmod(0o555)
+    user = {"CLAIMANT_USER": str(OTHER)} if os.getuid() == 0 else {}
+    one, other = open_host.start(2, **user)
+    folder = one("folder")
+    assert folder["root"].startswith(open_host.env["FLOWER_GPU_STATE_DIR"])
+    assert f"{open_host.root} cannot be written to by this account" in folder["reason"]
+    one("acquire", memory=16 * GIB, count=2)
+    other.tell("acquire", memory=GIB, timeout_s=0.1)
+    with pytest.raises(RefusedError, match="LeaseTimeoutError"):
+        other.answer()
+
+
+def test_a_ledger_folder_that_is_not_there_is_an_error(open_host: LedgerHost) -> None:
+    refused = open_host.start_refused(FLOWER_GPU_LEDGER_DIR="/nowhere/at/all")
+    assert refused.kind == "LeaseError"
+    assert "FLOWER_GPU_LEDGER_DIR=/nowhere/at/all" in refused.message

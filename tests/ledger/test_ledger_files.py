@@ -1,0 +1,321 @@
+"""Whatever lies in the ledger's folder, nobody crashes, waits for it, or gets more than there is."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_hosts import LedgerHost, RefusedError
+from nvml_stub import GIB
+
+pytestmark = pytest.mark.timeout(120)
+
+WHOLE = {"memory": 16 * GIB, "gpus": [0]}
+
+
+def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
+    part = {"uuid": uuid, "memory_bytes": GIB, "budget_bytes": GIB, "alone": False}
+    option = {"uuid": uuid, "memory_bytes": GIB, "share": None, "alone": False}
+    return {
+        "v": 1,
+        "pid": 1,
+        "pid_namespace": 1,
+        "since": 1.0,
+        "count": 1,
+        "pack": False,
+        "options": [option],
+        "parts": [part],
+        **changes,
+    }
+
+
+def broken_tickets(uuid: str) -> dict[str, bytes]:
+    """Return contents of tickets that nobody should believe, by name."""
+    good = fields(uuid)
+    [part], [option] = good["parts"], good["options"]
+    parts = [
+        {**part, "memory_bytes": -16 * GIB},
+        {**part, "memory_bytes": "1"},
+        {**part, "memory_bytes": 1.5},
+        {**part, "memory_bytes": None},
+        {**part, "budget_bytes": float("nan")},
+        {**part, "budget_bytes": -1},
+        {**part, "more": 1},
+        {},
+        [],
+        None,
+        "part",
+    ]
+    options = [
+        {**option, "memory_bytes": -GIB},
+        {**option, "memory_bytes": None, "share": float("nan")},
+        {**option, "memory_bytes": None, "share": float("inf")},
+        {**option, "memory_bytes": None, "share": -1},
+        {**option, "memory_bytes": None, "share": "half"},
+        {**option, "memory_bytes": [1]},
+    ]
+    contents: list[Any] = [
+        *({**good, "parts": [value]} for value in parts),
+        *({**good, "parts": [], "options": [value]} for value in options),
+        {**good, "parts": 5},
+        {**good, "options": None},
+        {**good, "count": -1},
+        {**good, "count": "all"},
+        {**good, "pid": "1"},
+        {**good, "since": "yesterday"},
+        {**good, "since": 10**400},
+        {"v": 1},
+        [],
+        None,
+    ]
+    raw = [
+        *(json.dumps(content).encode() for content in contents),
+        b"",
+        b"\n",
+        b"\0" * 100,
+        b"\xff\xfe garbage \x80",
+        b"[" * 60000,
+        b'{"v": 1, "pid":' + b"9" * 60000,
+        json.dumps(good).encode()[:-20],
+    ]
+    return {f"{index + 1:015d}-1-{index:016x}.ticket": data for index, data in enumerate(raw)}
+
+
+NAMES = [
+    "x.ticket",
+    "1-2.ticket",
+    "-1-1-a.ticket",
+    "a-b-c.ticket",
+    "1-1-1-1.ticket",
+    "é-\udcff-x.ticket",
+]
+
+
+def put(folder: Path, name: str, data: bytes) -> int:
+    """Write a file, and return a descriptor of it."""
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+    os.write(descriptor, data)
+    return descriptor
+
+
+@pytest.mark.parametrize("alive", [False, True])
+@pytest.mark.parametrize("account", ["own", "other"])
+def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bool) -> None:
+    if account == "other" and os.getuid() != 0:
+        pytest.skip("only root can make files of another account")
+    one, other = one_gpu.start(2)
+    one_gpu.status()
+    user = os.getuid() if account == "own" else 65534
+    folder = one_gpu.root / f"flower-gpu-leases-{user}"
+    folder.mkdir(exist_ok=True)
+    os.chown(folder, user, -1)
+    files = broken_tickets(one_gpu.stub.uuids[0])
+    files |= {name: json.dumps(fields(one_gpu.stub.uuids[0])).encode() for name in NAMES}
+    with ExitStack() as stack:
+        for name, data in files.items():
+            descriptor = put(folder, name, data)
+            stack.callback(os.close, descriptor)
+            os.fchown(descriptor, user, -1)
+            if alive:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        one("acquire", **WHOLE)
+        one_gpu.line_up((other, {"memory": GIB}))
+        assert one_gpu.status()["ready"] == []  # none of them makes more room
+        one("release")
+        assert other.answer()
+        other("release")
+    left = {path.name for path in folder.iterdir()}
+    assert left == (set(files) if alive or account == "other" else set())
+
+
+def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
+    holder, waiter = one_gpu.start(2)
+    holder("acquire", memory=8 * GIB)
+    holder("use", gpu=0, nbytes=4 * GIB, told=False)
+    one_gpu.stub.set(0, hidden=1)
+    [ticket] = one_gpu.own.glob("*.ticket")
+    uuid = one_gpu.stub.uuids[0]
+    import zlib
+
+    for told in (
+        b"",
+        b"garbage",
+        b"[" * 5000,
+        b'{"pid": 1}',
+        json.dumps({"pid": -1, "used": {uuid: GIB}}).encode(),
+        json.dumps({"pid": 1, "used": {uuid: -8 * GIB}}).encode(),
+        json.dumps({"pid": 1, "used": {uuid: float("inf")}}).encode(),
+        json.dumps({"pid": 1, "used": [uuid]}).encode(),
+        b'{"pid": 1, "used": {"x": ' + b"9" * 5000 + b"}}",
+    ):
+        for line in (told, b"%08x %s\n" % (zlib.crc32(told), told)):
+            with ticket.open("r+b") as file:
+                file.seek(1 << 16)
+                file.write(line)
+            assert list(one_gpu.status()["cards"].values()) == [12 * GIB]
+    one_gpu.line_up((waiter, {"memory": 5 * GIB}))
+    assert one_gpu.status()["ready"] == []
+
+
+def make_symlink(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def make_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+OBJECTS: list[Callable[[Path], None]] = [
+    make_symlink,
+    make_loop,
+    make_link_to_a_device,
+    make_socket,
+    make_huge,
+    os.mkfifo,
+    Path.mkdir,
+]
+
+
+def test_tickets_that_are_no_files_stop_nobody(one_gpu: LedgerHost) -> None:
+    one, other = one_gpu.start(2)
+    one_gpu.status()
+    one_gpu.own.mkdir(exist_ok=True)
+    for number, make in enumerate(OBJECTS):
+        for suffix in ("ticket", "wake", "label", "new"):
+            make(one_gpu.own / f"{number:015d}-1-{number}.{suffix}")
+    one("acquire", **WHOLE)
+    one_gpu.line_up((other, WHOLE))
+    one("release")
+    assert other.answer()
+    assert {path.is_dir() for path in one_gpu.own.glob("*-*-?.*")} == {True}  # folders are never removed
+
+
+def test_a_label_or_wake_pipe_that_is_something_else_blocks_nobody(one_gpu: LedgerHost) -> None:
+    holder, waiter = one_gpu.start(2)
+    holder("acquire", **WHOLE)
+    one_gpu.line_up((waiter, WHOLE))
+    victim = one_gpu.root / "precious"
+    victim.write_text("do not touch")
+    for path in one_gpu.own.glob("*.label"):
+        path.unlink()
+        os.mkfifo(path)
+    for path in one_gpu.own.glob("*.wake"):
+        path.unlink()
+        os.link(victim, path)
+    assert set(one_gpu.status()["labels"].values()) == {""}
+    holder("release")
+    assert waiter.answer()
+    assert victim.read_text() == "do not touch"
+
+
+def test_what_another_version_has_written_is_left_alone_while_it_is_alive(one_gpu: LedgerHost) -> None:
+    [one] = one_gpu.start(1)
+    one_gpu.own.mkdir()
+    names = [f"{order:015d}-1-{order}.{suffix}" for order in (1, 2) for suffix in ("ticket",)]
+    for name in names:
+        put(one_gpu.own, name, json.dumps(fields(v=2)).encode())
+    for order in (1, 2):
+        put(one_gpu.own, f"{order}.label", b"")
+    descriptor = os.open(one_gpu.own / names[0], os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    one("acquire", **WHOLE)
+    one("release")
+    assert {path.name for path in one_gpu.own.iterdir()} == {names[0], "1.label"}
+    os.close(descriptor)
+
+
+def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> None:
+    """Somebody has written down an order that nobody could count on from."""
+    holder, *waiting = one_gpu.start(3)
+    one_gpu.own.mkdir()
+    far = fields(one_gpu.stub.uuids[0], parts=[], options=[])
+    descriptor = put(one_gpu.own, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(far).encode())
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    holder("acquire", **WHOLE)
+    one_gpu.line_up(*((waiter, WHOLE) for waiter in waiting))
+    assert len(one_gpu.status()["waiting"]) == 3
+    for name in ("release", "status"):
+        holder(name)
+    first = next(w for w in waiting if w.pid in one_gpu.until(lambda state: state["holders"])["holders"])
+    assert first.answer()
+    first("release")
+    [second] = [waiter for waiter in waiting if waiter is not first]
+    assert second.answer()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("make", OBJECTS)
+def test_a_mutex_that_is_something_else_works_or_is_a_clear_error(
+    one_gpu: LedgerHost, make: Callable[[Path], None]
+) -> None:
+    [one] = one_gpu.start(1)
+    mutex = one_gpu.root / "flower-gpu-leases.mutex"
+    make(mutex)
+    if make in (make_huge, os.mkfifo, Path.mkdir):  # whatever can be opened can be locked
+        assert one("acquire", **WHOLE)
+    else:
+        with pytest.raises(RefusedError, match="LeaseError") as refused:
+            one("acquire", **WHOLE)
+        assert "flower-gpu-leases.mutex" in refused.value.message
+        mutex.unlink()
+        assert one("acquire", **WHOLE)
+
+
+def test_a_mutex_that_was_removed_is_made_anew(one_gpu: LedgerHost) -> None:
+    one, other = one_gpu.start(2)
+    one("acquire", **WHOLE)
+    one_gpu.line_up((other, WHOLE))
+    (one_gpu.root / "flower-gpu-leases.mutex").unlink()
+    one("release")
+    assert other.answer()
+
+
+def test_a_ticket_that_was_removed_is_no_silent_wait(one_gpu: LedgerHost) -> None:
+    holder, waiter = one_gpu.start(2)
+    holder("acquire", **WHOLE)
+    one_gpu.line_up((waiter, {**WHOLE, "label": "fit of client 2"}))
+    for path in one_gpu.own.iterdir():
+        path.unlink()
+    with pytest.raises(RefusedError, match=r"LeaseError: fit of client 2: its ticket .* was removed"):
+        waiter.answer()
+
+
+@pytest.mark.parametrize("left", range(6))
+def test_a_process_that_can_open_no_more_files_takes_nobodys_lease(one_gpu: LedgerHost, left: int) -> None:
+    holder, waiter, poor = one_gpu.start(3)
+    poor("status")  # loads what is loaded late
+    holder("acquire", **WHOLE)
+    one_gpu.line_up((waiter, WHOLE))
+    files = sorted(path.name for path in one_gpu.own.iterdir())
+    poor("few_files", left=left)
+    with pytest.raises(RefusedError, match=r"Lease(Timeout)?Error"):
+        poor("acquire", memory=GIB, timeout_s=0)
+    assert sorted(path.name for path in one_gpu.own.iterdir()) == files
+    state = one_gpu.status()
+    assert (state["holders"], state["waiting"]) == ([holder.pid], [waiter.pid])
