@@ -15,7 +15,7 @@ from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.options import CallSettings, split
 from flower_gpu.errors import GPUOutOfMemoryError, WorkerDiedError, WorkerTimeoutError
 from flower_gpu.gpu import descriptors, lease
-from flower_gpu.gpu.footprint import Array
+from flower_gpu.gpu.footprint_key import Array
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
 from flower_gpu.isolation import start, threads, worker

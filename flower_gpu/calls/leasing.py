@@ -14,7 +14,8 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError, LeaseTimeoutError, RoundOverError
 from flower_gpu.gpu import cap, inventory, policy
 from flower_gpu.gpu.admission import Option
-from flower_gpu.gpu.footprint import Array, Footprints, Key, key_of
+from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu.footprint_key import Array, Key, key_of
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.gpu.lease import Lease, Share
 from flower_gpu.gpu.ledger import Ledger, Wish, describe

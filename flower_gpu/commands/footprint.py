@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from flower_gpu.gpu.footprint import Footprints, Key, Peaks
+from flower_gpu.gpu.footprint import Footprints, Peaks
+from flower_gpu.gpu.footprint_key import Key
 from flower_gpu.gpu.request import format_bytes
 
 HELP = "show or forget how much GPU memory tasks were seen to take"

@@ -7,25 +7,22 @@ replaces the file as a whole, so that a reader finds the old one or the new one,
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
-import math
 import os
 import random
-import re
 import stat
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from flower_gpu import config
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import descriptors
+from flower_gpu.gpu.footprint_key import Key
 
 FILE_NAME: Final = "footprints.json"
 VERSION: Final = 1
@@ -45,52 +42,8 @@ _MOST_ENTRIES = 500  # the oldest are forgotten
 _LOCK_WAIT_S = 10.0  # it is held for a few ms; one that was stopped may hold it for ever
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
-# What is in the name of a setting that is about memory; short ones as whole words, since "silent" has "len".
-_PARTS = "batch|size|seq|length|image|resol|layer|width|height|hidden|depth|channel|token|patch"
-_SIZE = re.compile(rf"{_PARTS}|(?<![a-z])(?:len|dims?|img|bs)(?![a-z])")
-_PRECISION = re.compile(r"precision|dtype|(?<![a-z])(?:amp|bf16|fp16)(?![a-z0-9])")
-_NUMBERS = re.compile(r"\d{1,9}(?:[x,* ]{1,3}\d{1,9}){0,3}", re.ASCII)
-_LONGEST_TEXT = 64
-
 # What a file of ours does not exceed: 1 EiB, the year 5138.
 _MOST_BYTES, _LATEST_S = 1 << 60, 1e11
-
-# How dtypes are shown; others by their name.
-_SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-
-
-class Array(Protocol):
-    """What has a shape and a dtype: numpy arrays, tensors, Flower's arrays."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its lengths."""
-
-    @property
-    def dtype(self) -> Any:
-        """Its element type."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a footprint is of: calls with the same key are taken to need the same memory.
-
-    Parameters
-    ----------
-    task : str
-        Name of the function that runs.
-    weights : str
-        Number, dtype and digest of the weights: ``"11.2M parameters f32 ab12cd34"``.
-    gpu : str
-        Model of the GPU.
-    sizes : tuple of (str, int or str)
-        What of the user's config is about sizes, sorted by name.
-    """
-
-    task: str
-    weights: str
-    gpu: str
-    sizes: tuple[tuple[str, int | str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,65 +80,6 @@ class _Known:
 
     peaks: Mapping[Key, Peaks] = field(default_factory=dict)
     contexts: Mapping[str, Peaks] = field(default_factory=dict)
-
-
-def key_of(task: str, arrays: Sequence[Array], settings: Mapping[str, Any], gpu: str) -> Key:
-    """Return the key of a call.
-
-    Parameters
-    ----------
-    task : str
-        Name of the function that runs.
-    arrays : sequence of arrays
-        The weights; only their shapes and dtypes are looked at, in their order.
-    settings : mapping
-        The user's config of the call, see :func:`sizes_of`.
-    gpu : str
-        Model of the GPU.
-    """
-    return Key(task, _describe(arrays), gpu, sizes_of(settings))
-
-
-def sizes_of(settings: Mapping[str, Any]) -> tuple[tuple[str, int | str], ...]:
-    """Return what of a config decides how much memory a call takes, sorted by name.
-
-    Taken are settings whose name speaks of a size (batch, size, seq, length, image, resolution, layer, width,
-    height, hidden, depth, channel, token, patch, len, dim, img, bs) and whose value is a whole number, or
-    numbers as a text such as ``"224x224"``; and those whose name speaks of a precision (precision, dtype,
-    amp, bf16, fp16) and whose value is a bool or a text up to 64 characters. Fractions are left out: these
-    are rates, and one that changes from round to round would make each round the first.
-    """
-    found: dict[str, int | str] = {}
-    for name, value in settings.items():
-        text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()  # imageSize
-        if _PRECISION.search(text) and isinstance(value, bool | str) and len(str(value)) <= _LONGEST_TEXT:
-            found[name] = str(value)
-        elif _SIZE.search(text) and isinstance(value, Integral) and not isinstance(value, bool):
-            found[name] = int(value)
-        elif _SIZE.search(text) and isinstance(value, str) and _NUMBERS.fullmatch(value):
-            found[name] = value
-    return tuple(sorted(found.items()))
-
-
-def _describe(arrays: Sequence[Array]) -> str:
-    count: dict[str, int] = {}
-    digest = hashlib.sha256()
-    for array in arrays:
-        dtype = str(array.dtype).removeprefix("torch.")
-        shape = tuple(int(length) for length in array.shape)
-        count[dtype] = count.get(dtype, 0) + math.prod(shape)
-        digest.update(f"{dtype}{shape}".encode())
-    if not count:
-        return "no weights"
-    most = max(count, key=lambda dtype: count[dtype])
-    return f"{_shortened(sum(count.values()))} parameters {_SHORT.get(most, most)} {digest.hexdigest()[:8]}"
-
-
-def _shortened(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
 
 
 class Footprints:

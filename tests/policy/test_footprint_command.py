@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from flower_gpu.commands import footprint as command
-from flower_gpu.gpu.footprint import Footprints, Key
+from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu.footprint_key import Key
 
 GIB, MIB = 1 << 30, 1 << 20
 TRAIN = Key("task:train", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 32),))

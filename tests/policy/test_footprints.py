@@ -19,7 +19,8 @@ import pytest
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import footprint
-from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints, Key, key_of, sizes_of
+from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
+from flower_gpu.gpu.footprint_key import Key, key_of, sizes_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -338,7 +339,8 @@ def test_folder_that_others_can_write_to_is_refused(tmp_path: Path, unsafe: str)
 LEARN = """
 import sys
 from pathlib import Path
-from flower_gpu.gpu.footprint import Footprints, Key
+from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu.footprint_key import Key
 path, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 footprints = Footprints(path)
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
