@@ -25,6 +25,7 @@ _TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(_TESTS))
 
 import nvml_stub  # noqa: E402
+
 from flower_gpu.gpu.ledger import Ledger, State  # noqa: E402
 
 GIB = 1 << 30
@@ -37,7 +38,9 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="flower-gpu-benchmark-") as folder:
         figures = measure(Path(folder), options)
-    table.show("64 clients, auto" if options.clients == 64 else "auto", ("figure", "value"), list(figures.items()))
+    table.show(
+        "64 clients, auto" if options.clients == 64 else "auto", ("figure", "value"), list(figures.items())
+    )
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0 if figures["finished"] == options.clients and not figures["out_of_memory"] else 1
@@ -71,7 +74,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for client in clients:
             client.kill()
             client.wait()
-        subprocess.run([sys.executable, "-m", "flower_gpu.cli", "server", "stop"], env=env, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "flower_gpu.cli", "server", "stop"], env=env, capture_output=True
+        )
     events = [json.loads(line) for line in (folder / "trace.jsonl").read_text().splitlines()]
     return _figures(events, looks, time.monotonic() - began, [client.returncode for client in clients])
 

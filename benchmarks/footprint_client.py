@@ -1,4 +1,4 @@
-"""One client of footprint.py: a process that runs one call. ``python -m footprint_client NUMBER BYTES SECONDS``."""
+"""One client of footprint.py, of one call. ``python -m footprint_client NUMBER BYTES SECONDS``."""
 
 from __future__ import annotations
 

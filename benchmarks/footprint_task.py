@@ -6,6 +6,7 @@ import os
 import time
 
 import nvml_stub
+
 from flower_gpu.gpu.lease import Lease
 
 

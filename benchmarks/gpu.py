@@ -139,6 +139,7 @@ def _data_file(text: str) -> Path:
 def _options() -> argparse.Namespace:
     known = list(WAYS)
     parser = Parser(prog="gpu.py", description=__doc__, allow_abbrev=False)
+    limits = ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items())
     parser.add_argument("--only", type=partial(chosen, _PARTS), metavar="PART,PART",
                         help=f"some of {', '.join(_PARTS)}; default: all")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="everything tiny, to see that it works")
@@ -147,13 +148,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plot", type=_plot_file, metavar="FILE",
                         help="also draw them (.png, .svg, .pdf); needs matplotlib")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="SECONDS",
-                        help="time for each part but steps; defaults: "
-                        + ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items()))  # fmt: skip
+                        help=f"time for each part but steps; default: {limits}")  # fmt: skip
     parser.add_argument("--runs", type=positive, metavar="N",
-                        help="runs of each way in steps (default: 5), and of throughput (3)")  # fmt: skip
+                        help="runs of each way in steps (default: 5) and throughput (3)")  # fmt: skip
     parser.add_argument("--data", type=_data_file, metavar="NPZ",
-                        help="images for memory and throughput: labels, and images (uint8, n x 32 x 32 x 3) or "
-                        "jpeg and offsets; default: generated ones")  # fmt: skip
+                        help="images for memory and throughput: labels, and images (uint8, n x 32 x 32 x 3) "
+                        "or jpeg and offsets; default: generated ones")  # fmt: skip
     parser.add_argument("--ways", type=partial(chosen, known), default=known, metavar="WAY,WAY",
                         help=f"of steps: some of {', '.join(known)}; default: all")  # fmt: skip
     parser.add_argument("--batch", type=positive, default=32, metavar="N",

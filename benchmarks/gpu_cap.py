@@ -21,17 +21,17 @@ def measure(setting: Setting) -> dict[str, Any]:
     lease = setting.memory().free_bytes // _PART_OF_GPU
     sizes, device = setting.sizes, setting.device
     with clients("ours", device, 2) as (neighbour, greedy), clients("bare", device, 1) as (bare,):
-        alone = checked(ask(neighbour, setting.deadline, **_steps(setting, lease, None)), neighbour)
+        alone = checked(ask(neighbour, _steps(setting, lease, None), setting.deadline), neighbour)
         _marker(setting).unlink()
         neighbour.send(_steps(setting, lease, alone["steps"]))
         while not neighbour.has_answered() and not _marker(setting).exists():
             within(setting.deadline)
             time.sleep(0.02)
-        refused = ask(greedy, setting.deadline, **_hold(setting, lease, greedy))
+        refused = ask(greedy, _hold(setting, lease, greedy), setting.deadline)
         while not neighbour.has_answered(1.0):
             within(setting.deadline)
         beside = checked(neighbour.receive(), neighbour)
-        uncapped = ask(bare, setting.deadline, **_hold(setting, lease, bare))
+        uncapped = ask(bare, _hold(setting, lease, bare), setting.deadline)
     events = setting.trace()
     out = next((event for event in events if event["event"] == "out_of_memory"), {})
     return {

@@ -141,7 +141,7 @@ def ask_all(
     return [replies[number] for number in range(len(work))]
 
 
-def ask(client: Client, deadline: float, look: Callable[[], None] | None = None, **request: Any) -> Reply:
+def ask(client: Client, request: Request, deadline: float, look: Callable[[], None] | None = None) -> Reply:
     """Ask one client."""
     return ask_all([(client, request)], deadline, look=look)[0]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-
 from gpu_setting import Setting
+from numpy.typing import NDArray
 from processes import BenchmarkError
 
 _CLASSES = 10
@@ -46,7 +46,6 @@ def _read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     from PIL import Image
 
     images = [
-        np.asarray(Image.open(io.BytesIO(jpeg[begin:end])).convert("RGB"))
-        for begin, end in zip(offsets[:-1], offsets[1:], strict=True)
+        np.asarray(Image.open(io.BytesIO(jpeg[begin:end])).convert("RGB")) for begin, end in pairwise(offsets)
     ]
     return np.stack(images), labels

@@ -29,7 +29,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     with clients("ours", setting.device, 1) as (client,):
         path = str(setting.folder / "weights.pkl")
         request = {"do": "initial", "args": [0], "options": {"gpu": "never"}, "result": path}
-        checked(ask(client, setting.deadline, **request), client)
+        checked(ask(client, request, setting.deadline), client)
     start = setting.memory()
     rows = []
     for way in _WAYS:
@@ -93,16 +93,14 @@ def _train(setting: Setting, client: Client) -> tuple[dict[str, Any], float]:
         "partitions": sizes.clients, "batch": sizes.batch, "steps": sizes.steps, "seed": client.number,
         "stub_bytes": _STUB_BYTES,
     }  # fmt: skip
-    reply = ask(
-        client,
-        setting.deadline,
-        look,
-        do="fit",
-        config=config,
-        weights=str(folder / "weights.pkl"),
-        result=str(folder / "result.pkl"),
-        options={} if client.name.startswith("article") else {"name": str(client.number)},
-    )
+    request = {
+        "do": "fit",
+        "config": config,
+        "weights": str(folder / "weights.pkl"),
+        "result": str(folder / "result.pkl"),
+        "options": {} if client.name.startswith("article") else {"name": str(client.number)},
+    }
+    reply = ask(client, request, setting.deadline, look)
     return reply, peak_mb
 
 

@@ -27,7 +27,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     nbytes = _bytes_of_a_client(setting)
     with clients("ours", setting.device, 1) as (client,):
         # As a federation's first call: alone on the GPU, and measured.
-        checked(ask(client, setting.deadline, **_request(setting, nbytes, "ours", client)), client)
+        checked(ask(client, _request(setting, nbytes, "ours", client), setting.deadline), client)
     footprint = _footprint()
     fit = (start.total_bytes - start.used_bytes) // footprint
     count = setting.sizes.times * fit
@@ -71,7 +71,7 @@ def _measure(setting: Setting, way: str, count: int, nbytes: int) -> dict[str, A
     with clients(kind, setting.device, count) as started:
         if kind == "bare":  # so that both find their fork server running
             checked(
-                ask(started[0], setting.deadline, **_request(setting, 1 << 20, kind, started[0])), started[0]
+                ask(started[0], _request(setting, 1 << 20, kind, started[0]), setting.deadline), started[0]
             )
         began = time.monotonic()
 

@@ -112,7 +112,7 @@ def _cap(axis: Axes, result: dict[str, Any]) -> None:
     bars = axis.barh(ways, [mb / _GB for mb in had], color=[_OURS, _OTHER], height=0.5)
     texts = [greedy["error"] or "got all", bare["error"] or "got all"]
     axis.bar_label(
-        bars, [f" {mb / _GB:.2f} GB: {text}" for mb, text in zip(had, texts, strict=True)], fontsize=8
+        bars, [f"{mb / _GB:.2f} GB: {text}" for mb, text in zip(had, texts, strict=True)], fontsize=8
     )
     axis.axvline(result["lease_mb"] / _GB, color=_LIMIT, ls="--", lw=1, label="its lease, context included")
     axis.axvline(result["asked_mb"] / _GB, color=_LIMIT, ls=":", lw=1.5, label="what it wants")

@@ -1,8 +1,8 @@
-"""Part ``throughput``: rounds per minute of ResNet-18 on CIFAR-sized images, for 1, 2, 4, 8 clients at a time.
+"""Part ``throughput``: rounds per minute of ResNet-18 on CIFAR-sized images, 1, 2, 4, 8 clients at a time.
 
 A round: every client trains from the same weights, and the mean of what they send is the next ones. Ours asks
-for ``num_gpus=1/n`` and all clients are asked at once. The article's clients are all on the GPU and stay there;
-n are asked at a time.
+for ``num_gpus=1/n`` and all clients are asked at once. The article's clients are all on the GPU and stay
+there; n are asked at a time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _article_rounds(setting: Setting, number: int, seconds: dict[tuple[str, int]
 
 def _make_weights(setting: Setting, client: Client) -> None:
     request = {"do": "initial", "args": [0], "options": {"gpu": "never"}, "result": str(_weights(setting))}
-    checked(ask(client, setting.deadline, **request), client)
+    checked(ask(client, request, setting.deadline), client)
 
 
 def _round(setting: Setting, way: str, members: list[Client], concurrency: int, number: int) -> float:
@@ -166,8 +166,8 @@ def show(result: dict[str, Any]) -> None:
 
     known = sorted({row["concurrency"] for row in result["rows"]})
     table.show(
-        f"rounds per minute, {result['clients']} clients, {result['steps']} steps of {result['batch']} images "
-        f"each ({result['images']}); article: {result['article']}",
+        f"rounds per minute, {result['clients']} clients, {result['steps']} steps of {result['batch']} "
+        f"images each ({result['images']}); article: {result['article']}",
         ("at a time", *_WAYS, "ours to article", "ours s per round", "article s per round"),
         [
             (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from flower_gpu import trace
 from flower_gpu.calls import leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.options import CallSettings, split
-from flower_gpu.errors import GPUOutOfMemoryError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError, WorkerTimeoutError
 from flower_gpu.gpu import descriptors, lease
 from flower_gpu.gpu.footprint_key import Array
 from flower_gpu.gpu.lease import Lease
@@ -75,9 +75,9 @@ def run_call(
     client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     call = _Run(task, args, kwargs or {}, settings, label, {"client": client, "task": kind})
-    if leasing.of_this_process() is not None:
-        return call.once({})  # a worker that starts another one: both are under its lease
     environ = {**os.environ, **settings.worker.env}
+    if lease.VARIABLE in os.environ:  # a worker that starts another one: both share its lease, or have none
+        return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     if not decision.on_gpu:
@@ -101,36 +101,64 @@ class _Run:
     def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
         attempts = [Attempt()]
+        text, ran_out = "", None
         while True:
-            with leasing_.held(attempts[-1]) as (held, ticket):
+            with ExitStack() as held_by:
                 try:
-                    return self._under(held, ticket, environ)
+                    held, ticket = held_by.enter_context(leasing_.held(attempts[-1]))
+                except LeaseTimeoutError as late:
+                    if ran_out is None:
+                        raise
+                    if not self._may_use_cpu():
+                        raise self._failed(text, len(attempts) - 1, f"Then {late}") from ran_out
+                    leasing.say(f"{text}. Then {late}\nIt runs on the CPU")
+                    break
+                is_done = False
+                try:
+                    value = self._under(held, ticket, environ)
+                    is_done = True
+                    return value
                 except Exception as error:
                     out = self.told.get("out_of_memory")
                     if out is None:
                         raise
                     leasing_.learn_at_least(out, held)
-                    on_oom = self.settings.gpu.on_oom
-                    following = out_of_memory.next_attempt(out, held, attempts, on_oom)
                     text = f"{self.label}: {out_of_memory.describe(out, held)}"
                     others = leasing.who_else(held, out["uuid"])
-                    here = start.choose(self.settings.worker.start_method) in _HERE
-                    on_cpu = following is None and on_oom == "cpu" and not here
-                    then = "again" if following and not here else "on the CPU" if on_cpu else "failed"
+                    following = None
+                    if not self._runs_here():
+                        following = out_of_memory.next_attempt(out, held, attempts, self.settings.gpu.on_oom)
+                    then = "again" if following else "on the CPU" if self._may_use_cpu() else "failed"
                     trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
                     if then == "failed":
-                        tries = f" in {len(attempts)} tries" if len(attempts) > 1 else ""
-                        raise GPUOutOfMemoryError(
-                            f"{text}{tries}. Also there: {others}. Use smaller batches, ask for more "
-                            "(gpu_memory=, num_gpus=), or allow the CPU (on_oom='cpu')"
-                        ) from error
+                        raise self._failed(text, len(attempts), f"Also there: {others}") from error
+                    # Without its frames: they have the arguments, and this one has it.
+                    ran_out = error.with_traceback(None)
                 finally:
                     if figures := self.told.get("gpu_memory"):
-                        leasing_.learn(figures, held)
+                        leasing_.learn(figures, held, is_done=is_done)
             leasing.say(f"{text}. Also there: {others}. It runs {then}")
             if following is None:
-                return self.once(leasing.worker_environment(None, environ))
+                break
             attempts.append(following)
+        return self.once(leasing.worker_environment(None, environ))
+
+    def _runs_here(self) -> bool:
+        return start.choose(self.settings.worker.start_method) in _HERE
+
+    def _may_use_cpu(self) -> bool:
+        gpu = self.settings.gpu
+        return gpu.on_oom == "cpu" and gpu.policy.gpu != "require" and not self._runs_here()
+
+    def _failed(self, text: str, tries: int, more: str) -> GPUOutOfMemoryError:
+        gpu = self.settings.gpu
+        cpu = (
+            ", or allow the CPU (on_oom='cpu')" if gpu.on_oom != "cpu" and gpu.policy.gpu != "require" else ""
+        )
+        return GPUOutOfMemoryError(
+            f"{text}{f' in {tries} tries' if tries > 1 else ''}. {more}. Use smaller batches, ask for more "
+            f"(gpu_memory=, num_gpus=){cpu}"
+        )
 
     def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
@@ -152,6 +180,8 @@ class _Run:
             around = threads.prepared({**os.environ, **env})
         elif method == "in-process":
             around = threads.restored()
+        elif method == "inline":
+            around = leasing.taken_back(gpu_env)
         record: dict[str, Any] = {**self.fields, "start_method": method, "threads": count}
         if held is not None:
             record["lease"] = held.id
@@ -194,8 +224,6 @@ class _Run:
             error = caught
             raise
         finally:
-            if method == "inline":  # its environment stays as it is, but not for the next call
-                os.environ.pop(lease.VARIABLE, None)
             if "pid" in record:
                 if "gpu_memory" in told:
                     record["gpus"] = told["gpu_memory"]["gpus"]

@@ -63,7 +63,7 @@ class Attempt:
     memory_bytes : int, optional
         More than the settings say, after it was not enough.
     alone : bool
-        The whole GPU, with nobody else on it.
+        With nobody else on the GPU; without a size all that it has.
     """
 
     memory_bytes: int | None = None
@@ -138,27 +138,42 @@ class Leasing:
                 trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
             inventory.close()  # it holds the GPUs' device files, and an idle client may be there for days
 
-    def learn(self, figures: Mapping[str, Any], lease: Lease) -> None:
-        """Keep what a worker has told of its use, for the next calls."""
+    def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:
+        """Keep what a worker has told of its use, for the next calls.
+
+        Parameters
+        ----------
+        figures : mapping
+            The worker's ``gpu_memory`` event.
+        lease : Lease
+            What it had.
+        is_done : bool
+            Whether the task has come to its end. One that failed before would have needed more.
+        """
         models = {share.uuid: share.name for share in lease.shares}
         for told in figures.get("gpus", ()):
             model = models.get(told.get("uuid"))
             if model is None:
                 continue
-            if told.get("context_bytes"):
-                self.footprints.learn_context(model, told["context_bytes"])
-            if told.get("peak_bytes") is not None:
+            with _only_warned():
+                if told.get("context_bytes"):
+                    self.footprints.learn_context(model, told["context_bytes"])
+                peak = told.get("peak_bytes")
+                if peak is None or not (
+                    is_done or peak > (self.footprints.get(self.purpose.key(model)) or peak)
+                ):
+                    continue
                 # A context is the least: a call that took nothing yet may take something next time.
                 least = self.footprints.context(model)
-                self.footprints.learn(self.purpose.key(model), max(told["peak_bytes"], least))
+                self.footprints.learn(self.purpose.key(model), max(peak, least))
 
     def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
         """Keep from an ``out_of_memory`` event what the task would have needed to go on."""
         share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
-        if share is not None and told.get("kind") == "over_cap" and told.get("reserved_bytes") is not None:
-            needed = told["reserved_bytes"] + (told.get("asked_bytes") or 0)
-            needed += share.memory_bytes - share.cap_bytes
-            self.footprints.learn(self.purpose.key(share.name), min(needed, share.total_bytes))
+        if share is not None and told.get("kind") == "over_cap":
+            with _only_warned():
+                needed = min(least_bytes(told, share), share.total_bytes)
+                self.footprints.learn(self.purpose.key(share.name), needed)
 
     def _acquire(self, ledger: Ledger, attempt: Attempt, began: float) -> Ticket:
         deadline = min(began + self.settings.lease_timeout_s, self.round_deadline)
@@ -201,10 +216,12 @@ class Leasing:
                 return Option(gpu.uuid, memory_bytes=request.memory_bytes)
             peak = self.footprints.get(self.purpose.key(gpu.name))
             memory_bytes = None if peak is None else self.footprints.needed_bytes(peak)
-        most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
-        if attempt.alone or memory_bytes is None or memory_bytes >= most:
+        if memory_bytes is None:
             return Option(gpu.uuid, alone=True)
-        return Option(gpu.uuid, memory_bytes=memory_bytes)
+        most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
+        if memory_bytes >= most:
+            return Option(gpu.uuid, alone=True)
+        return Option(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
 
     def _check_context(self, index: int, name: str, memory_bytes: int) -> None:
         context = self.footprints.context(name)
@@ -230,6 +247,12 @@ class Leasing:
             )  # fmt: skip
         alone = any(part.alone for part in ticket.entry.parts)
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
+
+
+def least_bytes(told: Mapping[str, Any], share: Share) -> int:
+    """Return how much of a GPU a call that ran out of memory would have needed to go on, context included."""
+    without_context = share.memory_bytes - (told.get("cap_bytes") or share.memory_bytes)
+    return (told.get("reserved_bytes") or 0) + (told.get("asked_bytes") or 0) + without_context
 
 
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
@@ -295,6 +318,33 @@ def who_else(lease: Lease, uuid: str) -> str:
 def worker_environment(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker with this lease, or of one that must see no GPU."""
     return cap.hidden_environment() if lease is None else cap.worker_environment(lease, environ)
+
+
+@contextmanager
+def taken_back(variables: Mapping[str, str]) -> Iterator[None]:
+    """Take what was set for one call out of this process's environment again, after the block.
+
+    Not which GPU was shown to it: CUDA has started with that, so later calls can have no other.
+    """
+    shown = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"} if variables.get("CUDA_VISIBLE_DEVICES") else set()
+    before = {name: os.environ.get(name) for name in variables if name not in shown}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _only_warned() -> Iterator[None]:
+    """Let nothing that is learned from a call, or is not, take the place of its result."""
+    try:
+        yield
+    except ConfigError as error:
+        say_once(f"what was measured is not kept: {error}")
 
 
 def of_this_process() -> Lease | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flower_gpu.calls.leasing import Attempt
-from flower_gpu.gpu.lease import Lease
+from flower_gpu.calls.leasing import Attempt, least_bytes
+from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu.lease import Lease, Share
 from flower_gpu.gpu.request import format_bytes
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
@@ -35,11 +36,17 @@ def next_attempt(
     on_oom : str
         As in :data:`flower_gpu.gpu.settings.ON_OOM`.
     """
-    if on_oom == "fail" or attempts[-1].alone:
+    last = attempts[-1]
+    if on_oom == "fail" or (last.alone and last.memory_bytes is None):
         return None
+    is_full = told.get("kind") == "card_full"
+    if last.alone:
+        return None if is_full else Attempt(alone=True)
+    if is_full:
+        # Others took what the lease was for. Not before so much is there, or it would fail again at once.
+        return Attempt(memory_bytes=_needed_bytes(told, lease), alone=True)
     if lease.alone or len(lease.shares) > 1:
-        # It had a GPU to itself: only what other programs took there may be free the next time.
-        return Attempt(alone=True) if told.get("kind") == "card_full" and len(attempts) == 1 else None
+        return None  # it had all that there is
     if told.get("kind") == "over_cap" and len(attempts) <= _GROWTHS:
         had = lease.shares[0].memory_bytes
         asked = told.get("asked_bytes") or 0
@@ -47,9 +54,19 @@ def next_attempt(
     return Attempt(alone=True)
 
 
+def _needed_bytes(told: Mapping[str, Any], lease: Lease) -> int:
+    share = share_of(told, lease)
+    return min(Footprints.needed_bytes(least_bytes(told, share)), share.memory_bytes)
+
+
+def share_of(told: Mapping[str, Any], lease: Lease) -> Share:
+    """Return the share that an ``out_of_memory`` event is about."""
+    return next((share for share in lease.shares if share.uuid == told.get("uuid")), lease.shares[0])
+
+
 def describe(told: Mapping[str, Any], lease: Lease) -> str:
     """Return what happened, with the numbers, in one sentence."""
-    share = next((share for share in lease.shares if share.uuid == told.get("uuid")), lease.shares[0])
+    share = share_of(told, lease)
 
     def size(name: str) -> str:
         number = told.get(f"{name}_bytes")

@@ -17,6 +17,7 @@ from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import GPUSettings
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
+_NONE = ("", "-1", "NoDevFiles")  # how people and batch systems write that there is to be none
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _CPU_IS_FINE = "nothing, if calls are to run on the CPU; else see `flower-gpu gpus`"
 
@@ -58,7 +59,11 @@ def visible(found: Inventory) -> Iterator[Found]:
     hidden = [gpu for gpu in found.usable if gpu not in seen]
     shown = f"{_VARIABLE}={text!r}"
     cards = [gpu for gpu in seen if gpu.mig_parent is None] or list(seen)
-    if text.strip() and len(cards) < len(text.split(",")) and not any(gpu.mig_parent for gpu in seen):
+    if (
+        text.strip() not in _NONE
+        and len(cards) < len(text.split(","))
+        and not any(gpu.mig_parent for gpu in seen)
+    ):
         yield (
             "problem",
             f"{shown} names a GPU that is not there, or one twice: CUDA shows {_names(seen) or 'none'}",

@@ -142,7 +142,11 @@ def plan(
     room = _Room(cards, holdings)
     granted: dict[str, tuple[Part, ...]] = {}
     # Everybody must go through them alike, also if somebody has written down an order twice.
-    for claim in sorted(claims, key=lambda claim: (claim.order, claim.id)):
+    line = sorted(claims, key=lambda claim: (claim.order, claim.id))
+    least_bytes = min((_least_bytes(option) for claim in line for option in claim.options), default=0)
+    for claim in line:
+        if room.most_bytes() < least_bytes:  # in a long line that is soon so, and the rest can be left out
+            break
         parts = room.grant(claim)
         if parts is None:
             room.reserve(claim)
@@ -169,6 +173,12 @@ class _Spot:
         self.held_bytes += part.memory_bytes
         self._open_bytes -= part.memory_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """What those who come now can have."""
+        left = self.capacity - self.held_bytes
+        return min(left, self._open_bytes) if self.reservations else left
+
     def part(self, option: Option, order: int) -> Part | None:
         """Return what an option comes to here; None where that is too little to be used."""
         budget = self._budget(order)
@@ -185,8 +195,7 @@ class _Spot:
             return False
         if any(other.alone for _, other in self.held):
             return False
-        left = self.capacity - self.held_bytes
-        return part.memory_bytes <= (min(left, self._open_bytes) if self.reservations else left)
+        return part.memory_bytes <= self.free_bytes
 
     def needs(self, part: Part) -> int:
         """Return what to keep for a part: all of the GPU for whoever wants to be alone there."""
@@ -230,6 +239,10 @@ class _Room:
         for holding in holdings:
             self.take(holding)
 
+    def most_bytes(self) -> int:
+        """Return the most that any claim could still get of one GPU."""
+        return max((spot.free_bytes for spot in self._spots.values()), default=-1)
+
     def take(self, holding: Holding) -> None:
         for part in holding.parts:
             if part.uuid in self._spots:
@@ -268,6 +281,10 @@ class _Room:
             if spot and part:
                 found.append((spot, part))
         return found
+
+
+def _least_bytes(option: Option) -> int:
+    return LEAST_SHARE_BYTES if option.memory_bytes is None else option.memory_bytes
 
 
 def possible(sizes: Mapping[str, int], options: Sequence[Option]) -> list[Option]:

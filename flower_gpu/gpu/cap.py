@@ -64,6 +64,8 @@ def worker_environment(
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": ",".join(share.uuid for share in lease.shares),
         leases.VARIABLE: lease.to_text(),
+        # In a client it keeps is_available() from starting CUDA; a worker must know whether CUDA works.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         **_jax_fraction(cap, environ),

@@ -23,8 +23,9 @@ from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.tickets import Entry, Reader, Ticket
 
 _FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
-_NEXT_LOOKS_S = 0.1  # how often the next one looks whether the one before it is still there,
-_OTHERS_LOOK_S = 2.0  # and all others at least; the less often, the further back they are
+_NEXT_LOOKS_S = 0.1  # how often the next one looks whether the one before it is still there; the others do
+_OTHERS_LOOK_S = 5.0  # so the less often, the further back they are, but this often at least
+_STEP_IN_S = 2.0  # after how long the next one also does what the first should; further ones later
 _VERIFY_EVERY_S = 0.5  # how often the first in line finds out who else is dead
 _COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
 
@@ -69,15 +70,15 @@ class State:
         Who has a lease.
     waiting : tuple of Entry
         Who waits for one, in the order of the line.
-    signature : object
-        Another one whenever somebody may have become able to go on.
+    stamps : tuple
+        When something was changed in the ledger, see :meth:`LedgerFolder.stamps`.
     """
 
     gpus: tuple[GPU, ...]
     cards: tuple[Card, ...]
     holders: tuple[Entry, ...]
     waiting: tuple[Entry, ...]
-    signature: object = field(default=None, repr=False, compare=False)
+    stamps: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def granted(self) -> dict[str, tuple[Part, ...]]:
         """Return what those who wait could have now."""
@@ -158,7 +159,7 @@ class Ledger:
     def release(self, ticket: Ticket) -> None:
         """Take a ticket away, held or waiting, and wake those who can go on by it."""
         try:
-            with self._clear_errors(), self._locked():
+            with self._clear_errors(), self.folder.locked():
                 ticket.remove()
                 state = self._look()
                 _wake(state.waiting, self._ready(state))
@@ -187,23 +188,34 @@ class Ledger:
             raise LeaseError(f"the ledger in {self.folder.root} cannot be used: {error}") from error
 
     def _look(self, *, verify: bool = False) -> State:
-        """Read everything. Without the mutex, what is seen may be half done.
+        """Read everything, with the mutex held.
 
         Parameters
         ----------
         verify : bool
             Find out also who of those that wait is dead: with hundreds of them, that takes most of the time.
         """
-        entries = self._reader.read(self.folder.all())
+        folders = self.folder.all()
+        stamps = self.folder.stamps(folders)
+        entries = self._reader.read(folders)
         alive = [entry for entry in entries if not (entry.parts or verify) or self._is_alive(entry)]
         if verify:
             self._verified_at = time.monotonic()
         holders = tuple(entry for entry in alive if entry.parts)
         waiting = tuple(entry for entry in alive if not entry.parts)
         gpus = inventory.take().usable
-        cards = tuple(self._card(gpu, holders) for gpu in gpus)
-        rough = [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in cards]
-        return State(gpus, cards, holders, waiting, ([entry.path for entry in alive], rough))
+        return State(gpus, self._cards(gpus, holders), holders, waiting, stamps)
+
+    def _is_old(self, state: State) -> bool:
+        """Tell, without the mutex and without reading all tickets, whether anything may be different now."""
+        return (
+            self.folder.stamps(self.folder.all()) != state.stamps
+            or not all(entry.is_alive() for entry in state.holders)
+            or _roughly(self._cards(inventory.take().usable, state.holders)) != _roughly(state.cards)
+        )
+
+    def _cards(self, gpus: Sequence[GPU], holders: Sequence[Entry]) -> tuple[Card, ...]:
+        return tuple(self._card(gpu, holders) for gpu in gpus)
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.is_alive():
@@ -294,7 +306,7 @@ class Ledger:
         if elder and not self._is_alive(elder[-1]):
             return version, True
         # Those before this one look, too, but may have been stopped.
-        look_every_s = _OTHERS_LOOK_S * len(elder)
+        look_every_s = _STEP_IN_S * len(elder)
         look_at = time.monotonic() + look_every_s
         while True:
             pause_s = min(_NEXT_LOOKS_S * len(elder), _OTHERS_LOOK_S) if elder else _FIRST_LOOKS_S
@@ -308,10 +320,10 @@ class Ledger:
             if woken or news != version:
                 return news, False
             if elder and not elder[-1].is_alive():
-                return news, True
+                return news, elder[-1].path.exists()  # killed, and not only gone
             if now >= look_at:
                 look_at = now + look_every_s
-                if self._look().signature != state.signature:
+                if self._is_old(state):
                     return news, now >= self._verified_at + _VERIFY_EVERY_S
 
     def _what_is_held(self, wish: Wish) -> str:
@@ -339,6 +351,10 @@ def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:
     for entry in waiting:
         if entry.id in ready:
             entry.wake()
+
+
+def _roughly(cards: Sequence[Card]) -> list[tuple[str, int]]:
+    return [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in cards]
 
 
 def _impossible(wish: Wish, options: Sequence[Option], gpus: Sequence[GPU], sizes: dict[str, int]) -> str:

@@ -12,7 +12,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from flower_gpu.gpu import descriptors
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
+_CLOCK_STEP_NS = 30_000_000  # of the kernel's clock for files; most have 1 to 10 ms
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
@@ -61,7 +62,8 @@ class LedgerFolder:
         if os.access(root, os.W_OK | os.X_OK | os.R_OK):
             return cls(root)
         own = config.state_dir() / "ledger"
-        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (own.parent, own):  # each with this mode: parents= makes them with the umask
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return cls(own, f"{root} cannot be written to by this account: its leases do not see those of others")
 
     def own(self) -> Path:
@@ -92,6 +94,21 @@ class LedgerFolder:
                     if user.isdecimal() and _belongs_to(Path(entry.path), int(user)):
                         found.append((int(user), Path(entry.path)))
         return sorted(found)
+
+    @staticmethod
+    def stamps(folders: Iterable[tuple[int, Path]]) -> tuple[object, ...]:
+        """Return what is unequal to the stamps of before if a ticket was made, changed or removed since."""
+        found: list[object] = []
+        for _, path in folders:
+            try:
+                changed_ns = path.stat().st_mtime_ns
+            except OSError:
+                changed_ns = 0
+            # The kernel's clock for files goes in steps: a change that is this young may not be the last of
+            # its step, so it equals nothing.
+            is_young = abs(time.time_ns() - changed_ns) < _CLOCK_STEP_NS
+            found.append((path, object() if is_young else changed_ns))
+        return tuple(found)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -146,9 +163,9 @@ def _open(path: Path) -> int:
             return descriptors.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                made = descriptors.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                 os.fchmod(made, 0o644)  # to lock it, others need to read it only
-                os.close(made)
+                descriptors.close(made)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
                 raise LeaseError(f"{path} is not a file that everybody can read; remove it") from error

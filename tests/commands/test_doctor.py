@@ -17,7 +17,7 @@ from pathlib import Path
 
 import nvml_stub
 import pytest
-from command_shell import Shell
+from command_shell import USER, Shell
 from nvml_stub import GIB, Host
 
 from flower_gpu.commands import doctor
@@ -121,6 +121,7 @@ def test_a_driver_that_does_not_start_is_told(shell: Shell, host: Host) -> None:
     [
         ("0", "note", "hides GPU 1"),
         ("", "note", "hides GPU 0, 1"),
+        ("-1", "note", "hides GPU 0, 1"),
         ("0,1", "ok", "hides no GPU"),
         ("0,7", "problem", "CUDA shows GPU 0"),
         ("1,1", "problem", "CUDA shows none"),
@@ -431,6 +432,23 @@ def test_another_ledger_that_gives_out_other_gpus_is_a_note(shell: Shell, host: 
         shell.on(host).doctor(), "one ledger", f"{other} is the ledger of process {user.pid} (sleep)"
     )
     assert finding["level"] == "note"
+
+
+def test_leases_in_a_tmp_of_another_mount_namespace_are_a_problem(shell: Shell, host: Host) -> None:
+    """As of a container, or of a service with PrivateTmp."""
+    alone = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this account may not make namespaces")
+    script = (
+        "mount -t tmpfs -o mode=1777 none /var/tmp && mkdir -m 1777 /var/tmp/ledger && "
+        f"FLOWER_GPU_LEDGER_DIR=/var/tmp/ledger exec {sys.executable} {USER} other 1 0.5"
+    )
+    process = shell.on(host).start(*alone, "sh", "-c", script)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["asks\n", "granted\n"]
+    finding = one(shell.doctor(), "one ledger", "/root/var/tmp/ledger of process ")
+    assert finding["level"] == "problem"
+    assert "1 lease or request is in another ledger" in finding["text"]
 
 
 # Flower -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,207 @@
+"""A client process that makes calls as it is told: a JSON list of command and fields on each line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from typing import Any
+
+import calls_tasks
+import numpy as np
+
+import flower_gpu
+from flower_gpu.calls import leasing
+from flower_gpu.gpu import cap
+from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu.ledger import Ledger
+
+
+class Logged(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+logged = Logged()
+
+
+def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options: Any) -> Any:
+    """Run one call; the weights are zeros of these shapes."""
+    if weights is not None:
+        options["weights"] = [np.zeros(shape, np.float32) for shape in weights]
+        value = flower_gpu.run_in_worker(task, *args, **options)
+        assert all(not array.any() for array in options["weights"]) or options.get("start_method") in _HERE
+        return value
+    return flower_gpu.run_in_worker(task, *args, **options)
+
+
+_HERE = ("in-process", "inline")
+
+
+def run_in_threads(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[Any]:
+    """Run several calls at the same time."""
+    values: list[Any] = [None] * len(calls)
+
+    def one(number: int) -> None:
+        task, args, options = calls[number]
+        values[number] = answer_to("run", [task, *args], options)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return values
+
+
+def fit(
+    config: dict[str, Any],
+    node_config: dict[str, Any] | None = None,
+    run_config: dict[str, Any] | None = None,
+    shapes: tuple[tuple[int, ...], ...] = ((2, 3),),
+    **options: Any,
+) -> Any:
+    """Let a client of a ClientApp train once; return its metrics and the code of its status."""
+    from flwr.app import Context, RecordDict
+
+    context = Context(1, 1, node_config or {}, RecordDict(), run_config or {})
+    client = flower_gpu.GPUClient("calls_tasks:train", context=context, **options)
+    weights = [np.zeros(shape, np.float32) for shape in shapes]
+    return client.fit(weights, config)[2]
+
+
+def app(config: dict[str, Any], **options: Any) -> Any:
+    """Let a ClientApp answer a message of the server; return its error, or the status of its result."""
+    from flwr.app import Context, Message, RecordDict
+    from flwr.client import ClientApp
+    from flwr.common import FitIns, ndarrays_to_parameters
+    from flwr.compat.common.recorddict_compat import fitins_to_recorddict, recorddict_to_fitres
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+    def client_fn(context: Context) -> Any:
+        return flower_gpu.GPUClient("calls_tasks:train", context=context, **options).to_client()
+
+    ins = FitIns(ndarrays_to_parameters([np.zeros(3, np.float32)]), config)
+    message = Message(fitins_to_recorddict(ins, True), dst_node_id=1, message_type="train")
+    reply = ClientApp(client_fn)(message, Context(1, 1, {}, RecordDict(), {}))
+    result = recorddict_to_fitres(reply.content, False)
+    return {"code": result.status.code.name, "message": result.status.message, **result.metrics}
+
+
+def as_start_client() -> None:
+    """Be a process that has called ``start_client``."""
+    import flwr.compat.client.app  # noqa: F401
+
+
+def evaluate(**options: Any) -> Any:
+    evaluate_fn = flower_gpu.gpu_evaluate("calls_tasks:evaluate", **options)
+    return evaluate_fn(1, [np.zeros(3, np.float32)], {})
+
+
+def status() -> dict[str, Any]:
+    """Return what the ledger says, to whoever takes its mutex."""
+    state = Ledger().status()
+    holders = [
+        {
+            "pid": entry.pid,
+            "user": entry.user,
+            "label": entry.label(),
+            "alone": any(part.alone for part in entry.parts),
+            "parts": {part.uuid: part.memory_bytes for part in entry.parts},
+        }
+        for entry in state.holders
+    ]
+    return {"holders": holders, "waiting": [entry.label() for entry in state.waiting]}
+
+
+def footprints() -> list[Any]:
+    found = Footprints().entries()
+    return [[key.task, key.weights, list(key.sizes), one.peak_bytes] for key, one in found.items()]
+
+
+def environment(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def lines() -> list[str]:
+    """Return what was logged since the last time, and whether this process is left as it was."""
+    found, logged.lines = logged.lines, []
+    return found
+
+
+def leased() -> bool:
+    return leasing.of_this_process() is not None
+
+
+_COMMANDS = {
+    function.__name__: function
+    for function in (
+        run,
+        run_in_threads,
+        fit,
+        app,
+        as_start_client,
+        evaluate,
+        status,
+        footprints,
+        environment,
+        lines,
+        leased,
+        calls_tasks.seen,
+    )
+}
+
+
+def answer_to(command: str, arguments: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": _COMMANDS[command](*arguments, **options)}
+    except Exception as error:
+        chain = []
+        link: BaseException | None = error
+        while link is not None:
+            chain.append([type(link).__name__, str(link)])
+            link = link.__cause__
+        return {"error": [kind.__name__ for kind in type(error).__mro__], "chain": chain}
+
+
+def become(user: int) -> None:
+    """Go on as another account."""
+    folder = os.environ.pop("FLOWER_GPU_RUN_DIR")
+    status()
+    cap.torch_installed_knows()
+    for method in ("in-process", "fork"):  # imports what that account may have no right to read
+        run("calls_tasks:seen", start_method=method, gpu="never")
+    os.environ["FLOWER_GPU_RUN_DIR"] = folder
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what workers print comes here, too
+    logger = logging.getLogger("flower_gpu")
+    logger.addHandler(logged)
+    if user := os.environ.get("CALLS_USER"):
+        become(int(user))
+    print(json.dumps({"value": os.getpid()}), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer_to(*json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

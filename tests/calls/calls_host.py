@@ -1,0 +1,248 @@
+"""A host with stub GPUs, and client processes on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import nvml_stub
+from nvml_stub import GIB
+
+FOLDER = Path(__file__).parent
+WAIT_S = 60  # for what should take an instant; the machine may be busy
+
+#: Start methods with a process of its own for each call.
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+class CallError(Exception):
+    """A call failed in its process."""
+
+    def __init__(self, names: list[str], chain: list[list[str]]) -> None:
+        super().__init__(": ".join(chain[0]))
+        self.names = names
+        self.name, self.text = chain[0]
+        self.causes = chain[1:]
+
+
+class Caller:
+    """A client process."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._left = b""
+        self.process = subprocess.Popen(
+            [sys.executable, str(FOLDER / "calls_caller.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+        self.pid = self.process.pid
+
+    def tell(self, command: str, *arguments: Any, **options: Any) -> None:
+        """Send a command; its answer is to be asked for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, arguments, options]).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Wait for the answer to the command that was sent."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + WAIT_S
+        while b"\n" not in self._left:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0, deadline - time.monotonic()))
+            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+            if not data:
+                raise AssertionError("it ended" if ready else "no answer")
+            self._left += data
+        line, _, self._left = self._left.partition(b"\n")
+        return value_of(json.loads(line))
+
+    def __call__(self, command: str, *arguments: Any, **options: Any) -> Any:
+        self.tell(command, *arguments, **options)
+        return self.answer()
+
+    def follow(self, *steps: list[Any], **options: Any) -> Any:
+        """Run a call that does these steps."""
+        return self("run", "calls_tasks:follow", steps, **options)
+
+    def fails(self, command: str, *arguments: Any, **options: Any) -> CallError:
+        """Send a command that fails; return its error."""
+        self.tell(command, *arguments, **options)
+        return self.failure()
+
+    def failure(self) -> CallError:
+        """Wait for the error of the command that was sent."""
+        try:
+            value = self.answer()
+        except CallError as error:
+            return error
+        raise AssertionError(f"it did not fail: {value}")
+
+    def has_answer(self) -> bool:
+        assert self.process.stdout is not None
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def value_of(reply: dict[str, Any]) -> Any:
+    """Return the value in a reply, or raise its error."""
+    if "error" in reply:
+        raise CallError(reply["error"], reply["chain"])
+    return reply["value"]
+
+
+class CallsHost:
+    """A host with a ledger, footprints and a trace.
+
+    Parameters
+    ----------
+    folder : Path
+        Of this test.
+    library, state : Path
+        Of all tests: where the stub's library is, and what is there once for a user.
+    """
+
+    def __init__(self, folder: Path, library: Path, state: Path) -> None:
+        self.folder = folder
+        self.stub = nvml_stub.Host(folder / "stub", gpus=1)
+        self.uuid = self.stub.uuids[0]
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir()
+        self.ledger.chmod(0o1777)
+        self.run_dir = folder / "run"
+        self.run_dir.mkdir()
+        self.run_dir.chmod(0o777)
+        for file in state.glob("footprints*"):
+            file.unlink()
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLOWER_GPU", "CUDA_", "PYTORCH_", "LD_", "XLA_", "OMP_"))
+        }
+        self.env |= {
+            "LD_LIBRARY_PATH": str(library),
+            "NVML_STUB_DIR": self.stub.env["NVML_STUB_DIR"],
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            "FLOWER_GPU_STATE_DIR": str(state),
+            "FLOWER_GPU_RUN_DIR": str(self.run_dir),
+            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent)]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._started: list[Caller] = []
+        self._observer: Caller | None = None
+        self._pids: list[int] = []
+
+    def add_gpu(self) -> str:
+        """Put a second GPU into the host; return its UUID."""
+        two = nvml_stub.Host(self.folder / "stub", gpus=2)
+        return two.uuids[1]
+
+    def start(self, **env: str) -> Caller:
+        """Start a client process."""
+        caller = Caller({**self.env, **env})
+        self._started.append(caller)
+        caller.answer()
+        return caller
+
+    def status(self) -> Any:
+        """What the ledger says, to a process of its own."""
+        if self._observer is None:
+            self._observer = self.start()
+        return self._observer("status")
+
+    def holders(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.status()["holders"]
+        return found
+
+    def until(self, condition: Callable[[Any], bool]) -> Any:
+        """Wait until the ledger says something."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition(state := self.status()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.01)
+        return state
+
+    def until_free(self) -> None:
+        self.until(lambda state: not state["holders"])
+
+    def until_waiting(self, caller: Caller) -> None:
+        """Wait until a process waits in line, and fail with its error if it does not."""
+        self.until(lambda state: state["waiting"] or caller.has_answer())
+        assert not caller.has_answer(), caller.answer()
+
+    def reached(self, name: str) -> int:
+        """Wait until a task tells that it is somewhere; return its process."""
+        path = self.folder / name
+        deadline = time.monotonic() + WAIT_S
+        while not path.exists():
+            assert time.monotonic() < deadline, f"nobody reached {name}"
+            time.sleep(0.01)
+        pid = int(path.read_text())
+        self._pids.append(pid)
+        return pid
+
+    def tell(self, name: str) -> list[Any]:
+        """The step by which a task tells that it is somewhere."""
+        return ["tell", str(self.folder / name)]
+
+    def wait(self, name: str) -> list[Any]:
+        """The step in which a task waits for :meth:`go`."""
+        return ["wait", str(self.folder / name)]
+
+    def go(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    def trace(self, *events: str, **fields: Any) -> list[dict[str, Any]]:
+        """Return what the trace has of these events (all), with these values."""
+        path = self.run_dir / "trace.jsonl"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [
+            one for one in found if (not events or one["event"] in events) and fields.items() <= one.items()
+        ]
+
+    def events(self, **fields: Any) -> list[str]:
+        return [one["event"] for one in self.trace(**fields)]
+
+    def granted(self) -> list[float]:
+        """Return the sizes of all leases so far in GiB, those of a whole GPU as 0."""
+        return [
+            0.0
+            if one["alone"] and one["gpus"][0]["memory_bytes"] > 15 * GIB
+            else round(one["gpus"][0]["memory_bytes"] / GIB, 2)
+            for one in self.trace("lease_granted")
+        ]
+
+    def close(self) -> None:
+        for caller in self._started:
+            caller.close()
+        for pid in self._pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_gone(pid: int) -> bool:
+    """Tell whether a process has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"

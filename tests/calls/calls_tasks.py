@@ -1,0 +1,190 @@
+"""What the workers of these tests do: a task is told step by step. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import nvml_stub
+
+import flower_gpu
+from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES
+from flower_gpu.gpu.lease import Lease
+
+GIB = 1 << 30
+WAIT_S = 60  # for what should take an instant; the machine may be busy
+SLEEP = "import time; time.sleep(600)"
+
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "FLOWER_GPU_LEASE", "PYTORCH_ALLOC_CONF")
+
+Steps = Sequence[Sequence[Any]]
+
+
+def seen() -> dict[str, Any]:
+    """Return what this worker sees of its lease."""
+    return {"pid": os.getpid(), **{name: os.environ.get(name) for name in _VARIABLES}}
+
+
+def follow(steps: Steps, weights: Any = None) -> dict[str, Any]:
+    """Do these steps, and return what was seen at the end."""
+    answers = [_STEPS[name](*arguments, **_weights(name, weights)) for name, *arguments in steps]
+    return {**seen(), "answers": answers}
+
+
+def train(weights: list[Any], config: dict[str, Any], steps: Steps = ()) -> tuple[list[Any], int, Any]:
+    """Train as Flower wants it; the steps may come from the server."""
+    told = json.loads(config.get("steps", "[]")) or steps
+    found = follow(told, weights)
+    return weights, 1, {"visible": found["CUDA_VISIBLE_DEVICES"], "leased": bool(found["FLOWER_GPU_LEASE"])}
+
+
+def evaluate(server_round: int, weights: Any, config: Any, steps: Steps = ()) -> dict[str, Any]:
+    """Evaluate as a strategy wants it."""
+    found = follow(steps)
+    return {"loss": 1.0, "leased": float(bool(found["FLOWER_GPU_LEASE"])), "pid": found["pid"]}
+
+
+def nested(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run another call from within a worker."""
+    return [seen(), flower_gpu.run_in_worker("calls_tasks:seen", **options)]
+
+
+PREPARED: list[int] = []
+
+
+def prepare() -> None:
+    """Load what all workers need."""
+    PREPARED.append(os.getpid())
+
+
+def prepared() -> dict[str, Any]:
+    """Return where what was loaded comes from."""
+    return {**seen(), "prepared_by": PREPARED}
+
+
+def _weights(name: str, weights: Any) -> dict[str, Any]:
+    return {"weights": weights} if name in ("spoil", "check") else {}
+
+
+# Steps ----------------------------------------------------------------------------------------------------
+
+
+def _tell(path: str) -> None:
+    """Say that this step was reached, and in which process."""
+    temporary = Path(f"{path}.{os.getpid()}")
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(path)
+
+
+def _wait(path: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody made {path}")
+        time.sleep(0.01)
+
+
+def _take(size: float, text: str = "torch") -> str:
+    """Take so many GiB more, as a framework does: in its lease, and of what the GPU has free."""
+    lease = Lease.from_environment(os.environ)
+    if lease is None or not lease.shares:
+        return "on the CPU"
+    (share,) = lease.shares
+    asked = int(size * GIB)
+    reserved = _TAKEN.get("reserved", 0)
+    used = nvml_stub.used(share.uuid)
+    if not reserved:
+        nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES)  # CUDA starts
+    free = share.total_bytes - nvml_stub.used(share.uuid)
+    if reserved + asked > share.cap_bytes or asked > free:
+        raise _out_of_memory(text, asked, free, share.total_bytes)
+    _TAKEN["reserved"] = reserved + asked
+    nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + asked)
+    return f"{used / GIB:.1f}"
+
+
+_TAKEN: dict[str, int] = {}
+
+
+def _out_of_memory(text: str, asked: int, free: int, total: int) -> Exception:
+    """Return the error, in the words of those who raise it."""
+    size = f"Tried to allocate {asked / GIB:.2f} GiB"
+    there = f"GPU 0 has a total capacity of {total / GIB:.2f} GiB of which {free / GIB:.2f} GiB is free."
+    if text == "raw":
+        return RuntimeError(f"CUDA error: out of memory. {size}")
+    if text == "torch class":
+        import torch
+
+        return torch.OutOfMemoryError(f"CUDA out of memory. {size}. {there}")
+    return RuntimeError(f"CUDA out of memory. {size}. {there}")
+
+
+def _spoil(weights: Any) -> None:
+    """Change the weights in place, as a training does before it runs out of memory."""
+    for array in weights:
+        array += 1
+
+
+def _check(weights: Any) -> list[float]:
+    """Return what the weights are."""
+    return [float(np.asarray(array).ravel()[0]) for array in weights]
+
+
+def _fail(kind: str, text: str) -> None:
+    raise {"ValueError": ValueError, "KeyError": KeyError, "MemoryError": MemoryError}[kind](text)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _child(path: str) -> None:
+    """Start a process as a DataLoader starts its workers: it has all that this one has open."""
+    pid = os.fork()
+    if pid == 0:
+        _tell(path)
+        os.execv(sys.executable, [sys.executable, "-c", SLEEP]) if path.endswith("exec") else time.sleep(600)
+
+
+def _program(path: str) -> None:
+    """Start another program."""
+    process = subprocess.Popen([sys.executable, "-c", SLEEP])
+    Path(path).write_text(str(process.pid))
+
+
+def _set(name: str, value: str) -> str | None:
+    os.environ[name] = value
+    return os.environ.get(name)
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _use(path: str, size: float) -> None:
+    """Take memory the first time only; later as much as the file says."""
+    _take(float(Path(path).read_text()) if Path(path).exists() else size)
+
+
+_STEPS = {
+    "tell": _tell,
+    "wait": _wait,
+    "take": _take,
+    "spoil": _spoil,
+    "check": _check,
+    "fail": _fail,
+    "kill": _kill,
+    "child": _child,
+    "program": _program,
+    "set": _set,
+    "sleep": _sleep,
+    "use": _use,
+}

@@ -1,0 +1,34 @@
+"""Hosts for the tests of calls: one fork server for all of them, everything else for each test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nvml_stub
+import pytest
+from calls_host import CallsHost
+
+
+@pytest.fixture(scope="session")
+def calls_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("calls")
+    nvml_stub.build(folder / "lib")
+    state = folder / "state"
+    state.mkdir(mode=0o700)
+    yield folder
+    env = {**os.environ, "FLOWER_GPU_STATE_DIR": str(state)}
+    subprocess.run(
+        [sys.executable, "-m", "flower_gpu.cli", "server", "stop"], env=env, capture_output=True, timeout=60
+    )
+
+
+@pytest.fixture
+def calls_host(tmp_path: Path, calls_folder: Path) -> Iterator[CallsHost]:
+    """A host with one GPU of 16 GiB."""
+    host = CallsHost(tmp_path, calls_folder / "lib", calls_folder / "state")
+    yield host
+    host.close()

@@ -1,0 +1,404 @@
+"""Each call has its lease: granted before its worker starts, gone with it, whatever ends either of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls_host import GIB, METHODS, CallsHost, is_gone, value_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "in-process"])
+def test_a_worker_sees_its_lease_which_is_held_while_it_lives(calls_host: CallsHost, method: str) -> None:
+    caller = calls_host.start()
+    caller.tell(
+        "run",
+        "calls_tasks:follow",
+        [calls_host.tell("here"), calls_host.wait("go")],
+        start_method=method,
+        gpu_memory="4GiB",
+        name="7",
+    )
+    pid = calls_host.reached("here")
+    [holder] = calls_host.holders()
+    assert holder["pid"] == caller.pid
+    assert holder["parts"] == {calls_host.uuid: 4 * GIB}
+    assert holder["label"] == "calls_tasks:follow of client 7"
+    calls_host.go("go")
+    found = caller.answer()
+    assert calls_host.holders() == []
+    assert found["pid"] == pid
+    assert (pid == caller.pid) == (method == "in-process")
+    assert found["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+    lease = json.loads(found["FLOWER_GPU_LEASE"])
+    [share] = lease["shares"]
+    assert (share["uuid"], share["memory_bytes"], share["total_bytes"]) == (
+        calls_host.uuid,
+        4 * GIB,
+        16 * GIB,
+    )
+    assert share["cap_bytes"] == 4 * GIB - (512 << 20)
+    assert found["PYTORCH_ALLOC_CONF"] == "per_process_memory_fraction:0.218750000000"
+    assert calls_host.events() == ["lease_granted", "worker_started", "worker_finished", "lease_released"]
+    for event in calls_host.trace():
+        assert (event["lease"], event["client"], event["task"]) == (lease["id"], "7", "calls_tasks:follow")
+    left = caller("seen")  # this process has nothing of it, not even after a call within it
+    assert [left[name] for name in left if name != "pid"] == [None, None, None]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("children", [False, True], ids=["alone", "with-children"])
+def test_a_lease_is_free_when_its_caller_is_killed(
+    calls_host: CallsHost, method: str, children: bool
+) -> None:
+    caller = calls_host.start()
+    made = [["child", str(calls_host.folder / "child")]] if children else []
+    steps = [*made, calls_host.tell("here"), calls_host.wait("never")]
+    caller.tell("run", "calls_tasks:follow", steps, start_method=method)
+    pids = [calls_host.reached("here"), *([calls_host.reached("child")] if children else [])]
+    assert len(calls_host.holders()) == 1
+    caller.kill()
+    calls_host.until_free()
+    assert all(is_gone(pid) for pid in pids)  # it is held for as long as one of them lives
+    assert calls_host.start().follow()["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lease_is_free_when_its_worker_is_killed(calls_host: CallsHost, method: str) -> None:
+    """Its children, of which one runs another program, have the lease until they are gone, too."""
+    caller = calls_host.start()
+    steps = [
+        ["child", str(calls_host.folder / "child")],
+        ["child", str(calls_host.folder / "exec")],
+        calls_host.tell("here"),
+        calls_host.wait("never"),
+    ]
+    caller.tell("run", "calls_tasks:follow", steps, start_method=method, gpu_memory="2GiB")
+    pids = [calls_host.reached(name) for name in ("here", "child", "exec")]
+    os.kill(pids[0], signal.SIGKILL)
+    error = caller.failure()
+    assert error.name == "WorkerDiedError" and "SIGKILL" in error.text
+    assert calls_host.holders() == []
+    assert all(is_gone(pid) for pid in pids)
+    [finished] = calls_host.trace("worker_finished")
+    assert finished["outcome"] == "died"
+    assert calls_host.trace("out_of_memory") == []
+    assert calls_host.events()[-1] == "lease_released"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_that_takes_too_long_loses_its_lease(calls_host: CallsHost, method: str) -> None:
+    caller = calls_host.start()
+    error = caller.fails(
+        "run", "calls_tasks:follow", [["sleep", 600]], start_method=method, timeout_s=1, num_gpus=0.5
+    )
+    assert error.name == "WorkerTimeoutError"
+    assert calls_host.holders() == []
+    assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["timeout"]
+
+
+def test_the_time_of_a_call_counts_from_its_lease(calls_host: CallsHost) -> None:
+    first, second = calls_host.start(), calls_host.start()
+    steps = [calls_host.tell("here"), calls_host.wait("go")]
+    first.tell("run", "calls_tasks:follow", steps, gpu_memory="10GiB", start_method="fork")
+    calls_host.reached("here")
+    second.tell(
+        "run", "calls_tasks:follow", [["sleep", 0.5]], gpu_memory="10GiB", start_method="fork", timeout_s=4
+    )
+    calls_host.until_waiting(second)
+    waiting = calls_host.start()
+    waiting.fails("run", "calls_tasks:seen", gpu_memory="10GiB", lease_timeout_s=5)  # longer than timeout_s
+    calls_host.go("go")
+    first.answer()
+    second.answer()
+    *_, granted = calls_host.trace("lease_granted")
+    assert granted["waited_s"] > 4
+
+
+def test_no_lease_in_time_names_who_has_it(calls_host: CallsHost) -> None:
+    first, second = calls_host.start(), calls_host.start()
+    steps = [calls_host.tell("here"), calls_host.wait("go")]
+    first.tell("run", "calls_tasks:follow", steps, gpu_memory="10GiB", name="4", start_method="fork")
+    calls_host.reached("here")
+    error = second.fails(
+        "run", "calls_tasks:seen", gpu_memory="8GiB", name="5", lease_timeout_s=0.3, start_method="fork"
+    )
+    assert error.name == "LeaseTimeoutError"
+    assert {"GPUError", "TimeoutError"} <= set(error.names)
+    assert "calls_tasks:seen of client 5: no lease within lease_timeout_s=0.3" in error.text
+    assert f"10.0 GiB held by calls_tasks:follow of client 4 (pid {first.pid})" in error.text
+    assert len(calls_host.holders()) == 1 and calls_host.status()["waiting"] == []
+    assert len(calls_host.trace("worker_started")) == 1
+    # The same, when the round is over before.
+    error = calls_host.start(FLOWER_GPU_ROUND_TIMEOUT_S="0.3").fails(
+        "run", "calls_tasks:seen", gpu_memory="8GiB"
+    )
+    assert error.name == "RoundOverError"
+    assert "was not started" in error.text and "0.3 s, FLOWER_GPU_ROUND_TIMEOUT_S" in error.text
+    assert len(calls_host.trace("worker_started")) == 1
+    calls_host.go("go")
+    first.answer()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"gpu_memory": "20GiB"},
+            "asks for 20.0 GiB of one GPU, which none can ever give: GPU 0 .* 15.8 GiB",
+        ),
+        ({"num_gpus": 3}, "asks for 3 GPUs and may use 1"),
+        ({"num_gpus": 0.01}, "too little for CUDA itself"),
+    ],
+    ids=["memory", "number", "share"],
+)
+def test_what_no_gpu_can_give_fails_at_once(calls_host: CallsHost, options: Any, text: str) -> None:
+    """Also while others hold all that there is."""
+    error = calls_host.start().fails("run", "calls_tasks:seen", **options)
+    assert error.name == "LeaseError"
+    assert text.partition(":")[0] in error.text
+    assert calls_host.events() == []
+    assert list(calls_host.ledger.glob("*/*.ticket")) == []
+
+
+def test_less_than_a_context_is_refused(calls_host: CallsHost) -> None:
+    error = calls_host.start().fails("run", "calls_tasks:seen", gpu_memory="300MiB")
+    assert error.name == "ConfigError"
+    assert "asks for 300 MiB of GPU 0" in error.text and "512 MiB" in error.text
+    assert calls_host.holders() == []
+
+
+def test_several_gpus_for_one_call(calls_host: CallsHost) -> None:
+    other = calls_host.add_gpu()
+    found = calls_host.start().follow(num_gpus=2, start_method="fork")
+    assert set(found["CUDA_VISIBLE_DEVICES"].split(",")) == {calls_host.uuid, other}
+    lease = json.loads(found["FLOWER_GPU_LEASE"])
+    assert [share["uuid"] for share in lease["shares"]] == found["CUDA_VISIBLE_DEVICES"].split(",")
+    assert all(share["memory_bytes"] > 15 * GIB for share in lease["shares"])
+    [granted] = calls_host.trace("lease_granted")
+    assert len(granted["gpus"]) == 2
+
+
+@pytest.mark.parametrize(("placement", "gpus"), [("spread", 2), ("pack", 1)])
+def test_calls_are_placed_as_the_environment_says(calls_host: CallsHost, placement: str, gpus: int) -> None:
+    calls_host.add_gpu()
+    steps = [calls_host.wait("go")]
+    callers = [calls_host.start(FLOWER_GPU_PLACEMENT=placement, FLOWER_GPU_MEMORY="4GiB") for _ in range(2)]
+    for number, caller in enumerate(callers, start=1):
+        caller.tell("run", "calls_tasks:follow", steps, start_method="fork")
+        calls_host.until(lambda state, number=number: len(state["holders"]) == number)
+    assert len({uuid for holder in calls_host.holders() for uuid in holder["parts"]}) == gpus
+    calls_host.go("go")
+    assert len({caller.answer()["CUDA_VISIBLE_DEVICES"] for caller in callers}) == gpus
+
+
+@pytest.fixture
+def open_host(calls_folder: Path) -> Iterator[CallsHost]:
+    """A host in a folder that every account can read."""
+    folder = Path(tempfile.mkdtemp(prefix="flower-gpu-calls-"))
+    folder.chmod(0o755)
+    shutil.copytree(calls_folder / "lib", folder / "lib")
+    host = CallsHost(folder, folder / "lib", folder / "state")
+    yield host
+    host.close()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs the right to change the account")
+def test_calls_of_two_accounts_share_a_gpu(open_host: CallsHost) -> None:
+    host, user = open_host, 65534
+    states = []
+    for owner in (0, user):
+        states.append(host.folder / f"state-{owner}")
+        states[-1].mkdir(mode=0o700)
+        os.chown(states[-1], owner, owner)
+    (host.folder / "stub" / "use").chmod(0o777)
+    (host.run_dir / "trace.jsonl").touch()
+    (host.run_dir / "trace.jsonl").chmod(0o666)
+    first = host.start(FLOWER_GPU_STATE_DIR=str(states[0]))
+    second = host.start(FLOWER_GPU_STATE_DIR=str(states[1]), CALLS_USER=str(user))
+    go = [host.wait("go")]
+    first.tell("run", "calls_tasks:follow", go, start_method="fork", gpu_memory="10GiB")
+    host.until(lambda state: len(state["holders"]) == 1)
+    second.tell("run", "calls_tasks:seen", start_method="fork", gpu_memory="10GiB")
+    host.until_waiting(second)
+    error = host.start(FLOWER_GPU_STATE_DIR=str(states[0])).fails(
+        "run", "calls_tasks:seen", gpu_memory="10GiB", lease_timeout_s=0.2
+    )
+    assert f"(pid {first.pid})" in error.text
+    host.go("go")
+    assert first.answer()["CUDA_VISIBLE_DEVICES"] == second.answer()["CUDA_VISIBLE_DEVICES"] == host.uuid
+    assert [path.stat().st_uid for path in sorted(host.ledger.glob("flower-gpu-leases-*[0-9]"))] == [0, user]
+    assert host.trace("lease_granted")[-1]["waited_s"] > 0
+    second.tell("run", "calls_tasks:follow", [host.wait("again")], start_method="fork", gpu_memory="10GiB")
+    host.until(lambda state: [one["user"] for one in state["holders"]] == [user])
+    second.kill()
+    host.until_free()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("gpu", ["never", "offer"])
+def test_what_a_module_or_task_sets_changes_nothing(calls_host: CallsHost, method: str, gpu: str) -> None:
+    """Scripts for one GPU begin with it: a hidden GPU stays hidden, and a worker keeps the one it has."""
+    task = "calls_sets_variables:seen"
+    found = calls_host.start()("run", task, start_method=method, gpu=gpu, gpu_memory="4GiB")
+    if gpu == "never":
+        assert (found["CUDA_VISIBLE_DEVICES"], found["FLOWER_GPU_LEASE"]) == ("", "")
+        assert calls_host.events() == ["worker_started", "worker_finished"]
+    else:
+        assert found["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+        merged = "expandable_segments:True,per_process_memory_fraction:0.218750000000"
+        assert found["PYTORCH_ALLOC_CONF"] == merged
+
+
+def test_what_the_environment_shows_is_all_that_a_call_may_have(calls_host: CallsHost) -> None:
+    other = calls_host.add_gpu()
+    first, caller = calls_host.start(), calls_host.start()
+    first.tell(
+        "run", "calls_tasks:follow", [calls_host.wait("go")], num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"}
+    )
+    calls_host.until(lambda state: [list(one["parts"]) for one in state["holders"]] == [[other]])
+    error = caller.fails(
+        "run", "calls_tasks:seen", num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"}, lease_timeout_s=0.2
+    )
+    assert error.name == "LeaseTimeoutError"
+    calls_host.go("go")
+    assert first.answer()["CUDA_VISIBLE_DEVICES"] == other
+    found = caller.follow(num_gpus=1, env={"CUDA_VISIBLE_DEVICES": "1"}, start_method="fork")
+    assert found["CUDA_VISIBLE_DEVICES"] == other
+    caller("environment", {"CUDA_VISIBLE_DEVICES": ""})
+    found = caller.follow(num_gpus=1, start_method="fork")
+    assert (found["CUDA_VISIBLE_DEVICES"], found["FLOWER_GPU_LEASE"]) == ("", "")
+    error = caller.fails("run", "calls_tasks:seen", gpu="require")
+    assert error.name == "GPUUnavailableError"
+    assert "CUDA_VISIBLE_DEVICES hides every GPU" in error.text
+    assert caller.follow(gpu="offer", env={"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] != ""
+
+
+def test_the_server_asks_and_the_node_decides(calls_host: CallsHost) -> None:
+    other = calls_host.add_gpu()
+    caller = calls_host.start()
+
+    def visible(*configs: dict[str, Any], **options: Any) -> str:
+        metrics = caller("fit", *configs, start_method="fork", gpu_memory="2GiB", **options)
+        assert metrics["leased"] == bool(metrics["visible"])
+        found: str = metrics["visible"]
+        return found
+
+    assert visible({}) in (calls_host.uuid, other)
+    assert visible({"use-gpu": False}) == ""
+    assert visible({}, {}, {"use-gpu": False}) == ""
+    assert visible({"use-gpu": True}, {"gpu-num": 1}, {"use-gpu": False}) == other
+    assert visible({"use-gpu": True}, {"gpu": "never"}) == ""
+    assert visible({"use-gpu": False}, {"gpu": "force", "gpu-num": "0"}) == calls_host.uuid
+    assert visible({}, {"gpu": "never"}, gpu="force") == ""
+    assert visible({}, {"gpu-num": 7}) in (calls_host.uuid, other)
+    logged = caller("lines")
+    assert len([line for line in logged if "policy is never" in line]) == 1
+    assert len([line for line in logged if "there is no GPU 7" in line]) == 1
+    error = caller.fails("fit", {}, {"gpu": "require", "gpu-num": 7})
+    assert error.name == "GPUUnavailableError" and "there is no GPU 7" in error.text
+    error = caller.fails("fit", {"use-gpu": "yes"})
+    assert error.name == "TypeError" and "use-gpu in the config of this call" in error.text
+    assert calls_host.holders() == []
+
+
+def test_a_forced_gpu_that_is_not_there_is_told_once(calls_host: CallsHost) -> None:
+    calls_host.stub.set(0, lost=True)
+    caller = calls_host.start()
+    for _ in range(2):
+        assert caller.follow(gpu="force", start_method="fork")["CUDA_VISIBLE_DEVICES"] == ""
+    [line] = caller("lines")
+    assert line.startswith("ERROR this node's policy is force, but no GPU can be used")
+    error = caller.fails("run", "calls_tasks:seen", gpu="require")
+    assert error.name == "GPUUnavailableError"
+    calls_host.stub.set(0, lost=False)
+    assert caller.follow(gpu="require", start_method="fork")["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_within_a_call_is_under_the_same_lease(calls_host: CallsHost, method: str) -> None:
+    """With all of the GPU taken, one that waited for a lease of its own would wait for ever."""
+    inner = {"start_method": method, "lease_timeout_s": 5, "env": {"CUDA_VISIBLE_DEVICES": "0"}}
+    found = calls_host.start()("run", "calls_tasks:nested", inner, num_gpus=1, start_method=method)
+    outer, within = found
+    assert outer.pop("pid") != within.pop("pid")
+    assert outer == within
+    assert outer["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+    assert len(calls_host.trace("lease_granted")) == 1
+
+
+def test_a_call_within_a_call_without_gpu_has_none(calls_host: CallsHost) -> None:
+    inner = {"start_method": "fork", "gpu": "force", "env": {"CUDA_VISIBLE_DEVICES": "0"}}
+    _, within = calls_host.start()("run", "calls_tasks:nested", inner, gpu="never", start_method="fork")
+    assert (within["CUDA_VISIBLE_DEVICES"], within["FLOWER_GPU_LEASE"]) == ("", "")
+    assert calls_host.trace("lease_granted") == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_threads_of_a_process_have_leases_of_their_own(calls_host: CallsHost, method: str) -> None:
+    def call(mine: str, other: str) -> Any:
+        steps = [calls_host.tell(mine), calls_host.wait(other)]  # both at the same time
+        return ["calls_tasks:follow", [steps], {"start_method": method, "gpu_memory": "6GiB", "name": mine}]
+
+    caller = calls_host.start()
+    caller.tell("run_in_threads", call("a", "b"), call("b", "a"))
+    found = [value_of(reply) for reply in caller.answer()]
+    leases = [json.loads(one["FLOWER_GPU_LEASE"])["id"] for one in found]
+    assert len(set(leases)) == 2
+    for name, lease in zip("ab", leases, strict=True):
+        assert calls_host.events(client=name, lease=lease) == [
+            "lease_granted", "worker_started", "worker_finished", "lease_released"
+        ]  # fmt: skip
+    assert calls_host.holders() == []
+
+
+def test_threads_whose_calls_do_not_fit_together_take_turns(calls_host: CallsHost) -> None:
+    """A fork made by one thread does not keep the lease of another."""
+    call = ["calls_tasks:follow", [[["sleep", 0.1]]], {"start_method": "fork", "gpu_memory": "10GiB"}]
+    for reply in calls_host.start()("run_in_threads", call, call, call):
+        value_of(reply)
+    times = [one["event"] for one in calls_host.trace("lease_granted", "worker_finished")]
+    assert times == ["lease_granted", "worker_finished"] * 3
+
+
+def test_a_preloaded_task_has_a_lease(calls_host: CallsHost) -> None:
+    caller = calls_host.start()
+    options = {"preload": "calls_tasks:prepare", "start_method": "forkserver", "gpu_memory": "2GiB"}
+    first, second = (caller("run", "calls_tasks:prepared", **options) for _ in range(2))
+    assert first["prepared_by"] == second["prepared_by"] and len(first["prepared_by"]) == 1
+    assert first["pid"] not in first["prepared_by"]
+    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+    assert json.loads(first["FLOWER_GPU_LEASE"])["id"] != json.loads(second["FLOWER_GPU_LEASE"])["id"]
+    assert calls_host.holders() == []
+
+
+def test_evaluation_on_the_server_takes_a_lease_like_everybody(calls_host: CallsHost) -> None:
+    loss, metrics = calls_host.start()("evaluate", start_method="fork", gpu_memory="3GiB")
+    assert (loss, metrics["leased"]) == (1.0, 1.0)
+    assert calls_host.events(client="server", task="evaluate") == [
+        "lease_granted", "worker_started", "worker_finished", "lease_released"
+    ]  # fmt: skip
+    assert calls_host.granted() == [3.0]
+
+
+@pytest.mark.parametrize("sizes", [("2GiB", "8GiB"), ("8GiB", "2GiB")])
+def test_calls_in_the_process_itself_have_each_their_own_cap(
+    calls_host: CallsHost, sizes: tuple[str, str]
+) -> None:
+    """The environment of ``inline`` stays as it is, but a lease is for one call."""
+    caller = calls_host.start()
+    for size in sizes:
+        found = caller.follow(start_method="inline", gpu_memory=size)
+        cap = int(size.removesuffix("GiB")) - 0.5
+        assert found["PYTORCH_ALLOC_CONF"] == f"per_process_memory_fraction:{cap / 16:.12f}"
+    assert not caller("leased")

@@ -1,0 +1,287 @@
+"""A call that runs out of GPU memory: more of a GPU, all of one, the CPU, or an error with the numbers.
+
+The workers' allocator is simulated: it takes memory of a stub GPU, and fails in the words of those that are
+real, within its lease and by what the GPU has free. Without CUDA the worker tells by the driver's numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from calls_host import GIB, METHODS, CallsHost
+
+pytestmark = pytest.mark.timeout(120)
+
+TOO_MUCH = [["take", 2.0], ["take", 3.0]]  # with the context 5.5 GiB
+
+
+def sizes(calls_host: CallsHost) -> list[float]:
+    """Return what each try had, in GiB; all of the GPU as 0."""
+    return calls_host.granted()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_that_needs_more_than_its_lease_gets_more(calls_host: CallsHost, method: str) -> None:
+    """And finds its arguments as they were, though the first try has changed them in place."""
+    caller = calls_host.start()
+    steps = [["check"], ["take", 2.0], ["spoil"], ["take", 3.0], ["check"]]
+    found = caller(
+        "run", "calls_tasks:follow", steps, weights=[[4], [2, 2]], start_method=method, gpu_memory="4GiB"
+    )
+    assert found["answers"][0] == [0.0, 0.0] and found["answers"][-1] == [1.0, 1.0]
+    assert sizes(calls_host) == [4.0, 8.5]  # what it had, and one and a half of what it asked for
+    assert calls_host.events() == [
+        *("lease_granted", "worker_started", "out_of_memory", "worker_finished", "lease_released"),
+        *("lease_granted", "worker_started", "worker_finished", "lease_released"),
+    ] or calls_host.events() == [
+        *("lease_granted", "worker_started", "worker_finished", "out_of_memory", "lease_released"),
+        *("lease_granted", "worker_started", "worker_finished", "lease_released"),
+    ]
+    [told] = calls_host.trace("out_of_memory")
+    assert (told["kind"], told["then"]) == ("over_cap", "again")
+    assert (told["asked_bytes"], told["reserved_bytes"]) == (3 * GIB, int(2.5 * GIB))
+    assert (told["cap_bytes"], told["free_bytes"]) == (4 * GIB, int(13.5 * GIB))
+    assert (told["total_bytes"], told["uuid"]) == (16 * GIB, calls_host.uuid)
+    first, second = calls_host.trace("lease_granted")
+    assert told["lease"] == first["lease"] != second["lease"]
+    assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["out of memory", "ok"]
+    [line] = caller("lines")
+    assert "it took more than its lease" in line and "Asked 3.0 GiB, reserved 2.5 GiB" in line
+    assert line.endswith("It runs again")
+    assert calls_host.holders() == []
+
+
+@pytest.mark.parametrize("text", ["raw", "torch class"])
+def test_other_words_for_it_are_understood(calls_host: CallsHost, text: str) -> None:
+    method = "forkserver" if text == "torch class" else "fork"
+    caller = calls_host.start()
+    found = caller.follow(["take", 5.0, text], gpu_memory="4GiB", start_method=method)
+    assert found["answers"] == ["0.0"]
+    assert [one["kind"] for one in calls_host.trace("out_of_memory")] == ["over_cap"]
+
+
+def test_what_it_would_have_needed_is_learned_for_calls_that_name_no_size(calls_host: CallsHost) -> None:
+    """A task that has grown: its next call asks for enough at once."""
+    caller = calls_host.start()
+    size = str(calls_host.folder / "size")
+    with open(size, "w") as file:
+        file.write("1.0")
+    calls = {"start_method": "fork", "name": "c"}
+    steps = [["use", size, 0.0]]
+    for _ in range(2):
+        caller("run", "calls_tasks:follow", steps, **calls)
+    with open(size, "w") as file:
+        file.write("6.0")
+    for _ in range(2):
+        caller("run", "calls_tasks:follow", steps, **calls)
+    first, second, small, large, third = sizes(calls_host)
+    assert first == 0.0  # alone, all of the GPU
+    assert second == small == 1.65  # with the context, and a tenth more
+    assert 9.0 < large < 15.0
+    assert third == 7.15
+    assert len(calls_host.trace("out_of_memory")) == 1
+    assert calls_host.trace("lease_granted")[0]["alone"]
+
+
+def test_a_call_that_grows_and_grows_has_the_gpu_to_itself_at_last(calls_host: CallsHost) -> None:
+    caller = calls_host.start()
+    steps = [["take", 0.5], ["take", 0.25]] + [["take", 0.25]] * 20
+    caller.follow(*steps, gpu_memory="1GiB", start_method="fork")
+    assert sizes(calls_host) == [1.0, 2.0, 4.0, 0.0]
+    assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["again"] * 3
+    assert [one["alone"] for one in calls_host.trace("lease_granted")] == [False] * 3 + [True]
+    error = caller.fails(
+        "run", "calls_tasks:follow", [["take", 20.0]], gpu_memory="4GiB", start_method="fork"
+    )
+    assert error.name == "GPUOutOfMemoryError" and "in 2 tries" in error.text
+    assert sizes(calls_host)[4:] == [4.0, 0.0]  # to ask for more than there is would help no more
+
+
+def test_a_full_gpu_is_waited_for(calls_host: CallsHost) -> None:
+    """Another program has taken what the lease was for; when it has gone, the call runs alone."""
+    caller = calls_host.start()
+    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
+    caller.tell("run", "calls_tasks:follow", steps, gpu_memory="4GiB", start_method="fork")
+    calls_host.reached("here")
+    program = calls_host.stub.program(0, 13 * GIB)
+    calls_host.go("go")
+    calls_host.until_waiting(caller)
+    [told] = calls_host.trace("out_of_memory")
+    assert (told["kind"], told["then"]) == ("card_full", "again")
+    assert (told["asked_bytes"], told["free_bytes"]) == (2 * GIB, int(1.5 * GIB))
+    # What the worker has given back is not enough for it.
+    assert calls_host.holders() == []
+    program.end()
+    assert caller.answer()["answers"][0] == "0.0"
+    assert [one["alone"] for one in calls_host.trace("lease_granted")] == [False, True]
+    [line] = caller("lines")
+    assert "the GPU itself was full" in line
+    assert "13.0 GiB used by process" in line and "/usr/bin/other" in line
+
+
+def test_nobody_else_is_there_when_it_runs_alone(calls_host: CallsHost) -> None:
+    other, caller = calls_host.start(), calls_host.start()
+    other.tell(
+        "run",
+        "calls_tasks:follow",
+        [calls_host.wait("done")],
+        gpu_memory="2GiB",
+        start_method="fork",
+        name="o",
+    )
+    calls_host.until(lambda state: len(state["holders"]) == 1)
+    program = calls_host.stub.program(0, 9 * GIB)
+    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
+    caller.tell("run", "calls_tasks:follow", steps, gpu_memory="4GiB", start_method="fork")
+    calls_host.reached("here")
+    calls_host.stub.set(0, used=int(4.5 * GIB))
+    calls_host.go("go")
+    calls_host.until_waiting(caller)
+    program.end()
+    calls_host.stub.set(0, used=0)
+    [line] = caller_lines(calls_host)
+    assert line == "card_full"
+    third = calls_host.start()
+    error = third.fails(
+        "run", "calls_tasks:seen", gpu_memory="1GiB", lease_timeout_s=0.2, start_method="fork"
+    )
+    assert error.name == "LeaseTimeoutError"  # the GPU is kept for the one that waits to be alone
+    calls_host.go("done")
+    other.answer()
+    caller.answer()
+    assert [one["alone"] for one in calls_host.trace("lease_granted")] == [False, False, True]
+    assert any("2.0 GiB leased to calls_tasks:follow of client o" in line for line in caller("lines"))
+
+
+def caller_lines(calls_host: CallsHost) -> list[str]:
+    return [one["kind"] for one in calls_host.trace("out_of_memory")]
+
+
+def test_a_gpu_that_stays_full_ends_in_the_numbers(calls_host: CallsHost) -> None:
+    """Not in a message that only speaks of waiting."""
+    caller = calls_host.start()
+    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
+    options = {"gpu_memory": "4GiB", "start_method": "fork", "lease_timeout_s": 0.5}
+    caller.tell("run", "calls_tasks:follow", steps, **options)
+    calls_host.reached("here")
+    calls_host.stub.program(0, 13 * GIB)
+    calls_host.go("go")
+    error = caller.failure()
+    assert error.name == "GPUOutOfMemoryError"
+    assert "the GPU itself was full" in error.text
+    assert "Asked 2.0 GiB" in error.text and "lease_timeout_s=0.5" in error.text
+    assert error.causes[0][0] == "RuntimeError"
+    assert calls_host.holders() == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fail_means_at_once_and_with_the_numbers(calls_host: CallsHost, method: str) -> None:
+    caller = calls_host.start()
+    calls_host.stub.program(0, GIB, name="/usr/bin/desktop")
+    error = caller.fails(
+        "run", "calls_tasks:follow", TOO_MUCH, gpu_memory="4GiB", on_oom="fail", start_method=method, name="6"
+    )
+    assert error.name == "GPUOutOfMemoryError"
+    assert {"WorkerError", "GPUError"} <= set(error.names)
+    assert error.text.startswith(
+        "calls_tasks:follow of client 6: out of memory on GPU 0 (NVIDIA Stub 16GB): "
+        "it took more than its lease. "
+        "Asked 3.0 GiB, reserved 2.5 GiB, cap 4.0 GiB of a lease of 4.0 GiB, free 12.5 GiB of 16.0 GiB. "
+        "Also there: 1.0 GiB used by process"
+    )
+    assert "/usr/bin/desktop" in error.text and "on_oom='cpu'" in error.text
+    (name, text), *rest = error.causes
+    assert name == "RuntimeError" and text.startswith("CUDA out of memory. Tried to allocate 3.00 GiB")
+    assert "calls_tasks.py" in rest[0][1]  # the worker's traceback
+    assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["failed"]
+    assert len(calls_host.trace("worker_started")) == 1
+
+
+def test_the_cpu_is_the_third_kind_of_try(calls_host: CallsHost) -> None:
+    caller = calls_host.start(FLOWER_GPU_ON_OOM="cpu")
+    steps = [["check"], ["spoil"], ["take", 20.0], ["check"]]
+    found = caller("run", "calls_tasks:follow", steps, weights=[[4]], gpu_memory="4GiB", start_method="fork")
+    assert found["answers"] == [[0.0], None, "on the CPU", [1.0]]
+    assert (found["CUDA_VISIBLE_DEVICES"], found["FLOWER_GPU_LEASE"]) == ("", "")
+    assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["again", "on the CPU"]
+    assert ["lease" in one for one in calls_host.trace("worker_started")] == [True, True, False]
+    assert calls_host.events()[-3:] == ["lease_released", "worker_started", "worker_finished"]
+    assert calls_host.holders() == []
+
+
+def test_the_cpu_does_not_wait_for_a_gpu_for_ever(calls_host: CallsHost) -> None:
+    caller = calls_host.start()
+    steps = [["take", 1.0], calls_host.tell("here"), calls_host.wait("go"), ["take", 2.0]]
+    options = {"gpu_memory": "4GiB", "start_method": "fork", "lease_timeout_s": 0.5, "on_oom": "cpu"}
+    caller.tell("run", "calls_tasks:follow", steps, **options)
+    calls_host.reached("here")
+    calls_host.stub.program(0, 13 * GIB)
+    calls_host.go("go")
+    assert caller.answer()["answers"][-1] == "on the CPU"
+
+
+def test_a_node_that_requires_a_gpu_has_no_call_on_the_cpu(calls_host: CallsHost) -> None:
+    error = calls_host.start().fails(
+        "run", "calls_tasks:follow", [["take", 20.0]], gpu="require", on_oom="cpu", start_method="fork"
+    )
+    assert error.name == "GPUOutOfMemoryError"
+    assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["failed"]
+
+
+@pytest.mark.parametrize("method", ["in-process", "inline"])
+@pytest.mark.parametrize("on_oom", ["retry", "cpu"])
+def test_in_the_process_itself_there_is_one_try(calls_host: CallsHost, method: str, on_oom: str) -> None:
+    """Its memory is not given back."""
+    error = calls_host.start().fails(
+        "run", "calls_tasks:follow", TOO_MUCH, gpu_memory="4GiB", on_oom=on_oom, start_method=method
+    )
+    assert error.name == "GPUOutOfMemoryError" and "it took more than its lease" in error.text
+    assert error.causes[0][0] == "RuntimeError"
+    assert len(calls_host.trace("worker_started")) == 1
+    assert [one["then"] for one in calls_host.trace("out_of_memory")] == ["failed"]
+    assert calls_host.holders() == []
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["ValueError", "KeyError", "MemoryError"])
+def test_other_errors_are_passed_through(calls_host: CallsHost, method: str, kind: str) -> None:
+    error = calls_host.start().fails(
+        "run", "calls_tasks:follow", [["take", 1.0], ["fail", kind, "no memory of that"]],
+        gpu_memory="4GiB", start_method=method,
+    )  # fmt: skip
+    assert (error.name, error.text) == (
+        kind,
+        repr("no memory of that") if kind == "KeyError" else "no memory of that",
+    )
+    [(name, text)] = error.causes
+    assert name == "WorkerTraceback" and "calls_tasks.py" in text and "in _fail" in text
+    assert calls_host.trace("out_of_memory") == []
+    assert len(calls_host.trace("worker_started")) == 1
+
+
+def test_a_worker_that_is_killed_has_not_run_out_of_memory(calls_host: CallsHost) -> None:
+    """The kernel's own way to end a process for want of main memory, or anybody's."""
+    error = calls_host.start().fails(
+        "run", "calls_tasks:follow", [["take", 15.0], ["kill"]], num_gpus=1, start_method="fork"
+    )
+    assert error.name == "WorkerDiedError"
+    assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["died"]
+    assert calls_host.trace("out_of_memory") == []
+
+
+def test_a_round_goes_on(calls_host: CallsHost) -> None:
+    caller = calls_host.start()
+    steps = '[["take", 20.0]]'
+    options: dict[str, Any] = {"gpu_memory": "4GiB", "start_method": "fork"}
+    error = caller.fails("app", {"steps": steps}, **options)
+    assert error.name == "GPUOutOfMemoryError"  # Flower makes an error reply of it
+    found = caller("app", {"steps": steps}, on_oom="cpu", **options)
+    assert (found["code"], found["visible"]) == ("OK", "")
+    caller("as_start_client")
+    found = caller("app", {"steps": steps}, **options)
+    assert found["code"] != "OK"
+    assert found["message"].startswith("GPUOutOfMemoryError: fit of client")
+    found = caller("app", {"steps": '[["take", 5.0]]'}, **options)
+    assert (found["code"], found["visible"]) == ("OK", calls_host.uuid)
+    assert calls_host.holders() == []
