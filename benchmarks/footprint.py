@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import machine
 import table
 from options import Parser, json_file, positive
 
@@ -29,7 +30,8 @@ import nvml_stub  # noqa: E402
 from flower_gpu.gpu.ledger import Ledger, State  # noqa: E402
 
 GIB = 1 << 30
-_TAKES_BYTES = int(2.8 * GIB)  # with the margin five fit on 16 GiB, next to the reserve
+_TAKES_BYTES = int(2.8 * GIB)  # with the margin so many fit on 16 GiB, next to the reserve:
+_FIT = 5
 _LOOK_S = 0.02
 _LONGEST_S = 600.0
 
@@ -38,12 +40,11 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="flower-gpu-benchmark-") as folder:
         figures = measure(Path(folder), options)
-    table.show(
-        "64 clients, auto" if options.clients == 64 else "auto", ("figure", "value"), list(figures.items())
-    )
+    table.show(f"{options.clients} clients, auto", ("figure", "value"), list(figures.items()))
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0 if figures["finished"] == options.clients and not figures["out_of_memory"] else 1
+        options.json.write_text(json.dumps({"machine": machine.describe(), **figures}, indent=1) + "\n")
+    is_right = figures["finished"] == options.clients and not figures["out_of_memory"]
+    return 0 if is_right and figures["most_at_a_time"] <= _FIT else 1
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -115,3 +115,22 @@ def test_gpu_benchmark_says_that_there_is_no_gpu() -> None:
     done = run("gpu.py", timeout_s=60)
     assert done.returncode == 2
     assert "no NVIDIA GPU" in done.stderr
+
+
+def test_gpu_benchmark_runs_all_of_its_parts_on_a_simulated_gpu(tmp_path: Path) -> None:
+    result = figures(tmp_path / "figures.json", "gpu.py", "--device", "stub", "--quick")
+    assert result["failed"] == {}
+    article, ours = result["memory"]["ways"]
+    assert (ours["trained"], ours["out_of_memory"]) == (3, 0) and article["out_of_memory"] == 1
+    leases, bare = result["oversubscribe"]["ways"]
+    assert (leases["finished"], leases["out_of_memory_in_workers"]) == (6, 0) and bare["out_of_memory"] > 0
+    assert leases["most_at_a_time"] <= result["oversubscribe"]["fit"]
+    assert result["cap"]["greedy"]["error"] == "GPUOutOfMemoryError" and result["cap"]["neighbour"]["same"]
+    ways = [(row["way"], row["concurrency"]) for row in result["throughput"]["rows"]]
+    assert sorted(ways) == [("article", 1), ("article", 2), ("ours", 1), ("ours", 2)]
+
+
+def test_clients_that_nobody_has_sized_fill_a_gpu_and_none_runs_out(tmp_path: Path) -> None:
+    result = figures(tmp_path / "figures.json", "footprint.py", "--clients", 12, "--seconds", 0.3)
+    assert (result["finished"], result["out_of_memory"]) == (12, 0)
+    assert (result["calls_alone"], result["most_at_a_time"]) == (1, 5)
