@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flower_gpu.calls.options import CallOptions
     from flower_gpu.errors import (
+        ClientCallError,
         ConfigError,
         FlowerGPUError,
         GPUError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     )
     from flower_gpu.flower.client import GPUClient, gpu_client
     from flower_gpu.flower.evaluate import gpu_evaluate
+    from flower_gpu.flower.mod import gpu_mod
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.isolation.events import progress
     from flower_gpu.pytorch.device import device, to_device, to_numpy
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "ClientCallError": "flower_gpu.errors",
     "ConfigError": "flower_gpu.errors",
     "FlowerGPUError": "flower_gpu.errors",
     "GPUError": "flower_gpu.errors",
@@ -57,6 +60,7 @@ _HOME = {
     "device": "flower_gpu.pytorch.device",
     "gpu_client": "flower_gpu.flower.client",
     "gpu_evaluate": "flower_gpu.flower.evaluate",
+    "gpu_mod": "flower_gpu.flower.mod",
     "progress": "flower_gpu.isolation.events",
     "run_in_worker": "flower_gpu.runner",
     "to_device": "flower_gpu.pytorch.device",
@@ -65,6 +69,7 @@ _HOME = {
 
 __all__ = [
     "CallOptions",
+    "ClientCallError",
     "ConfigError",
     "FedAvg",
     "FlowerGPUError",
@@ -85,6 +90,7 @@ __all__ = [
     "device",
     "gpu_client",
     "gpu_evaluate",
+    "gpu_mod",
     "progress",
     "run_in_worker",
     "to_device",

@@ -71,6 +71,10 @@ class GPUOutOfMemoryError(WorkerError, GPUError):
     """A call ran out of GPU memory, also in further tries; the message has the numbers."""
 
 
+class ClientCallError(FlowerGPUError):
+    """A function of a ``ClientApp`` raised an exception, which is the cause; the message names the client."""
+
+
 class InvalidResultError(FlowerGPUError, ValueError):
     """A task returned something Flower cannot use; the message names the entry."""
 

@@ -14,7 +14,7 @@ from flower_gpu.calls import leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.options import CallSettings, split
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError, WorkerTimeoutError
-from flower_gpu.gpu import descriptors, lease
+from flower_gpu.gpu import descriptors, lease, ray_actor
 from flower_gpu.gpu.footprint_key import Array
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
@@ -75,14 +75,15 @@ def run_call(
     client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     call = _Run(task, args, kwargs or {}, settings, label, {"client": client, "task": kind})
-    environ = {**os.environ, **settings.worker.env}
+    environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if lease.VARIABLE in os.environ:  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     if not decision.on_gpu:
         return call.once(leasing.worker_environment(None, environ))
-    purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, config or {})
+    sizes = {**settings.gpu.run_config, **(config or {})}
+    purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, sizes)
     return call.on_gpu(Leasing(settings.gpu, decision.uuids, purpose, call.fields, round_deadline), environ)
 
 

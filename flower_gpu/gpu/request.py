@@ -28,6 +28,9 @@ UNITS: Final = MappingProxyType(
     }
 )
 
+#: Keys of a node config: how many GPUs a call gets there, or how much memory of one.
+NODE_KEYS: Final = ("num-gpus", "gpu-memory")
+
 _BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
 _SIZE = re.compile(
     r"\s*(?P<number>[+-]?(?:\d[\d_]{0,30}(?:\.\d{0,30})?|\.\d{1,30})(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)\s*",
@@ -170,8 +173,9 @@ class Request:
         num_gpus: float | None = None,
         gpu_memory: int | str | None = None,
         environ: Mapping[str, str] = MappingProxyType({}),
+        node_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> Request:
-        """Return what the code asks for, or else the environment.
+        """Return what this node's config asks for, or else the code, or else the environment.
 
         Parameters
         ----------
@@ -181,6 +185,9 @@ class Request:
             A size as :func:`memory_bytes` reads it, at least 1 MiB.
         environ : mapping of str to str
             ``FLOWER_GPU_NUM_GPUS`` or ``FLOWER_GPU_MEMORY`` counts when the code names neither.
+        node_config : mapping, optional
+            ``num-gpus`` or ``gpu-memory`` counts whatever the code says: it is the operator's, who knows the
+            node.
 
         Raises
         ------
@@ -190,7 +197,10 @@ class Request:
             If a value cannot be used, or one place names both; the message names where it came from.
         """
         names = ("num_gpus", "gpu_memory")
-        if num_gpus is None and gpu_memory is None:
+        if NODE_KEYS[0] in node_config or NODE_KEYS[1] in node_config:
+            names = (f"{NODE_KEYS[0]} in the node config", f"{NODE_KEYS[1]} in the node config")
+            num_gpus, gpu_memory = (node_config.get(key) for key in NODE_KEYS)
+        elif num_gpus is None and gpu_memory is None:
             names = ("FLOWER_GPU_NUM_GPUS", "FLOWER_GPU_MEMORY")
             text, gpu_memory = (environ.get(name) or None for name in names)
             num_gpus = None if text is None else _number(text, names[0])

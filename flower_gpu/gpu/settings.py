@@ -88,7 +88,7 @@ class GPUSettings:
         """
         return cls(
             policy=DevicePolicy.resolve(gpu, gpu_num, node_config, environ),
-            request=Request.resolve(num_gpus, gpu_memory, environ),
+            request=Request.resolve(num_gpus, gpu_memory, environ, node_config),
             run_config=run_config,
             lease_timeout_s=_seconds(
                 lease_timeout_s, "lease_timeout_s", environ, "FLOWER_GPU_LEASE_TIMEOUT_S", LEASE_TIMEOUT_S

@@ -128,14 +128,15 @@ def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 
 def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
-    """Put clients and server together that have the same policy; the rest is the same for all."""
-    groups: dict[DevicePolicy, list[str]] = {}
-    settings: dict[DevicePolicy, GPUSettings] = {}
+    """Put clients and server together that have the same policy and request; the rest is the same for all."""
+    groups: dict[tuple[DevicePolicy, Request], list[str]] = {}
+    settings: dict[tuple[DevicePolicy, Request], GPUSettings] = {}
 
     def add(name: str, environ: Mapping[str, str], node_config: Mapping[str, object]) -> None:
         found = GPUSettings.resolve(node_config=node_config, run_config=plan.run_config, environ=environ)
-        groups.setdefault(found.policy, []).append(name)
-        settings[found.policy] = found
+        key = found.policy, found.request
+        groups.setdefault(key, []).append(name)
+        settings[key] = found
 
     for client in range(plan.clients):
         node_config = plan.node_config_of(client)
