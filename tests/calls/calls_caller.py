@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import sys
 import threading
 from typing import Any
@@ -13,6 +15,7 @@ import calls_tasks
 import numpy as np
 
 import flower_gpu
+from flower_gpu import calls, gpu, isolation
 from flower_gpu.calls import leasing
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.footprint import Footprints
@@ -183,7 +186,11 @@ def become(user: int) -> None:
     folder = os.environ.pop("FLOWER_GPU_RUN_DIR")
     status()
     cap.torch_installed_knows()
-    for method in ("in-process", "fork"):  # imports what that account may have no right to read
+    # What that account may have no right to read is imported before.
+    for package in (calls, gpu, isolation):
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
+    for method in ("in-process", "fork"):
         run("calls_tasks:seen", start_method=method, gpu="never")
     os.environ["FLOWER_GPU_RUN_DIR"] = folder
     os.setgroups([])
