@@ -174,6 +174,8 @@ class _Run:
         """Run it in one worker."""
         settings = self.settings.worker
         method = start.choose(settings.start_method, preload=bool(settings.preload))
+        if method == "inline" and settings.start_method == "auto" and not gpu_env.get(lease.VARIABLE):
+            method = "spawn"  # CUDA has started in this process, so nothing could hide the GPU from the task
         count = threads.of_worker(settings.threads, settings.env, method)
         env = {**threads.environment(count, settings.env), **gpu_env}
         around: AbstractContextManager[None] = nullcontext()
