@@ -78,6 +78,7 @@ def run_call(
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if lease.VARIABLE in os.environ:  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
+    start.choose(settings.worker.start_method)  # one that cannot be is refused before a lease is waited for
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     if not decision.on_gpu:
@@ -174,6 +175,8 @@ class _Run:
         """Run it in one worker."""
         settings = self.settings.worker
         method = start.choose(settings.start_method, preload=bool(settings.preload))
+        if method == "inline" and settings.start_method == "auto" and not gpu_env.get(lease.VARIABLE):
+            method = "spawn"  # CUDA has started in this process, so nothing could hide the GPU from the task
         count = threads.of_worker(settings.threads, settings.env, method)
         env = {**threads.environment(count, settings.env), **gpu_env}
         around: AbstractContextManager[None] = nullcontext()

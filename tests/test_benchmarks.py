@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -134,3 +135,17 @@ def test_clients_that_nobody_has_sized_fill_a_gpu_and_none_runs_out(tmp_path: Pa
     result = figures(tmp_path / "figures.json", "footprint.py", "--clients", 12, "--seconds", 0.3)
     assert (result["finished"], result["out_of_memory"]) == (12, 0)
     assert (result["calls_alone"], result["most_at_a_time"]) == (1, 5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_mod_measures_each_start_method_and_a_simulation(tmp_path: Path) -> None:
+    result = figures(tmp_path / "figures.json", "mod.py", "--quick")
+    methods = [row["start_method"] for row in result["direct"]]
+    assert methods == ["fork", "forkserver", "spawn", "forkserver, leased"]
+    (simulated,) = result["ray"]
+    assert (simulated["clients"], simulated["rounds"], simulated["actors"]) == (2, 1, 2)
+    for row in [*result["direct"], simulated]:
+        assert (row["weights_mb"], row["runs"]) == (0.1, 1)
+        assert row["without_s"] > 0 and row["with_min_s"] <= row["with_s"] <= row["with_max_s"]
+        assert row["added_s"] == pytest.approx(row["with_s"] - row["without_s"], abs=1e-5)
+        assert row["ratio"] == pytest.approx(row["with_s"] / row["without_s"], rel=0.1, abs=0.01)

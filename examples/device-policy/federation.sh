@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Four SuperNodes with four device policies, and two runs: one that wants GPUs, and one that does not.
+# Four SuperNodes with four device policies, two of them with requests of their own, and two runs: one that
+# wants GPUs, and one that does not.
 # usage: ./federation.sh [FOLDER FOR LOGS]
 set -euo pipefail
 logs=${1:-$(mktemp -d -t device-policy-XXXXXX)}
@@ -35,8 +36,8 @@ node() { # NAME NODE_CONFIG: one node; on machines of their own they would be st
 }
 CUDA_VISIBLE_DEVICES="" node no-gpu '' # stands for a machine without one
 node keeps-it 'gpu="never"'
-node offers-it 'gpu="offer"'
-node forces-it 'gpu="force"'
+node offers-it 'gpu="offer" gpu-memory="2GiB"' # for each call, whatever the app asks for
+node forces-it 'gpu="force" num-gpus=0.25'     # a quarter of one, so that four calls fit
 
 for use_gpu in true false; do
   printf '\nuse-gpu=%s\n| node       | policy  | ran on         | why\n' "$use_gpu"

@@ -13,7 +13,7 @@ from flower_gpu.isolation.preload import checked
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of :class:`flower_gpu.GPUClient`, ``gpu_client``, ``gpu_evaluate`` and ``run_in_worker``.
+    """Options of ``gpu_mod``, ``GPUClient``, ``gpu_client``, ``gpu_evaluate`` and ``run_in_worker``.
 
     What is left out is taken from the environment (docs/reference/environment.md), else the default.
 
@@ -49,8 +49,8 @@ class CallOptions(TypedDict, total=False):
     gpu_num : int or str
         This node's GPUs likewise: a number, a UUID, or several of them in one text, ``"0,1"``.
     context : flwr.app.Context
-        What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu`` and ``gpu-num``, its run
-        config ``use-gpu``.
+        What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu``, ``gpu-num``,
+        ``num-gpus`` and ``gpu-memory``, its run config ``use-gpu``.
     """
 
     start_method: str | None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, Unpack, overload
 
@@ -14,20 +13,16 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_gpu.calls.options import CallOptions, CallSettings
-from flower_gpu.errors import ClientCallError, ConfigError, FlowerGPUError
-from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
-from flower_gpu.flower import mod_call
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import message_call
+from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan, text_of
 from flower_gpu.gpu import lease
-from flower_gpu.isolation import start
 from flower_gpu.isolation.call import task_name
-from flower_gpu.runner import run_call
 
 #: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
 Resources = Callable[[Context], Mapping[str, Any] | None] | Mapping[Any, Mapping[str, Any]]
 
-_PARTITION = "partition-id"
-# With these a call begins with all that the client's own process has.
-_INHERITING = ("fork", "inline", "in-process")
+_REQUEST = ("num_gpus", "gpu_memory")
 
 
 class GPUMod:
@@ -41,9 +36,14 @@ class GPUMod:
                 "resources must be a function of the Context or a table by partition-id, not a "
                 f"{type(resources).__name__}"
             )
-        CallSettings.resolve(options)  # what cannot be used is said where it is written
-        self._resources = resources
         self._options = dict(options)
+        self._resources = resources
+        if isinstance(resources, Mapping):
+            self._resources = {str(partition): _checked(own) for partition, own in resources.items()}
+        # What cannot be used is said where it is written.
+        CallSettings.resolve(self._options)
+        for own in self._resources.values() if isinstance(self._resources, Mapping) else ():
+            CallSettings.resolve(self._with(own))
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Run what follows in a worker; called by Flower.
@@ -56,61 +56,45 @@ class GPUMod:
         if lease.VARIABLE in os.environ or any(_is_ours(mod) for mod, _ in _inner(call_next)):
             # In a worker already, or the function has a mod of its own, which knows better what it needs.
             return call_next(message, context)
-        settings = self._settings(context)
-        kind = message.metadata.message_type
-        lifespan = None
-        if (
-            start.choose(settings.worker.start_method, preload=bool(settings.worker.preload))
-            not in _INHERITING
-        ):
-            lifespan = _lifespan()
-        records = message.content.array_records.values() if message.has_content() else ()
-        try:
-            reply: Message
-            reply, state = run_call(
-                mod_call.run,
-                (call_next, message, context, mod_call.identity(), lifespan),
-                settings=settings,
-                kind=kind,
-                name=_name(call_next),
-                arrays=[array for record in records for array in record.values()],
-                config=_config(message),
-            )
-        except FlowerGPUError:
-            raise
-        except Exception as error:
-            # Flower tells the server nothing but this text: not which of the clients it was.
-            client = settings.worker.name
-            raise ClientCallError(f"{kind} of client {client}: {type(error).__name__}: {error}") from error
-        mod_call.take_over(context.state, state)
-        return reply
+        return message_call.call(
+            message_call.run,
+            (call_next, _lifespan()),
+            message,
+            context,
+            lambda: self._settings(context),
+            name=_name(call_next),
+        )
 
     def _settings(self, context: Context) -> CallSettings:
-        options = {**self._options, **self._own(context), "context": context}
-        partition = context.node_config.get(_PARTITION)
-        return CallSettings.resolve(options, name=str(context.node_id if partition is None else partition))
+        options = {**self._with(self._own(context)), "context": context}
+        return CallSettings.resolve(options, name=message_call.client_of(context))
+
+    def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a client that has these of its own."""
+        # A share and a size are two ways to say one thing: whichever is given takes the other's place.
+        replaced = _REQUEST if any(name in own for name in _REQUEST) else ()
+        return {**{name: value for name, value in self._options.items() if name not in replaced}, **own}
 
     def _own(self, context: Context) -> Mapping[str, Any]:
         """Return what this client has of its own."""
         if callable(self._resources):
-            own: Any = self._resources(context)
-        elif self._resources is not None:
-            partition = context.node_config.get(_PARTITION)
-            if partition is None:
+            try:
+                own = self._resources(context)
+            except Exception as error:
                 raise ConfigError(
-                    f"resources of gpu_mod is a table by {_PARTITION}, and this node's config has none: "
-                    f"give it (--node-config '{_PARTITION}=0'), or use a function of the Context"
-                )
-            own = self._resources.get(partition)
-        else:
-            own = None
-        if own is None:
+                    f"the function given to gpu_mod as resources raised {text_of(error)}. It gets the "
+                    f"client's Context, here with the node config {dict(context.node_config)}"
+                ) from error
+            return _checked(own)
+        if self._resources is None:
             return {}
-        if not isinstance(own, Mapping):
-            raise TypeError(
-                f'resources of gpu_mod must give options such as {{"num_gpus": 0.5}}, or None, not {own!r}'
+        partition = context.node_config.get(PARTITION_KEY)
+        if partition is None:
+            raise ConfigError(
+                f"resources of gpu_mod is a table by {PARTITION_KEY}, and this node's config has none: give "
+                f"it (--node-config '{PARTITION_KEY}=0'), or use a function of the Context"
             )
-        return own
+        return self._resources.get(str(partition), {})
 
 
 @overload
@@ -155,15 +139,21 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     >>> @app.train()
     ... def train(message: Message, context: Context) -> Message: ...
     """
+    if len(call) == 3:  # given to the app without brackets, and called by Flower
+        return GPUMod(resources, options)(*call)
     if call:
-        message, context, call_next = call
-        return GPUMod(resources, options)(message, context, call_next)
+        raise TypeError(f"gpu_mod takes options by their names only, such as num_gpus=0.5, not {call[0]!r}")
     return GPUMod(resources, options)
 
 
-def _config(message: Message) -> dict[str, Any]:
-    records = message.content.config_records.values() if message.has_content() else ()
-    return {key: value for record in records for key, value in record.items()}
+def _checked(own: Any) -> Mapping[str, Any]:
+    if own is None:
+        return {}
+    if not isinstance(own, Mapping):
+        raise TypeError(
+            f'resources of gpu_mod must give options such as {{"num_gpus": 0.5}}, or None, not {own!r}'
+        )
+    return own
 
 
 def _inner(function: Any) -> Iterator[tuple[Any, Any]]:
@@ -189,12 +179,13 @@ def _name(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}:{task_name(function)}"
 
 
-def _lifespan() -> Callable[[Context], AbstractContextManager[None]] | None:
+def _lifespan() -> Lifespan | None:
     """Return the lifespan function of the app that is being called; None where it has none."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is ClientApp.__call__.__code__:
-            found = getattr(frame.f_locals["self"], "_lifespan", None)
-            return None if getattr(found, "__name__", "") == "_empty_lifespan" else found
+            found: Any = getattr(frame.f_locals["self"], "_lifespan", None)
+            is_empty = found is None or getattr(found, "__name__", "") == "_empty_lifespan"
+            return None if is_empty else Lifespan(found)
     return None

@@ -199,9 +199,9 @@ def _write_request(call: Call, *, preloaded: bool) -> int:
         if not isinstance(error, Exception):
             raise
         raise WorkerStartError(
-            f"{task_name(call.task)} or its arguments cannot be passed to a worker "
-            f"({type(error).__name__}: {error}). Name the function as 'package.module:function' "
-            "and pass plain values"
+            f"{call.label}: {task_name(call.task)} or its arguments cannot be passed to a worker "
+            f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
+            "can"
         ) from error
     return request
 

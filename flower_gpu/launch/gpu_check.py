@@ -17,7 +17,7 @@ from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.policy import DevicePolicy
-from flower_gpu.gpu.request import Request, format_bytes
+from flower_gpu.gpu.request import NODE_KEYS, Request, format_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.launch.gpu_options import GPUOptions, node_environment
 
@@ -35,6 +35,7 @@ class _Callers:
     names: tuple[str, ...]
     settings: GPUSettings
     are_all: bool
+    in_node_config: str | None
 
     def __str__(self) -> str:
         if len(self.names) > 4:
@@ -131,18 +132,23 @@ def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
     """Put clients and server together that have the same policy and request; the rest is the same for all."""
     groups: dict[tuple[DevicePolicy, Request], list[str]] = {}
     settings: dict[tuple[DevicePolicy, Request], GPUSettings] = {}
+    written: dict[tuple[DevicePolicy, Request], str | None] = {}
 
     def add(name: str, environ: Mapping[str, str], node_config: Mapping[str, object]) -> None:
         found = GPUSettings.resolve(node_config=node_config, run_config=plan.run_config, environ=environ)
         key = found.policy, found.request
         groups.setdefault(key, []).append(name)
         settings[key] = found
+        own = [f"--node-config {each}={node_config[each]!r}" for each in NODE_KEYS if each in node_config]
+        written.setdefault(key, own[0] if own else None)
 
     for client in range(plan.clients):
         node_config = plan.node_config_of(client)
         add(f"client {client}", node_environment(env, node_config), node_config)
     add(_SERVER, env, {})
-    return [_Callers(tuple(names), settings[key], are_all=len(groups) == 1) for key, names in groups.items()]
+    return [
+        _Callers(tuple(names), settings[key], len(groups) == 1, written[key]) for key, names in groups.items()
+    ]
 
 
 def _check_request(callers: _Callers, gpus: Sequence[GPU], options: GPUOptions) -> list[str]:
@@ -158,7 +164,7 @@ def _check_request(callers: _Callers, gpus: Sequence[GPU], options: GPUOptions) 
         why = _why_not(request, gpus, sizes, contexts)
         if request.count > 1 and options.gpu_num is not None and len(gpus) < len(options.gpu_num):
             why += " (--gpu-num gives each client one GPU; for more write --node-config 'gpu-num=\"0,1\"')"
-        raise ConfigError(f"{callers.prefix}{_asked(request, options)}: {why}")
+        raise ConfigError(f"{callers.prefix}{_asked(callers, options)}: {why}")
     if request.is_auto or request.count > 1:
         return []
     rooms = [
@@ -184,8 +190,11 @@ def _room(request: Request, size_bytes: int) -> int:
     return math.floor(1 / request.share + 1e-9)
 
 
-def _asked(request: Request, options: GPUOptions) -> str:
+def _asked(callers: _Callers, options: GPUOptions) -> str:
     """Return what is asked for as the user has written it, with the option or variable it is from."""
+    request = callers.settings.request
+    if callers.in_node_config is not None:
+        return callers.in_node_config
     if request.memory_bytes is not None:
         name = options.name_of("FLOWER_GPU_MEMORY")
         amount = options.gpu_memory or format_bytes(request.memory_bytes)
@@ -234,4 +243,4 @@ def _without_effect(
     else:
         why = _NO_GPU
     who = "all calls" if callers.are_all else f"calls of {callers}"
-    return f"{_asked(callers.settings.request, options)} has no effect: {who} run on the CPU, {why}"
+    return f"{_asked(callers, options)} has no effect: {who} run on the CPU, {why}"

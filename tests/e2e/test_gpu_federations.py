@@ -17,8 +17,10 @@ from conftest import APPS, QUICKSTART, REPOSITORY, Launch, Launched, assert_noth
 from nvml_stub import GIB, Host
 
 from flower_gpu import trace
+from flower_gpu.gpu.admission import SHARED_PART
 from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.ledger_folder import LedgerFolder
+from flower_gpu.gpu.settings import RESERVE_BYTES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -186,7 +188,9 @@ def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
     assert len(events_of(logs, "worker_started")) == 8
     granted = events_of(logs, "lease_granted")
     assert len(granted) == 3, "two nodes with use-gpu=true, one of them with false"
-    assert {event["gpus"][0]["memory_bytes"] for event in granted} == {GIB}
+    sizes = sorted(event["gpus"][0]["memory_bytes"] for event in granted)
+    quarter = int(int((16 * GIB - RESERVE_BYTES) * SHARED_PART) * 0.25)
+    assert sizes == [2 * GIB, quarter, quarter], "each node's own, and not what the app asks for"
     assert_nothing_left(logs)
 
 

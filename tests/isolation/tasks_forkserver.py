@@ -90,8 +90,10 @@ def inherited() -> dict[str, Any]:
 
 def drawn() -> list[float]:
     import numpy as np
+    import torch
 
-    return [random.random(), float(np.random.rand()), float(np.random.default_rng().random())]
+    of_numpy = float(np.random.rand()), float(np.random.default_rng().random())
+    return [random.random(), *of_numpy, float(torch.rand(1))]
 
 
 def hashed(text: str) -> int:

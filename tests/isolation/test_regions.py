@@ -22,7 +22,7 @@ from processes import descriptors, wait_until
 
 from flower_gpu.isolation import memory, transport
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 needs_seals = pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files")
 

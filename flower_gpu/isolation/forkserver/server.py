@@ -261,6 +261,8 @@ class Server:
         self._use.apply_changes(keep=record["env"])
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
+        if hasattr(sys.modules.get("torch"), "default_generator"):
+            sys.modules["torch"].default_generator.seed()  # the CPU's; CUDA's is made in the worker
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
         request = partial(transport.read_request, lines.request)
         late = self._use.set_too_late

@@ -1,0 +1,180 @@
+"""One message to a ``ClientApp``, handled in a worker: both sides of it, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_gpu.calls.options import CallSettings
+from flower_gpu.errors import ClientCallError, FlowerGPUError, InvalidResultError
+from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
+from flower_gpu.runner import run_call
+
+#: Key of a node config: which part of the data a client has.
+PARTITION_KEY = "partition-id"
+
+_IDENTITY = ("_task_id", "_run_id", "_node_id")
+
+
+def call(
+    task: Callable[..., tuple[Message, RecordDict]],
+    args: tuple[Any, ...],
+    message: Message,
+    context: Context,
+    settings: Callable[[], CallSettings],
+    *,
+    name: str,
+    passed_on: tuple[type[Exception], ...] = (),
+) -> Message:
+    """Have a worker handle a message, and take over what it did to the context's state.
+
+    Parameters
+    ----------
+    task : callable
+        ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run` does.
+    args : tuple
+        Its first arguments.
+    message, context
+        As Flower hands them to an app.
+    settings : callable
+        Returns how the call is to run; its errors are those of the call.
+    name : str
+        Of the user's function, by which the footprint is known.
+    passed_on : tuple of exception classes
+        What is raised as it is.
+
+    Returns
+    -------
+    Message
+        The reply.
+
+    Raises
+    ------
+    FlowerGPUError
+        If there was no GPU or worker for it, or the function failed; the text names the client.
+    """
+    kind = message.metadata.message_type
+    # Flower tells the server nothing but an error's text: not which of the clients it was.
+    label = f"{kind} of client {client_of(context)}"
+    try:
+        found = settings()
+        label = f"{kind} of client {found.worker.name}"
+        records = message.content.array_records.values() if message.has_content() else ()
+        reply: Message
+        reply, state = run_call(
+            task,
+            (*args, message, context, {key: getattr(TaskIdentity, key) for key in _IDENTITY}),
+            settings=found,
+            kind=kind,
+            name=name,
+            arrays=[array for record in records for array in record.values()],
+            config=_config(message),
+        )
+    except FlowerGPUError as error:
+        if label not in str(error):
+            error.args = (f"{label}: {error}",)
+        raise
+    except passed_on:
+        raise
+    except Exception as error:
+        raise ClientCallError(f"{label}: {text_of(error)}") from error
+    take_over(context.state, state)
+    return reply
+
+
+def run(
+    function: ClientAppCallable,
+    lifespan: Lifespan | None,
+    message: Message,
+    context: Context,
+    identity: Mapping[str, Any],
+) -> tuple[Message, RecordDict]:
+    """Handle a message; runs in a worker.
+
+    Parameters
+    ----------
+    function : callable
+        An app, what follows in a chain of mods, or an app's own function.
+    lifespan : Lifespan, optional
+        The app's.
+    message, context
+        What the function gets.
+    identity : mapping
+        Who the caller is for Flower: without that no message can be made.
+
+    Returns
+    -------
+    tuple of Message and RecordDict
+        The reply and the state.
+    """
+    for key, value in identity.items():
+        setattr(TaskIdentity, key, value)
+    if lifespan is None or lifespan.is_inherited:
+        reply = function(message, context)
+    else:
+        with lifespan.function(context):
+            reply = function(message, context)
+    if not isinstance(reply, Message):
+        raise InvalidResultError(f"the function returned a {type(reply).__name__}, not a Message")
+    return reply, context.state
+
+
+class Lifespan:
+    """An app's lifespan function, which knows whether its process has what it did in the caller.
+
+    A fork has. A process that it had to be pickled for has not, and runs it again.
+    """
+
+    def __init__(
+        self, function: Callable[[Context], AbstractContextManager[None]], is_inherited: bool = True
+    ) -> None:
+        self.function = function
+        self.is_inherited = is_inherited
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Lifespan, (self.function, False)
+
+
+def take_over(state: RecordDict, new: RecordDict) -> None:
+    """Change a state into another one, in place: other mods may hold it, or records of it."""
+    if state is new:
+        return
+    held = [id(record) for record in state.values()]
+    record: Any
+    records: dict[str, Any] = {}
+    for name, record in new.items():
+        old: Any = state.get(name)
+        # One that is there under two names may be two different ones from now on.
+        if type(old) is type(record) and held.count(id(old)) == 1:
+            for key in list(old):  # clear() of Flower's records takes the square of their number
+                del old[key]
+            old.update(record)
+            records[name] = old
+        else:
+            records[name] = record
+    state.clear()  # and not only what is no more: their order may be another one
+    state.update(records)
+
+
+def client_of(context: Context) -> str:
+    """Return the name of the client whose context this is: its partition, else its node."""
+    partition = context.node_config.get(PARTITION_KEY)
+    return str(context.node_id if partition is None else partition)
+
+
+def text_of(error: Exception) -> str:
+    """Return what an exception is and says."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ failed
+        return type(error).__name__
+
+
+def _config(message: Message) -> dict[str, Any]:
+    records = message.content.config_records.values() if message.has_content() else ()
+    return {key: value for record in records for key, value in record.items()}

@@ -1,0 +1,22 @@
+"""Fixtures of the tests of ``gpu_mod``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from e2e.conftest import launch as launch  # the folder of all tests is on sys.path
+from flwr.supercore.task_identity import TaskIdentity
+
+_IDENTITY = {"_task_id": 11, "_run_id": 12, "_node_id": 13}
+
+
+@pytest.fixture(autouse=True)
+def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be a process that handles a message: without that Flower makes none."""
+    for name, value in _IDENTITY.items():
+        monkeypatch.setattr(TaskIdentity, name, value)
+    # What the machine's user has set is not what these tests are about.
+    for name in ("FLOWER_GPU_CLIENT", "FLOWER_GPU_START_METHOD", "FLOWER_GPU_TIMEOUT_S"):
+        monkeypatch.delenv(name, raising=False)
+    yield

@@ -1,0 +1,67 @@
+"""A host with stub GPUs, a ledger and footprints of its own, for programs and whole federations."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nvml_stub import Host
+
+from flower_gpu import trace
+from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.gpu.ledger_folder import LedgerFolder
+
+FOLDER = Path(__file__).parent
+
+
+class ModHost(Host):
+    """A host with GPUs of 16 GiB."""
+
+    def __init__(self, folder: Path, gpus: int = 2) -> None:
+        super().__init__(folder, gpus=gpus)
+        self.run_dir, self.ledger_dir = folder / "run", folder / "ledger"
+        self.state_dir = folder / "state"
+        for made in (self.run_dir, self.ledger_dir, self.state_dir):
+            made.mkdir(mode=0o700)
+        self.env |= {
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger_dir),
+            "FLOWER_GPU_STATE_DIR": str(self.state_dir),
+            "FLOWER_GPU_RUN_DIR": str(self.run_dir),
+            "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parent)]),
+            # PyTorch must not be told of a GPU that only NVML has.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+        }
+
+    def holders(self) -> list[Any]:
+        """Who holds a lease now, to somebody who takes the ledger's mutex."""
+        return list(Ledger(LedgerFolder(self.ledger_dir)).status().holders)
+
+    @contextmanager
+    def observed(self) -> Iterator[list[dict[str, dict[str, int]]]]:
+        """Look every few milliseconds who holds how much of which GPU, by lease."""
+        seen: list[dict[str, dict[str, int]]] = []
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(0.02):
+                seen.append(
+                    {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in self.holders()}
+                )
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            ended.set()
+            thread.join()
+
+
+def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Return these events of a trace."""
+    path = folder / trace.FILE_NAME
+    return [one for one in trace.read(path) if one["event"] in names] if path.exists() else []
