@@ -1,0 +1,42 @@
+"""Data, model and evaluation: ordinary PyTorch, only ever imported by workers."""
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from flower_gpu import to_device, to_numpy
+from flower_gpu.pytorch.evaluation import classification_metrics
+
+HELD_OUT = 360
+
+
+def load_data():
+    """Return images and labels of all digits, always in the same random order."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    return torch.from_numpy(images[order]).float() / 16, torch.from_numpy(labels[order])
+
+
+def load_partition(partition_id, num_partitions):
+    """Return what one client has: sorted by label, so that each has seen few of the ten digits."""
+    images, labels = (part[HELD_OUT:] for part in load_data())
+    mine = labels.argsort(stable=True).tensor_split(num_partitions)[partition_id]
+    return images[mine], labels[mine]
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def initial_weights(seed):
+    torch.manual_seed(seed)
+    return dict(to_numpy(build_model().state_dict()))
+
+
+def evaluate(server_round, arrays):
+    """Evaluate on the digits that no client has."""
+    model = build_model()
+    model.load_state_dict(arrays.to_torch_state_dict())
+    images, labels = (part[:HELD_OUT] for part in load_data())
+    return classification_metrics(to_device(model), [(images, labels)])

@@ -1,0 +1,67 @@
+"""examples/dp-secagg: clipped, masked, summed; and only training takes a worker."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from e2e.conftest import REPOSITORY, Launch
+
+from flower_gpu import trace
+
+APP = REPOSITORY / "examples" / "dp-secagg"
+
+sys.path.insert(0, str(APP))
+from dp_secagg import task  # noqa: E402
+
+CLIENTS, ROUNDS, CLIPPING_NORM = 3, 2, 2.0
+SETTINGS = {"local-epochs": 3, "batch-size": 32, "learning-rate": 0.3, "seed": 42}
+
+
+def expected() -> list[dict[str, float]]:
+    """Return the metrics of each round if the server had the clipped models themselves, and made no noise."""
+    weights = [np.zeros((10, 64), np.float32), np.zeros(10, np.float32)]
+    metrics = []
+    for server_round in range(1, ROUNDS + 1):
+        updates, norms = [], []
+        for client in range(CLIENTS):
+            own = {**SETTINGS, "partition-id": client, "num-partitions": CLIENTS}
+            trained, _, _ = task.Client(own).fit(weights, {"server-round": server_round})
+            update = [after - before for after, before in zip(trained, weights, strict=True)]
+            norms.append(np.sqrt(sum((array**2).sum() for array in update)))
+            updates.append([array * min(1, CLIPPING_NORM / norms[-1]) for array in update])
+        assert server_round > 1 or min(norms) > CLIPPING_NORM, "nothing would be clipped"
+        mean = [sum(arrays) / CLIENTS for arrays in zip(*updates, strict=True)]
+        weights = [array + change for array, change in zip(weights, mean, strict=True)]
+        metrics.append(task.evaluate(server_round, weights, {}))
+    return metrics
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_the_masked_sum_is_the_sum_and_only_training_takes_a_worker(launch: Launch) -> None:
+    options = ("--start-method", "forkserver", "--clients", str(CLIENTS), "--rounds", str(ROUNDS))
+    # With so little noise the result can be foretold.
+    done = launch(APP, *options, "--run-config", "noise-multiplier=0.0001", timeout_s=500)
+    assert done.code == 0, done.output + done.logs()
+
+    rounds = done.result["rounds"]
+    assert [entry["round"] for entry in rounds] == [1, 2]
+    for seen, foretold in zip(rounds, expected(), strict=True):
+        assert seen["loss"] == pytest.approx(foretold["loss"], abs=1e-3)
+        assert seen["accuracy"] == pytest.approx(foretold["accuracy"], abs=0.01)
+    assert rounds[-1]["accuracy"] > 0.7
+
+    log = done.log("run")
+    assert log.count("Secure aggregation completed.") == ROUNDS
+    assert log.count("central DP noise with 0.0001 stdev added") == ROUNDS
+    for client in range(CLIENTS):
+        of_client = done.log(f"client-{client}")
+        assert of_client.count("fixedclipping_mod: parameters are clipped by value: 2.0000") == ROUNDS
+        assert of_client.count("Receiving: train message") == 4 * ROUNDS, "SecAgg+ has four stages"
+
+    events = trace.read(done.folder / "trace.jsonl")
+    workers = [(event["client"], event["task"]) for event in events if event["event"] == "worker_started"]
+    trained = [(str(client), "train") for client in range(CLIENTS)] * ROUNDS
+    assert sorted(workers) == sorted([*trained, *[("server", "evaluate")] * (ROUNDS + 1)])

@@ -1,0 +1,169 @@
+"""examples/scaffold: the algorithm, step by step and as a federation."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from e2e.conftest import REPOSITORY, Launch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch.nn.functional import cross_entropy
+
+from flower_gpu import trace
+
+APP = REPOSITORY / "examples" / "scaffold"
+
+sys.path.insert(0, str(APP))
+from scaffold import server_app, task, training  # noqa: E402
+
+CLIENTS = 4
+CONFIG = {"local-steps": 50, "batch-size": 32, "learning-rate": 0.2, "client-momentum": 0.0, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_flower_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # faster for so little
+    yield
+    torch.set_num_threads(threads)
+
+
+class HereGrid:
+    """All clients in this process, one after the other. The states are as they come and go with Flower."""
+
+    def __init__(self, **config: float) -> None:
+        config_and_more = {**CONFIG, **{name.replace("_", "-"): value for name, value in config.items()}}
+        self.contexts = {
+            node: Context(
+                run_id=1,
+                node_id=node,
+                node_config={"partition-id": node, "num-partitions": CLIENTS},
+                state=RecordDict(),
+                run_config=config_and_more,
+            )
+            for node in range(CLIENTS)
+        }
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.contexts)
+
+    def send_and_receive(self, messages: list[Message], timeout: float | None = None) -> list[Message]:
+        return [training.train(message, self.contexts[message.metadata.dst_node_id]) for message in messages]
+
+
+def run(
+    strategy: server_app.FedAvg, rounds: int, **config: float
+) -> tuple[HereGrid, dict[str, torch.Tensor]]:
+    grid = HereGrid(**config)
+    initial = server_app.record(task.initial_weights(seed=1))
+    result = strategy.start(grid, initial, num_rounds=rounds)
+    return grid, result.arrays.to_torch_state_dict()
+
+
+def accuracy(weights: dict[str, torch.Tensor]) -> float:
+    return float(task.evaluate(0, ArrayRecord(weights))["accuracy"])
+
+
+def test_a_control_variate_becomes_the_mean_of_its_clients_gradients() -> None:
+    """What option II comes to, whatever the control variates were before."""
+    torch.manual_seed(0)
+    model = task.build_model()
+    images, labels = data = task.load_partition(0, CLIENTS)
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    own, servers = ({name: torch.randn_like(tensor) / 10 for name, tensor in start.items()} for _ in range(2))
+
+    mean = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    steps, learning_rate, generator = 7, 0.1, torch.Generator().manual_seed(3)
+    again = task.build_model()
+    again.load_state_dict(start)
+    for _ in range(steps):
+        batch = torch.randint(len(labels), (16,), generator=generator)
+        loss = cross_entropy(again(images[batch]), labels[batch])
+        for (name, parameter), gradient in zip(
+            again.named_parameters(), torch.autograd.grad(loss, list(again.parameters())), strict=True
+        ):
+            mean[name] += gradient / steps
+            parameter.data -= learning_rate * (gradient - own[name] + servers[name])
+
+    training.take_steps(
+        model,
+        data,
+        steps=steps,
+        batch_size=16,
+        learning_rate=learning_rate,
+        correction={name: servers[name] - own[name] for name in start},
+        momentum={name: torch.zeros_like(tensor) for name, tensor in start.items()},
+        beta=0.0,
+        generator=torch.Generator().manual_seed(3),
+    )
+    change = training.change_of_control(start, model.state_dict(), servers, steps * learning_rate)
+    for name in start:
+        torch.testing.assert_close(model.state_dict()[name], again.state_dict()[name])
+        torch.testing.assert_close(own[name] + change[name], mean[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("a_round", "momentum"), [(CLIENTS, 0.0), (2, 0.9)])
+def test_the_servers_control_variate_is_the_mean_over_all_clients(a_round: int, momentum: float) -> None:
+    strategy = server_app.Scaffold(CLIENTS, fraction_train=a_round / CLIENTS, min_train_nodes=a_round)
+    grid, _ = run(strategy, 3, client_momentum=momentum)
+    states = [context.state for context in grid.contexts.values()]
+    trained = [state["rounds"]["trained"] if "rounds" in state else 0 for state in states]
+    assert sum(trained) == 3 * a_round
+    for name, array in strategy.control.items():
+        kept = [state["control"][name].numpy() for state in states if "control" in state]
+        assert any(np.abs(array).max() > 1e-4 for array in kept)
+        np.testing.assert_allclose(array, sum(kept) / CLIENTS, rtol=0, atol=1e-6)
+
+
+def test_momentum_goes_on_where_it_was_in_the_round_before() -> None:
+    _, kept = run(server_app.Scaffold(CLIENTS, min_train_nodes=CLIENTS), 2, client_momentum=0.9)
+
+    class Forgets(HereGrid):
+        def send_and_receive(self, messages: list[Message], timeout: float | None = None) -> list[Message]:
+            for context in self.contexts.values():
+                if "momentum" in context.state:
+                    zeros = {name: 0 * array.numpy() for name, array in context.state["momentum"].items()}
+                    context.state["momentum"] = server_app.record(zeros)
+            return super().send_and_receive(messages, timeout)
+
+    strategy = server_app.Scaffold(CLIENTS, min_train_nodes=CLIENTS)
+    initial = server_app.record(task.initial_weights(seed=1))
+    forgot = strategy.start(Forgets(client_momentum=0.9), initial, num_rounds=2).arrays.to_torch_state_dict()
+    assert not torch.allclose(kept["0.weight"], forgot["0.weight"], atol=1e-3)
+
+
+def test_scaffold_is_ahead_of_fedavg_where_clients_differ_that_much() -> None:
+    _, weights = run(server_app.Scaffold(CLIENTS, min_train_nodes=CLIENTS), 6)
+    _, of_fedavg = run(server_app.FedAvg(weighted_by_key="weight", min_train_nodes=CLIENTS), 6)
+    assert accuracy(weights) > 0.85
+    assert 0.5 < accuracy(of_fedavg) < accuracy(weights) - 0.05
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_the_state_of_clients_comes_back_from_their_workers_round_after_round(launch: Launch) -> None:
+    options = ("--start-method", "forkserver", "--clients", "3", "--rounds", "4")
+    done = launch(APP, *options, "--run-config", "client-momentum=0.9")
+    assert done.code == 0, done.output + done.logs()
+    assert done.result["rounds"][-1]["accuracy"] > 0.6, "each client has seen four of the ten digits at most"
+
+    log = done.log("run")
+    assert "rounds that clients trained, by what they kept: [4, 4, 4]" in log
+    largest, apart = re.search(r"server's largest ([\d.]+), clients' mean differs by (\S+)", log).groups()
+    assert float(apart) < 1e-6 < 1e-3 < float(largest)
+
+    events = trace.read(done.folder / "trace.jsonl")
+    workers = [(event["client"], event["task"]) for event in events if event["event"] == "worker_started"]
+    assert sorted(workers) == sorted(
+        [(client, "train") for client in "012"] * 4
+        + [(client, "query") for client in "012"]
+        + [("server", "evaluate")] * 5
+        + [("server", "scaffold.task:initial_weights")]
+    )
