@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn, Protocol
 
 from flower_gpu import __version__
-from flower_gpu.commands import doctor, footprint, gpus, leases, server
+from flower_gpu.commands import doctor, footprint, gpus, leases, server, supernode
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
 
@@ -34,7 +34,14 @@ class Command(Protocol):
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
-    {"gpus": gpus, "leases": leases, "footprint": footprint, "doctor": doctor, "server": server}
+    {
+        "supernode": supernode,
+        "gpus": gpus,
+        "leases": leases,
+        "footprint": footprint,
+        "doctor": doctor,
+        "server": server,
+    }
 )
 
 #: Exit status for input that cannot be used.

@@ -1,37 +1,43 @@
-"""Flower's ``flwr-clientapp`` with one thing changed: the app is loaded and run in a worker with a lease.
+"""Flower's ``flwr-clientapp`` in a process that is there already; where a node rules, with one change.
 
-The process that talks to the SuperNode (pulls the message, installs the app, pushes the reply) runs no code
-of the app. So it is there to report what became of it: killed, timed out, out of memory.
+Then the app is loaded and run in a worker with a lease. The process that talks to the SuperNode (pulls the
+message, installs the app, pushes the reply) runs no code of the app, so it is there to report what became of
+it: killed, timed out, out of memory.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
+from flwr.supernode.cli import flwr_clientapp
+from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu.calls.options import CallSettings
-from flower_gpu.flower import message_call, mod_call
+from flower_gpu.flower import message_call
+from flower_gpu.supernode import slots
 
-_COMMAND = "flwr-clientapp"
+_LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
 
 
-def main(arguments: list[str]) -> int:
+def main(argv: list[str], with_lease: bool) -> int:
     """Handle one message; return the exit status.
 
     Parameters
     ----------
-    arguments : list of str
-        Those of ``flwr-clientapp``.
+    argv : list of str
+        Name and arguments of ``flwr-clientapp``.
+    with_lease : bool
+        Whether the app runs in a worker with a lease. Else it runs here, as in Flower's own.
     """
-    from flwr.supernode.cli import flwr_clientapp
-    from flwr.supernode.runtime import run_clientapp as runtime
-
-    sys.argv = [_COMMAND, *arguments]
-    runtime.get_load_client_app_fn = _get_load_client_app_fn
+    sys.argv = argv
+    if with_lease:
+        assert hasattr(run_clientapp, _LOADER), "another version of Flower"
+        setattr(run_clientapp, _LOADER, _get_load_client_app_fn)
     try:
         flwr_clientapp()
     except SystemExit as end:
@@ -40,14 +46,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _get_load_client_app_fn(**where: Any) -> Any:
-    def load(*app: str) -> LeasedClientApp:
-        return LeasedClientApp(where, app)
-
-    return load
+    return lambda *app: LeasedClientApp(where, app)
 
 
 class LeasedClientApp:
-    """Stands for an app that has not been loaded: not in this process.
+    """Stands for an app that is not loaded: not in this process.
 
     Parameters
     ----------
@@ -62,21 +65,21 @@ class LeasedClientApp:
         self._app = app
 
     def __call__(self, message: Message, context: Context) -> Message:
-        """Load and run the app in a worker."""
-        return message_call.call(
-            run_app,
-            ((self._where, self._app),),
-            message,
-            context,
-            lambda: CallSettings.resolve({"context": context}, name=message_call.client_of(context)),
-            name=self._app[0],
-            passed=(LoadClientAppError,),
-        )
+        """Load the app in a worker, and have it handle a message there."""
+        with slots.held(os.environ):
+            return message_call.call(
+                load_and_run,
+                (self._where, self._app),
+                message,
+                context,
+                lambda: CallSettings.resolve({"context": context}, name=message_call.client_of(context)),
+                name=self._app[0],
+                passed_on=(LoadClientAppError,),
+            )
 
 
-def run_app(
-    app: tuple[dict[str, Any], tuple[str, ...]], message: Message, context: Context, identity: dict[str, Any]
+def load_and_run(
+    where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
 ) -> tuple[Message, RecordDict]:
     """Load an app and have it handle a message; runs in a worker."""
-    where, names = app
-    return mod_call.run(get_load_client_app_fn(**where)(*names), message, context, identity, None)
+    return message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)

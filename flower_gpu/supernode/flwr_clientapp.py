@@ -10,25 +10,35 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 from flower_gpu.errors import WorkerDiedError, WorkerError, WorkerStartError
 from flower_gpu.isolation import start, worker
 from flower_gpu.isolation.call import Call
+from flower_gpu.supernode.rule import Rule
 
 _TASK = "flower_gpu.flower.clientapp:main"
+_NAME = "flwr-clientapp"
+_OWN_ENVIRONMENT = "--allow-runtime-dependency-installation"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main() -> None:
     """Handle one message; exits with the status of Flower's own command."""
     arguments = sys.argv[1:]
+    rule = Rule.from_environment(os.environ)
+    if _OWN_ENVIRONMENT in arguments:
+        _run_here(arguments, rule, "the app's environment is built at run time")
     if start.choose("auto") != "forkserver":
-        _run_here(arguments, "there is no fork server on this platform")
+        _run_here(arguments, rule, "this platform has no fork server")
+    # With a lease, the app's worker comes from the fork server, too: by this name nothing is forked here.
+    name = f"flower-gpu {_NAME}" if rule.with_lease else _NAME
+    call = Call(_TASK, ([name, *arguments], rule.with_lease), label=_NAME)
     try:
-        code = worker.run(Call(_TASK, (arguments,), label="flwr-clientapp"), "forkserver", on_start=_forward)
+        code = worker.run(call, "forkserver", on_start=_forward)
     except WorkerStartError as error:
-        _run_here(arguments, str(error))
+        _run_here(arguments, rule, str(error))
     except WorkerDiedError as error:
         print(f"flower-gpu: {error}", file=sys.stderr)
         code = error.exitcode if error.exitcode > 0 else 128 - error.exitcode
@@ -42,19 +52,17 @@ def _forward(pid: int, _: str) -> None:
     """From now on, send the child what this process is sent."""
 
     def forward(number: int, __: FrameType | None) -> None:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
     for number in _FORWARDED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, forward)
 
 
-def _run_here(arguments: list[str], reason: str) -> None:
+def _run_here(arguments: list[str], rule: Rule, reason: str) -> None:
     """Do all of it in this process: slow to start, with the same lease."""
-    print(f"flower-gpu: flwr-clientapp starts without a fork server, which is slower: {reason}", file=sys.stderr)
+    print(f"flower-gpu: {_NAME} starts without the fork server, which is slower: {reason}", file=sys.stderr)
     from flower_gpu.flower import clientapp
 
-    sys.exit(clientapp.main(arguments))
+    sys.exit(clientapp.main([_NAME, *arguments], rule.with_lease))

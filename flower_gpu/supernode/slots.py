@@ -1,0 +1,78 @@
+"""How many messages SuperNodes handle at a time: files, of which each can be locked by one.
+
+The kernel lets go of a lock when its process is gone, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from flower_gpu.isolation.forkserver import sockets
+
+VARIABLE = "FLOWER_GPU_SLOTS"
+
+_LOOK_S = 0.05
+_QUEUE = "queue"
+
+
+def make(count: int) -> Path:
+    """Make slots for the SuperNodes of this process; those of processes that are gone are removed.
+
+    Parameters
+    ----------
+    count : int
+        How many.
+
+    Returns
+    -------
+    Path
+        The folder; SuperNodes find it by :data:`VARIABLE`.
+    """
+    slots = sockets.folder() / "slots"
+    slots.mkdir(mode=0o700, exist_ok=True)
+    for folder in slots.iterdir():
+        pid = folder.name.partition("-")[0]
+        if not pid.isdecimal() or not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = slots / f"{os.getpid()}-{time.time_ns()}"
+    folder.mkdir(mode=0o700)
+    for name in (_QUEUE, *map(str, range(count))):
+        (folder / name).touch(mode=0o600)
+    return folder
+
+
+@contextmanager
+def held(environ: Mapping[str, str]) -> Iterator[None]:
+    """Wait for a slot, where this SuperNode has such, and hold it for the block. First come, first served."""
+    folder = environ.get(VARIABLE)
+    if not folder:
+        yield
+        return
+    slot = _wait(Path(folder))
+    try:
+        yield
+    finally:
+        os.close(slot)
+
+
+def _wait(folder: Path) -> int:
+    queue = os.open(folder / _QUEUE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(queue, fcntl.LOCK_EX)  # only the first in line looks for a slot
+        slots = [path for path in folder.iterdir() if path.name != _QUEUE]
+        while True:
+            for path in slots:
+                slot = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                with suppress(BlockingIOError):
+                    fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return slot
+                os.close(slot)
+            time.sleep(_LOOK_S)
+    finally:
+        os.close(queue)
