@@ -1,0 +1,150 @@
+"""Two simulations in a script, with everything defined in it. Argument: a folder for what happened."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server import strategy as legacy
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flwr.simulation import run_simulation
+
+from flower_gpu import gpu_mod
+
+CLIENTS = 4
+FOLDER = Path(sys.argv[1])
+TABLE = {1: {"gpu_memory": "3GiB"}, 2: {"gpu_memory": "9GiB"}}
+
+
+def note(name, **what):
+    with open(FOLDER / f"{name}.jsonl", "a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+class Loaded:
+    """What the lifespan function leaves for the functions of the app."""
+
+    by = None
+
+
+def resources(context):
+    # Only in the call that will not end: the first ones may take long on a busy machine.
+    calls = context.state.get("calls")
+    hangs = context.node_config["partition-id"] == 3 and calls is not None and calls["count"] == 1
+    return {"timeout_s": 3} if hangs else None
+
+
+app = ClientApp(mods=[gpu_mod(num_gpus=0.25, resources=resources)])
+
+
+@app.lifespan()
+def loaded(context):
+    Loaded.by = os.getpid()
+    yield
+    note("lifespans", pid=os.getpid(), partition=context.node_config["partition-id"])
+
+
+def calls_counted(context):
+    calls = context.state.setdefault("calls", MetricRecord({"count": 0}))
+    calls["count"] += 1
+    return calls["count"]
+
+
+@app.train()
+def train(message, context):
+    partition, server_round = context.node_config["partition-id"], message.content["config"]["server-round"]
+    count = calls_counted(context)
+    note("trains", pid=os.getpid(), partition=partition, loaded_by=Loaded.by, count=count)
+    if server_round == 2:
+        if partition == 1:
+            raise ValueError(f"client {partition} has no data")
+        if partition == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if partition == 3:
+            time.sleep(600)
+    arrays = {key: Array(np.asarray(value.numpy() + 1)) for key, value in message.content["arrays"].items()}
+    metrics = MetricRecord({"num-examples": 1})
+    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+
+@app.train("named")
+def named(message, context):
+    answer = ConfigRecord({"named": calls_counted(context)})
+    return Message(RecordDict({"answer": answer}), reply_to=message)
+
+
+@app.query()
+def query(message, context):
+    text = f"{message.content['question']['text']} {context.node_config['partition-id']}"
+    return Message(
+        RecordDict({"answer": ConfigRecord({"query": text, "pid": os.getpid()})}), reply_to=message
+    )
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid, context):
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS)
+    arrays = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
+    result = strategy.start(grid, arrays, num_rounds=3, timeout=90)
+    note("server", trained=result.arrays["w"].numpy().tolist())
+    content = RecordDict({"question": ConfigRecord({"text": "who are you?"})})
+    for kind in ("query", "train.named"):
+        asked = [Message(content, node_id, kind) for node_id in grid.get_node_ids()]
+        for reply in grid.send_and_receive(asked, timeout=90):
+            note("server", **dict(reply.content["answer"]))
+
+
+class Client(NumPyClient):
+    def __init__(self, context):
+        self.context = context
+
+    def fit(self, weights, config):
+        note("fits", pid=os.getpid(), visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return [array + 1 for array in weights], 1, {"calls": calls_counted(self.context)}
+
+    def evaluate(self, weights, config):
+        return float(weights[0].mean()), 1, {"pid": os.getpid()}
+
+
+client_app = ClientApp(
+    client_fn=lambda context: Client(context).to_client(), mods=[gpu_mod(gpu_memory="2GiB", resources=TABLE)]
+)
+
+
+class Strategy(legacy.FedAvg):
+    def aggregate_fit(self, server_round, results, failures):
+        calls = [result.metrics["calls"] for _, result in results]
+        note("legacy", round=server_round, calls=calls, failures=len(failures))
+        return super().aggregate_fit(server_round, results, failures)
+
+    def aggregate_evaluate(self, server_round, results, failures):
+        note("legacy", round=server_round, losses=[result.loss for _, result in results])
+        return super().aggregate_evaluate(server_round, results, failures)
+
+
+def server_fn(context):
+    strategy = Strategy(
+        initial_parameters=ndarrays_to_parameters([np.zeros(4, np.float32)]),
+        min_fit_clients=CLIENTS,  # or it begins with those that are there already
+        min_evaluate_clients=CLIENTS,
+        min_available_clients=CLIENTS,
+    )
+    return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2))
+
+
+if __name__ == "__main__":
+    backend = {"init_args": {"num_cpus": CLIENTS}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server, app, CLIENTS, backend_config=backend)
+    run_simulation(ServerApp(server_fn=server_fn), client_app, CLIENTS, backend_config=backend)

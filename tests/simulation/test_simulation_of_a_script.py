@@ -1,0 +1,108 @@
+"""`run_simulation` in a script that defines everything itself; it sees one of two GPUs, and clients fail."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NewHost
+from nvml_stub import GIB
+from simulation_host import FOLDER, SimulationHost, notes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CLIENTS = 4
+
+
+@dataclass
+class Ran:
+    """What the script has left."""
+
+    host: SimulationHost
+    folder: Path
+    output: str
+
+    def notes(self, name: str) -> list[dict[str, Any]]:
+        return notes(self.folder / f"{name}.jsonl")
+
+
+@pytest.fixture(scope="module")
+def ran(new_host: NewHost) -> Ran:
+    host = new_host(gpus=2)
+    folder = host.new_folder("notes")
+    output = host.run(sys.executable, FOLDER / "sim_script.py", folder, CUDA_VISIBLE_DEVICES="1")
+    return Ran(host, folder, output)
+
+
+def test_a_round_goes_on_without_clients_that_raise_die_or_hang(ran: Ran) -> None:
+    rounds = re.findall(r"aggregate_train: Received (\d) results and (\d) failures", ran.output)
+    assert rounds == [("4", "0"), ("1", "3"), ("4", "0")]
+    assert ran.notes("server")[0] == {"trained": [3.0] * 4}
+    finished = [event["outcome"] for event in ran.host.events("worker_finished")]
+    assert sorted({*finished}) == ["died", "error", "ok", "timeout"]
+
+
+def test_the_servers_log_says_which_client_failed_and_why(ran: Ran) -> None:
+    told = ran.output.partition("aggregate_train: Received 1 results")[2].partition("[ROUND 3/3]")[0]
+    errors = re.split(r"Received error in reply from node \d+", told)[1:]
+    reasons = sorted(re.findall(r"train of client .*", text)[-1] for text in errors)
+    assert len(reasons) == 3
+    assert reasons[0].startswith("train of client 1: ValueError: client 1 has no data")
+    assert re.match(r"train of client 2: the worker \(pid \d+\) was killed by SIGKILL \(9\)", reasons[1])
+    assert reasons[2].startswith("train of client 3: no result within timeout_s=3; the worker")
+
+
+def test_only_the_gpu_that_the_whole_simulation_may_see_is_leased(ran: Ran) -> None:
+    granted = ran.host.events("lease_granted")
+    assert {gpu["index"] for event in granted for gpu in event["gpus"]} == {1}
+    assert {fit["visible"] for fit in ran.notes("fits")} == {ran.host.uuids[1]}
+
+
+def test_a_table_gives_each_client_its_own_request(ran: Ran) -> None:
+    sizes: dict[str, set[int]] = {}
+    for event in ran.host.events("lease_granted")[-4 * CLIENTS :]:
+        sizes.setdefault(event["client"], set()).add(event["gpus"][0]["memory_bytes"])
+    assert sizes == {"0": {2 * GIB}, "1": {3 * GIB}, "2": {9 * GIB}, "3": {2 * GIB}}
+
+
+def test_the_lifespan_of_an_app_surrounds_each_call_in_its_worker(ran: Ran) -> None:
+    trains = ran.notes("trains")
+    assert len(trains) == 3 * CLIENTS
+    assert all(call["loaded_by"] == call["pid"] for call in trains)
+    ended = {note["pid"] for note in ran.notes("lifespans")}
+    workers = {call["pid"] for call in trains}
+    assert len(workers - ended) == 2, "those of the workers that were killed"
+
+
+def test_state_is_there_in_the_next_round_and_unchanged_by_calls_that_failed(ran: Ran) -> None:
+    counts: dict[int, list[int]] = {}
+    for call in ran.notes("trains"):
+        counts.setdefault(call["partition"], []).append(call["count"])
+    assert counts == {0: [1, 2, 3], 1: [1, 2, 2], 2: [1, 2, 2], 3: [1, 2, 2]}
+
+
+def test_queries_and_named_actions_run_in_workers(ran: Ran) -> None:
+    answers = ran.notes("server")[1:]
+    texts = [answer["query"] for answer in answers if "query" in answer]
+    assert sorted(texts) == [f"who are you? {partition}" for partition in range(CLIENTS)]
+    started = {event["pid"]: event["task"] for event in ran.host.events("worker_started")}
+    assert {started[answer["pid"]] for answer in answers if "query" in answer} == {"query"}
+    assert sorted(answer["named"] for answer in answers if "named" in answer) == [3, 3, 3, 4]
+    assert sum(task == "train.named" for task in started.values()) == CLIENTS
+
+
+def test_a_client_fn_with_a_numpy_client_runs_in_workers(ran: Ran) -> None:
+    fitted = [line for line in ran.notes("legacy") if "calls" in line]
+    assert fitted == [{"round": number, "calls": [number] * CLIENTS, "failures": 0} for number in (1, 2)], (
+        "its state, too, is there in the next round"
+    )
+    evaluated = [line["losses"] for line in ran.notes("legacy") if "losses" in line]
+    assert evaluated == [[1.0] * CLIENTS, [2.0] * CLIENTS]
+    fits = {note["pid"] for note in ran.notes("fits")}
+    assert len(fits) == 2 * CLIENTS
+    started = [event["task"] for event in ran.host.events("worker_started")][-4 * CLIENTS :]
+    assert sorted(started) == ["evaluate"] * 2 * CLIENTS + ["train"] * 2 * CLIENTS

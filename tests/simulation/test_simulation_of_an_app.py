@@ -1,0 +1,172 @@
+"""`flwr run` of an app in the Simulation Runtime: as it is, and with the one line for gpu_mod."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import NewHost
+from nvml_stub import GIB
+from simulation_host import FOLDER, SimulationHost, notes
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CLIENTS, ROUNDS, ACTORS = 20, 3, 3
+PLAIN = "app = ClientApp(mods=[actor_noted])\n"
+# Nearly all that a GPU has can be leased; of these requests many do not fit beside each other.
+WITH_MOD = """
+from flower_gpu import gpu_mod
+
+
+def resources(context):
+    kinds = {"num_gpus": 0.25}, {"gpu_memory": "5GiB"}, {"gpu_memory": "9GiB"}, {"num_gpus": 1}, None
+    return kinds[context.node_config["partition-id"] % len(kinds)]
+
+
+app = ClientApp(mods=[actor_noted, gpu_mod(gpu_memory="2GiB", resources=resources)])
+"""
+SIMULATION = f"num-supernodes={CLIENTS} client-resources-num-cpus=1 init-args-num-cpus={ACTORS}"
+
+
+@dataclass
+class Simulated:
+    """What a run has left."""
+
+    notes: Path
+    output: str
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return dict(np.load(self.notes / "weights.npz"))
+
+    def actors(self) -> list[dict[str, Any]]:
+        return notes(self.notes / "actors.jsonl")
+
+    def fits(self) -> list[dict[str, Any]]:
+        return notes(self.notes / "fits.jsonl")
+
+
+def simulate(host: SimulationHost, name: str, client_app: str) -> Simulated:
+    app = host.folder / name
+    shutil.copytree(FOLDER / "digits_app", app, ignore=shutil.ignore_patterns("__pycache__"))
+    (app / "digits_app" / "client_app.py").write_text(client_app)
+    folder = host.new_folder(f"{name}-notes")
+    command = ["flwr", "run", app, "--stream", "--federation-config", SIMULATION]
+    output = host.run(*command, "--run-config", f"notes='{folder}' num-clients={CLIENTS}", name=name)
+    assert (folder / "weights.npz").exists(), output
+    return Simulated(folder, output)
+
+
+@pytest.fixture(scope="module")
+def host(new_host: NewHost) -> Iterator[SimulationHost]:
+    host = new_host(gpus=2)
+    yield host
+    for pid, command in host.processes().items():  # what `flwr run` leaves running
+        if "flower-superlink" in command:
+            host.end(pid)
+
+
+@pytest.fixture(scope="module")
+def client_app() -> str:
+    text = (FOLDER / "digits_app" / "digits_app" / "client_app.py").read_text()
+    assert PLAIN in text and "flower_gpu" not in text
+    return text
+
+
+@pytest.fixture(scope="module")
+def plain(host: SimulationHost, client_app: str) -> Simulated:
+    return simulate(host, "plain", client_app)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, tuple[int, int]]]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def with_mod(host: SimulationHost, client_app: str, seen: list[Any]) -> Simulated:
+    with host.observed() as looks:
+        simulated = simulate(host, "with-mod", client_app.replace(PLAIN, WITH_MOD))
+    seen += looks
+    return simulated
+
+
+def test_the_weights_are_those_of_the_app_without_the_mod(plain: Simulated, with_mod: Simulated) -> None:
+    expected, weights = plain.weights(), with_mod.weights()
+    assert expected.keys() == weights.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(weights[name], array, rtol=0, atol=1e-6, err_msg=name)
+    assert len(plain.fits()) == len(with_mod.fits()) == CLIENTS * ROUNDS
+
+
+def test_each_client_is_held_to_its_own_request_and_never_more_is_leased_than_fits(
+    host: SimulationHost, with_mod: Simulated, seen: list[dict[str, tuple[int, int]]]
+) -> None:
+    share = (16 * GIB - 256 * 2**20) * 99 // 100
+    expected = [share // 4, 5 * GIB, 9 * GIB, None, 2 * GIB]
+    granted = host.events("lease_granted")
+    assert len(granted) == CLIENTS * ROUNDS
+    for event in granted:
+        (gpu,) = event["gpus"]
+        size = expected[int(event["client"]) % len(expected)]
+        if size is None:
+            assert gpu["memory_bytes"] > 15 * GIB
+        else:
+            assert gpu["memory_bytes"] == pytest.approx(size, abs=2**20)
+    leases = {event["lease"] for event in granted}
+    assert leases == {event["lease"] for event in host.events("lease_released")}
+    assert set().union(*seen) <= leases, "every lease is in the trace"
+    assert max(map(len, seen)) >= 2, "they did run at the same time"
+    for look in seen:
+        for gpu in (0, 1):
+            assert sum(size for index, size in look.values() if index == gpu) <= 16 * GIB - 256 * 2**20
+    assert {gpu for look in seen for gpu, _ in look.values()} == {0, 1}
+
+
+def test_every_fit_has_its_own_worker_which_sees_the_leased_gpu(
+    host: SimulationHost, with_mod: Simulated
+) -> None:
+    granted = {event["lease"]: event for event in host.events("lease_granted")}
+    started = {event["pid"]: event for event in host.events("worker_started")}
+    fits = with_mod.fits()
+    assert len({fit["pid"] for fit in fits}) == len(fits) == len(started)
+    for fit in fits:
+        worker = started[fit["pid"]]
+        assert worker["client"] == str(fit["partition"])
+        assert fit["visible"] == granted[worker["lease"]]["gpus"][0]["uuid"]
+        assert worker["start_method"] == "forkserver"
+        assert worker["threads"] == 1, "as many as Ray gives each actor"
+
+
+def test_actors_import_what_the_app_imports_and_the_light_modules_of_the_mod(
+    plain: Simulated, with_mod: Simulated
+) -> None:
+    loaded = set(plain.actors()[0]["before"])
+    assert "digits_app.client_app" in loaded and "torch" not in loaded
+    actors = with_mod.actors()
+    assert len({note["pid"] for note in actors}) == ACTORS
+    imported = {name for note in actors for name in note["after"]} - loaded
+    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert "flower_gpu" in packages and packages <= {"flower_gpu", "pynvml", "cloudpickle"}
+    assert not any(name.startswith("flower_gpu.pytorch") for name in imported)
+    assert "torch" in plain.actors()[-1]["after"], "without the mod it stays there"
+
+
+def test_actors_hold_no_gpu(with_mod: Simulated) -> None:
+    for note in with_mod.actors():
+        assert note["nvidia"] == []
+        assert note["visible"] == "", (
+            "Ray hides the GPUs from actors with num-gpus=0; from workers it does not"
+        )
+
+
+def test_state_written_in_a_worker_is_there_in_the_next_round(plain: Simulated, with_mod: Simulated) -> None:
+    for run in (plain, with_mod):
+        for partition in range(CLIENTS):
+            counts = [note["fits"] for note in run.actors() if note["partition"] == partition]
+            assert counts == [1, 2, 3]
