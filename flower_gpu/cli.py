@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn, Protocol
 
 from flower_gpu import __version__
-from flower_gpu.commands import doctor, footprint, gpus, leases, server, supernode
+from flower_gpu.commands import doctor, footprint, gpus, leases, server, supernode, supernodes
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
 
@@ -36,6 +36,7 @@ class Command(Protocol):
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "supernode": supernode,
+        "supernodes": supernodes,
         "gpus": gpus,
         "leases": leases,
         "footprint": footprint,

@@ -132,25 +132,39 @@ def node_environment(env: Mapping[str, str], node_config: Mapping[str, ConfigVal
     return {**env, **{name: str(value) for name, value in said.items() if value is not None}}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser."""
-    group = parser.add_argument_group(
-        "GPUs",
-        "Which GPUs calls may use, and what each of them leases there. What an app's own code says goes\n"
-        "before --num-gpus, --gpu-memory, --lease-timeout-s and --on-oom, and after --gpu and --gpu-num.",
-    )
+#: What the options say of themselves, where each client has a node of its own on this machine.
+ABOUT_RUNS: Final = (
+    "Which GPUs calls may use, and what each of them leases there. What an app's own code says goes\n"
+    "before --num-gpus, --gpu-memory, --lease-timeout-s and --on-oom, and after --gpu and --gpu-num.",
+    "device policy of every client and of the server's own calls",
+    "the first client uses the first, and so on round and round; the server's own calls may use all of them "
+    "(default: every call may)",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, texts: tuple[str, str, str] = ABOUT_RUNS) -> None:
+    """Add the options to a parser.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        Where they go.
+    texts : tuple of str
+        What to say about all of them, about whose policy it is, and about who uses which of the GPUs.
+    """
+    about, whose, which = texts
+    group = parser.add_argument_group("GPUs", about)
     group.add_argument(
         "--gpu",
         choices=POLICIES,
-        help="device policy of every client and of the server's own calls: never a GPU; offer one, if the "
-        "run wants it; force one; require one, or fail (default: offer)",
+        help=f"{whose}: never a GPU; offer one, if the run wants it; force one; require one, or fail "
+        "(default: offer)",
     )
     group.add_argument(
         "--gpu-num",
         metavar="LIST",
         type=text_value,
-        help="GPU numbers or UUIDs, such as 0,1: the first client uses the first, and so on round and round; "
-        "the server's own calls may use all of them (default: every call may)",
+        help=f"GPU numbers or UUIDs, such as 0,1: {which}",
     )
     amount = group.add_mutually_exclusive_group()
     amount.add_argument(

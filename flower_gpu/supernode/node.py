@@ -1,0 +1,81 @@
+"""What SuperNodes are started with: options, and the environment that makes them ours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.launch.environment import script_folders
+from flower_gpu.launch.gpu_options import GPUOptions
+from flower_gpu.launch.option_types import positive_float, positive_int
+from flower_gpu.supernode import command_folder, slots
+from flower_gpu.supernode.rule import Rule
+
+COMMAND: Final = "flower-supernode"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are not about GPUs, and those of Flower."""
+    group = parser.add_argument_group("messages")
+    group.add_argument(
+        "--max-concurrent",
+        metavar="N",
+        type=positive_int,
+        help="how many messages are handled at a time, also without a GPU (default: as many as come)",
+    )
+    group.add_argument(
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        help="seconds a message may take, counted from its lease (default: no limit)",
+    )
+    parser.add_argument(
+        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {COMMAND}, after two dashes"
+    )
+
+
+def environment(arguments: argparse.Namespace, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of SuperNodes with these options.
+
+    Raises
+    ------
+    ConfigError
+        If an option or variable cannot be used.
+    """
+    check(arguments.flower)
+    env = GPUOptions.from_arguments(arguments).environment(base)
+    if arguments.timeout_s is not None:
+        env["FLOWER_GPU_TIMEOUT_S"] = str(arguments.timeout_s)
+    GPUSettings.resolve(environ=env)
+    if arguments.max_concurrent is not None:
+        env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
+    env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
+    env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an app's import does not start CUDA
+    path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])
+    return fast_start({**env, "PATH": path}, Rule(with_lease=True))
+
+
+def fast_start(env: Mapping[str, str], rule: Rule) -> dict[str, str]:
+    """Return an environment in which SuperNodes start our ``flwr-clientapp``."""
+    path = os.pathsep.join([str(command_folder.make()), env.get("PATH", os.defpath)])
+    return {**env, **rule.environment(), "PATH": path}
+
+
+def check(flower: Sequence[str]) -> None:
+    """Refuse options of Flower with which it starts no process that could be ours.
+
+    Raises
+    ------
+    ConfigError
+        If there is such an option.
+    """
+    if "--isolation=process" in flower or ("--isolation", "process") in pairwise(flower):
+        raise ConfigError(
+            "with --isolation process somebody else starts the processes of messages, so they would have no "
+            "lease: leave it out, flower-supernode then starts them itself"
+        )
