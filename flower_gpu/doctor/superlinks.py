@@ -18,7 +18,10 @@ _DISABLE = "--disable-runtime-dependency-installation"
 _ALLOW = "--allow-runtime-dependency-installation"
 _LOCAL = (":local:", ":local-in-memory:")
 _LOCAL_LOG = "local-superlink/superlink.log"
-_BUILDS = "builds an environment from an app's declared dependencies for each run, without flower-gpu"
+_BUILDS = (
+    "builds an environment from an app's declared dependencies for each run: without flower-gpu, unless the "
+    "app declares a path to it"
+)
 
 # What workers take over from whoever starts a run.
 _PREFIX = "FLOWER_GPU_"
