@@ -130,6 +130,8 @@ class LaunchOptions:
         For every call in a worker; None leaves it to the environment and the app.
     gpu : GPUOptions
         What its calls want of the host's GPUs.
+    fast_start : bool
+        Whether the processes of messages are forks of one that has imported Flower and torch.
     log_dir : Path
         Where the run's folder is made.
     port : int, optional
@@ -147,6 +149,7 @@ class LaunchOptions:
     start_method: str | None = None
     timeout_s: float | None = None
     gpu: GPUOptions = field(default_factory=GPUOptions)
+    fast_start: bool = True
     log_dir: Path = Path("runs")
     port: int | None = None
     verbosity: int = 0
@@ -235,6 +238,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         help="seconds a call in a worker may take, counted from its lease (default: no limit)",
     )
+    workers.add_argument(
+        "--no-fast-start",
+        dest="fast_start",
+        action="store_false",
+        help="start Flower's own flwr-clientapp for each message, which imports everything anew",
+    )
     gpu_options.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -278,6 +287,7 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
         start_method=arguments.start_method,
         timeout_s=arguments.timeout_s,
         gpu=GPUOptions.from_arguments(arguments),
+        fast_start=arguments.fast_start,
         log_dir=arguments.log_dir,
         port=arguments.port,
         verbosity=int(arguments.verbose) - int(arguments.quiet),

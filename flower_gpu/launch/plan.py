@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, TypeGuard
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.isolation.forkserver import client as forkserver
 from flower_gpu.launch import environment, ports
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.config_values import ConfigValue
@@ -46,6 +47,8 @@ class Plan:
         Where the run's folder is made.
     port : int, optional
         The server's port, where the user chose one.
+    fast_start : bool
+        Whether SuperNodes start our ``flwr-clientapp``.
     start_method, timeout_s
         For calls in workers, where the user chose them.
     gpu : GPUOptions
@@ -66,6 +69,7 @@ class Plan:
     start_method: str | None
     timeout_s: float | None
     gpu: GPUOptions
+    fast_start: bool
     verbosity: int
     remarks: tuple[str, ...] = ()
 
@@ -138,6 +142,7 @@ def make_plan(options: LaunchOptions) -> Plan:
         start_method=options.start_method,
         timeout_s=options.timeout_s,
         gpu=options.gpu,
+        fast_start=options.fast_start and forkserver.is_supported(),
         verbosity=options.verbosity,
     )
     return replace(plan, remarks=check_gpus(plan, os.environ))

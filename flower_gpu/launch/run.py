@@ -102,6 +102,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "start_method": plan.start_method,
         "timeout_s": plan.timeout_s,
         "gpu": asdict(plan.gpu),
+        "fast_start": plan.fast_start,
         "client_omp_num_threads": client_environment(os.environ, 0, plan.clients_at_once)["OMP_NUM_THREADS"],
     }
 

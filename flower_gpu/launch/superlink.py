@@ -15,6 +15,8 @@ from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchFailedError
+from flower_gpu.supernode.command_folder import fast_start
+from flower_gpu.supernode.rule import Rule
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
@@ -138,10 +140,11 @@ class SuperLinkEngine(Engine):
         return self._link
 
     def _node(self, client: int, port: int) -> Service:
+        env = self.client_environment(client)
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            self.client_environment(client),
+            fast_start(env, Rule(with_lease=False)) if self.plan.fast_start else env,
             self.folder.log(f"client-{client}"),
         )
 

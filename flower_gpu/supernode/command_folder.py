@@ -7,9 +7,11 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from flower_gpu.isolation.forkserver import identity, sockets
+from flower_gpu.supernode.rule import Rule
 
 COMMAND = "flwr-clientapp"
 
@@ -40,3 +42,9 @@ def make() -> Path:
         new.chmod(0o700)
         new.replace(path)  # others may be about to start it
     return folder
+
+
+def fast_start(env: Mapping[str, str], rule: Rule) -> dict[str, str]:
+    """Return an environment in which SuperNodes start our ``flwr-clientapp``."""
+    path = os.pathsep.join([str(make()), env.get("PATH", os.defpath)])
+    return {**env, **rule.environment(), "PATH": path}

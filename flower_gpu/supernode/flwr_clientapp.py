@@ -13,8 +13,9 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+from flower_gpu.config import planned_threads
 from flower_gpu.errors import WorkerDiedError, WorkerError, WorkerStartError
-from flower_gpu.isolation import start, worker
+from flower_gpu.isolation import start, threads, worker
 from flower_gpu.isolation.call import Call
 from flower_gpu.supernode.rule import Rule
 
@@ -34,7 +35,8 @@ def main() -> None:
         _run_here(arguments, rule, "this platform has no fork server")
     # With a lease, the app's worker comes from the fork server, too: by this name nothing is forked here.
     name = f"flower-gpu {_NAME}" if rule.with_lease else _NAME
-    call = Call(_TASK, ([name, *arguments], rule.with_lease), label=_NAME)
+    env = threads.environment(planned_threads(os.environ), {})  # an app without a worker trains there
+    call = Call(_TASK, ([name, *arguments], rule.with_lease), env=env, setup=threads.SETUP, label=_NAME)
     try:
         code = worker.run(call, "forkserver", on_start=_forward)
     except WorkerStartError as error:

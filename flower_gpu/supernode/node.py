@@ -57,13 +57,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str]) -> dict[
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an app's import does not start CUDA
     path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])
-    return fast_start({**env, "PATH": path}, Rule(with_lease=True))
-
-
-def fast_start(env: Mapping[str, str], rule: Rule) -> dict[str, str]:
-    """Return an environment in which SuperNodes start our ``flwr-clientapp``."""
-    path = os.pathsep.join([str(command_folder.make()), env.get("PATH", os.defpath)])
-    return {**env, **rule.environment(), "PATH": path}
+    return command_folder.fast_start({**env, "PATH": path}, Rule(with_lease=True))
 
 
 def check(flower: Sequence[str]) -> None:
