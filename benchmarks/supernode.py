@@ -1,0 +1,230 @@
+"""What a message costs a SuperNode: Flower's own, and `flower-gpu supernodes`, in turn.
+
+A SuperLink and N SuperNodes on this machine run an app for some rounds, with all clients in each. README.md
+says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import machine
+import table
+from options import EXIT_USAGE, Parser, chosen, json_file, positive
+from processes import BenchmarkError, descendants, end_descendants, new_state_folder, nothing_left_behind
+
+from flower_gpu.isolation.forkserver import control
+from flower_gpu.launch import ports
+from flower_gpu.launch.environment import script_folders
+
+_APPS = {"no-op": "no_op", "digits": "digits"}
+_WAYS = ("flower", "ours")
+_FOLDER = Path(__file__).parent / "supernode_apps"
+_START_S, _RUN_S = 120.0, 500.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> int:
+    options = _options()
+    if sys.platform != "linux":
+        print("supernode.py needs Linux: it reads /proc", file=sys.stderr)
+        return EXIT_USAGE
+    rows: list[dict[str, Any]] = []
+    try:
+        with nothing_left_behind():
+            for app in options.only:
+                for count in options.supernodes:
+                    rows += _measure(app, count, options)
+                    if options.json:
+                        result = {"machine": machine.describe(), "rows": rows}
+                        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    except BenchmarkError as error:
+        print(f"supernode.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _measure(app: str, count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run an app in both ways in turn, several times."""
+    measured: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+    for number in range(options.runs):
+        for way in _WAYS if number % 2 == 0 else reversed(_WAYS):
+            measured[way].append(_run(app, way, count, options.rounds))
+    rows = []
+    for way, values in measured.items():
+        row = {
+            "app": app,
+            "way": way,
+            "supernodes": count,
+            "rounds": options.rounds,
+            "runs": options.runs,
+            "total_s": round(median(total_s for total_s, _ in values), 2),
+            "cpu_s_per_message": round(median(cpu_s for _, cpu_s in values), 3),
+            "all_total_s": [round(total_s, 2) for total_s, _ in values],
+        }
+        rows.append(row)
+    _show(rows)
+    return rows
+
+
+def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
+    """Run an app once; return the seconds of the run, and the CPU seconds of a message."""
+    with tempfile.TemporaryDirectory(prefix="fgpu-nodes-") as name:
+        folder = Path(name)
+        new_state_folder()
+        env = {
+            **os.environ,
+            "FLWR_HOME": name,
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # for both: ours sets it by itself
+            "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
+            "OMP_NUM_THREADS": "1",
+        }
+        with _federation(way, count, env, folder) as executors:
+            config = f"num-server-rounds={rounds} num-clients={count}"
+            command = ["flwr", "run", str(_FOLDER / _APPS[app]), "bench", "--stream", "--run-config", config]
+            before = _cpu_s(executors)
+            began = time.monotonic()
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_RUN_S)
+            total_s = time.monotonic() - began
+            log = f"{done.stdout}\n{done.stderr}"
+            if done.returncode or log.count(f"Received {count} results and 0 failures") < rounds:
+                raise BenchmarkError(f"{app}, {way}: not all clients answered in all rounds\n{log[-4000:]}")
+            time.sleep(1.0)  # the last ones exit
+            return total_s, (_cpu_s(executors) - before) / (count * rounds)
+
+
+@contextmanager
+def _federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> Iterator[list[int]]:
+    """Start a SuperLink and SuperNodes. Yields the processes that start one for each message."""
+    port = ports.free_ports(1)[0]
+    connection = f'[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    (folder / "config.toml").write_text(f'[superlink]\ndefault = "bench"\n\n{connection}')
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *command: str) -> None:
+        with (folder / f"{name}.log").open("wb") as log:
+            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder))
+
+    try:
+        address = ["--insecure", "--host", "127.0.0.1"]
+        link = [
+            "flower-superlink",
+            *address,
+            "--port",
+            str(port),
+            "--disable-runtime-dependency-installation",
+        ]
+        start("superlink", *link)
+        _wait(lambda: ports.is_healthy(port), "the SuperLink does not answer")
+        to_link = [*address, "--superlink", f"127.0.0.1:{port}"]
+        if way == "ours":
+            ours = [sys.executable, "-m", "flower_gpu.cli", "supernodes", "--count", str(count)]
+            start("supernodes", *ours, "--log-dir", str(folder), "--", *to_link)
+        else:
+            for number, node_port in enumerate(ports.free_ports(count)):
+                config = f"partition-id={number} num-partitions={count}"
+                node = ["flower-supernode", *to_link, "--port", str(node_port), "--node-config", config]
+                start(f"supernode-{number}", *node)
+        log = folder / "superlink.log"
+        _wait(lambda: log.read_text().count("Activated node_id") >= count, "not all SuperNodes came")
+        executors = [pid for pid in descendants(os.getpid()) if "flower-superexec" in _command(pid)]
+        yield [pid for pid in executors if f":{port}" not in _command(pid)]  # not the SuperLink's own
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        for process in started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        end_descendants()
+
+
+def _cpu_s(executors: list[int]) -> float:
+    """Return the CPU time so far of what was started for messages, and of the fork servers."""
+    used = 0.0
+    for pid in executors:
+        used += sum(_times_s(pid)[2:])  # of children that have ended and were asked for
+        used += sum(sum(_times_s(child)) for child in descendants(pid))  # others, also if they have ended
+    return used + sum(sum(_times_s(pid)) for pid in control.pids())
+
+
+def _times_s(pid: int) -> tuple[float, float, float, float]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0, 0.0, 0.0, 0.0
+    user, system, of_children, of_children_in_kernel = (int(field) / _TICKS for field in fields[11:15])
+    return user, system, of_children, of_children_in_kernel
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _wait(is_so: Any, problem: str) -> None:
+    deadline = time.monotonic() + _START_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"{problem} within {_START_S:g} s")
+        time.sleep(0.1)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    flower = next(row for row in rows if row["way"] == "flower")
+    table.show(
+        f"{flower['app']}, {flower['supernodes']} SuperNodes, {flower['rounds']} rounds",
+        ("way", "total", "CPU per message", "faster", "less CPU", "runs"),
+        [
+            (
+                row["way"],
+                f"{row['total_s']:.1f} s",
+                f"{row['cpu_s_per_message']:.2f} s",
+                f"{flower['total_s'] / row['total_s']:.1f}x",
+                f"{flower['cpu_s_per_message'] / row['cpu_s_per_message']:.1f}x",
+                row["runs"],
+            )
+            for row in rows
+        ],
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def _options() -> argparse.Namespace:
+    apps = list(_APPS)
+    parser = Parser(prog="supernode.py", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--supernodes", type=_numbers, default=[6], metavar="N,N", help="how many; default: 6")
+    add("--rounds", type=positive, default=3, metavar="N", help="of each run; default: 3")
+    add("--runs", type=positive, default=3, metavar="N", help="of each way; default: 3")
+    add("--only", type=partial(chosen, apps), default=apps, metavar="APP",
+        help=f"some of {', '.join(apps)}; default: all")  # fmt: skip
+    add("--json", type=json_file, metavar="FILE", help="also write the figures there, after each app")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
