@@ -76,7 +76,7 @@ def run_call(
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     call = _Run(task, args, kwargs or {}, settings, label, {"client": client, "task": kind})
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
-    if lease.VARIABLE in os.environ:  # a worker that starts another one: both share its lease, or have none
+    if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
     start.choose(settings.worker.start_method)  # one that cannot be is refused before a lease is waited for
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s

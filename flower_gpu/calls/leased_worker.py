@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu.calls.fixed_variables import Rule, fixed
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.isolation import events, threads
+from flower_gpu.isolation import events, own_calls, threads
 
 if TYPE_CHECKING:
     from flower_gpu.pytorch.memory import Hold
@@ -46,8 +46,13 @@ def setup() -> AbstractContextManager[None]:
     if lease is not None and lease.shares:
         return _leased(lease)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return fixed(_rules(cap.hidden_environment()))
+        return _fixed(_rules(cap.hidden_environment()))
     return nullcontext()
+
+
+def _fixed(rules: Mapping[str, Rule]) -> AbstractContextManager[None]:
+    # A call in the client's own process shares its environment with the client's other threads.
+    return nullcontext() if own_calls.is_inside() else fixed(rules)
 
 
 def _rules(variables: Iterable[str]) -> dict[str, Rule]:
@@ -66,7 +71,7 @@ def _leased(lease: Lease) -> Iterator[None]:
     for name in {cap.SETTINGS, cap.OLD_SETTINGS} & set(rules):
         # A user's own are put together with the cap.
         rules[name] = partial(lambda at, text: cap.torch_settings(fraction, {at: text}), name)
-    with fixed(rules), _watched(lease):
+    with _fixed(rules), _watched(lease):
         yield
 
 

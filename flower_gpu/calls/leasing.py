@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +17,13 @@ from flower_gpu.gpu.admission import Option
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.footprint_key import Array, Key, key_of
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.gpu.lease import VARIABLE, Lease, Share
 from flower_gpu.gpu.ledger import Ledger, Wish, describe
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.gpu.tickets import Ticket
+from flower_gpu.isolation import own_calls
 
 _log = logging.getLogger("flower_gpu")
 _said: set[str] = set()
@@ -320,22 +321,13 @@ def worker_environment(lease: Lease | None, environ: Mapping[str, str]) -> dict[
     return cap.hidden_environment() if lease is None else cap.worker_environment(lease, environ)
 
 
-@contextmanager
-def taken_back(variables: Mapping[str, str]) -> Iterator[None]:
-    """Take what was set for one call out of this process's environment again, after the block.
+def taken_back(variables: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Take what was set for one call out of this process's environment again, after a block.
 
     Not which GPU was shown to it: CUDA has started with that, so later calls can have no other.
     """
     shown = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"} if variables.get("CUDA_VISIBLE_DEVICES") else set()
-    before = {name: os.environ.get(name) for name in variables if name not in shown}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return own_calls.borrowed(variables.keys() - shown)
 
 
 @contextmanager
@@ -345,6 +337,11 @@ def _only_warned() -> Iterator[None]:
         yield
     except ConfigError as error:
         say_once(f"what was measured is not kept: {error}")
+
+
+def is_worker() -> bool:
+    """Tell whether the code that asks runs in a worker, or in a call that runs in this process."""
+    return own_calls.belongs_here(VARIABLE)
 
 
 def of_this_process() -> Lease | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -12,11 +11,11 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
+from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallOptions, CallSettings
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan, text_of
-from flower_gpu.gpu import lease
 from flower_gpu.isolation.call import task_name
 
 #: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
@@ -53,7 +52,7 @@ class GPUMod:
         FlowerGPUError
             If there was no GPU or worker for it, or it failed. Flower makes an error message of it.
         """
-        if lease.VARIABLE in os.environ or any(_is_ours(mod) for mod, _ in _inner(call_next)):
+        if leasing.is_worker() or any(_is_ours(mod) for mod, _ in _inner(call_next)):
             # In a worker already, or the function has a mod of its own, which knows better what it needs.
             return call_next(message, context)
         return message_call.call(

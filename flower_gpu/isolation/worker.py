@@ -24,7 +24,7 @@ from flower_gpu.errors import (
     WorkerTaskError,
     WorkerTimeoutError,
 )
-from flower_gpu.isolation import preload, start, transport
+from flower_gpu.isolation import own_calls, preload, start, transport
 from flower_gpu.isolation.call import Call, load_task, set_up
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
@@ -326,19 +326,11 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
 
 
 def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
-    before = {name: os.environ.get(name) for name in call.env}
-    os.environ.update(call.env)
-    try:
+    with own_calls.inside(), own_calls.borrowed(() if keep_env else call.env):
+        os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
             preload.run_once(call.preload)
             return load_task(call.task)(*call.args, **call.kwargs)
-    finally:
-        if not keep_env:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def _unwrap(call: Call, outcome: Outcome) -> Any:

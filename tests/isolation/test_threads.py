@@ -12,6 +12,7 @@ from conftest import Run
 from processes import children_of, descriptors
 
 from flower_gpu import run_in_worker
+from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,3 +84,38 @@ def test_twenty_failures_in_a_row(first: str, run: Run) -> None:
         with pytest.raises(Exception):  # noqa: B017 - which one is another test's question
             run_in_worker(first, start_method="fork")
     assert descriptors() == open_before
+
+
+def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None:
+    """Also where they begin and end in any order."""
+    before = dict(os.environ)
+    together = threading.Barrier(8)
+
+    def call(number: int) -> None:
+        together.wait(timeout=30)
+        for turn in range(20):
+            method = ("in-process", "inline")[(number + turn) % 2]
+            run_in_worker("plain_tasks:echo", number, start_method=method, gpu="never")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    kept = {name: os.environ.get(name) for name in before | dict(os.environ)}
+    changed = {name for name, value in kept.items() if value != before.get(name)}
+    assert changed <= {"OMP_NUM_THREADS"}, "what a library may have read by now"
+
+
+def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        began.set()
+        return go_on.wait(30) and leasing.is_worker()
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run_in_worker, wait, start_method="in-process", gpu="never")
+        assert began.wait(30)
+        assert not leasing.is_worker()
+        assert run_in_worker(leasing.is_worker, start_method="fork", gpu="never")
+        go_on.set()
+        assert first.result(timeout=30)
+    assert not leasing.is_worker()
