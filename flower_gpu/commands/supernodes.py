@@ -19,7 +19,7 @@ from flower_gpu.launch.option_types import folder, positive_int
 from flower_gpu.launch.processes import describe_exit
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchStoppedError, Supervisor
-from flower_gpu.supernode import node
+from flower_gpu.supernode import node, warm
 
 HELP = "run many SuperNodes on this host whose messages get leases"
 DESCRIPTION = """\
@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     env[RUN_DIR_VARIABLE] = str(logs.path)
     print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
     with Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor:
+        warm.up()
         nodes = [
             _Node(number, arguments.count, given, pairs, gpu, env, logs) for number in range(arguments.count)
         ]

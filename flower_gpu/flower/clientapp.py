@@ -83,3 +83,8 @@ def load_and_run(
 ) -> tuple[Message, RecordDict]:
     """Load an app and have it handle a message; runs in a worker."""
     return message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
+
+
+def warm() -> None:
+    """Do nothing: importing this module is what a fork server learns from."""
+    import torch  # noqa: F401
