@@ -184,4 +184,4 @@ def _make_stub(folder: Path) -> None:
         }
     )
     # This process runs already; a library that is loaded is found by its name.
-    ctypes.CDLL(str(host.library))
+    ctypes.CDLL(str(host.stub_file))

@@ -64,6 +64,7 @@ def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()  # the thread that held it does not exist here, nor do the calls
     _borrowed.clear()
+    _is_inside.set(False)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

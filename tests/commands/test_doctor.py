@@ -446,7 +446,7 @@ def test_leases_in_a_tmp_of_another_mount_namespace_are_a_problem(shell: Shell, 
     process = shell.on(host).start(*alone, "sh", "-c", script)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["asks\n", "granted\n"]
-    finding = one(shell.doctor(), "one ledger", "/root/var/tmp/ledger of process ")
+    finding = one(shell.doctor(), "one ledger", "root/var/tmp/ledger of process ")
     assert finding["level"] == "problem"
     assert "1 lease or request is in another ledger" in finding["text"]
 

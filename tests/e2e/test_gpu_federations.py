@@ -6,14 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import APPS, QUICKSTART, REPOSITORY, Launch, Launched, assert_nothing_left
+from ledger_observer import observed
 from nvml_stub import GIB, Host
 
 from flower_gpu import trace
@@ -39,25 +38,12 @@ class StubHost(Host):
         # NVML has.
         self.env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
 
-    @contextmanager
-    def observed(self) -> Iterator[list[dict[str, int]]]:
-        """Look every few milliseconds, with the ledger's mutex held, at who holds how much."""
-        seen: list[dict[str, int]] = []
-        ended = threading.Event()
-        ledger = Ledger(LedgerFolder(self.ledger))
-
-        def look() -> None:
-            while not ended.wait(0.02):
-                holders = ledger.status().holders
-                seen.append({entry.id: sum(part.memory_bytes for part in entry.parts) for entry in holders})
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            ended.set()
-            thread.join()
+    def observed(self) -> AbstractContextManager[list[dict[str, int]]]:
+        """Look all the time at who holds how much."""
+        return observed(
+            self.ledger,
+            lambda holders: {one.id: sum(part.memory_bytes for part in one.parts) for one in holders},
+        )
 
 
 def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from processes import children_of, descriptors
 from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
+from flower_gpu.isolation import own_calls
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -119,3 +120,10 @@ def test_a_call_in_this_process_makes_no_worker_of_the_others(run: Run) -> None:
         go_on.set()
         assert first.result(timeout=30)
     assert not leasing.is_worker()
+
+
+def test_a_worker_that_is_forked_in_such_a_call_is_a_process_of_its_own(run: Run) -> None:
+    def fork() -> bool:
+        return run_in_worker(own_calls.is_inside, start_method="fork", gpu="never") is False
+
+    assert run_in_worker(fork, start_method="in-process", gpu="never")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ledger_observer import observed
 from nvml_stub import Host
 
 from flower_gpu import trace
@@ -40,25 +39,12 @@ class ModHost(Host):
         """Who holds a lease now, to somebody who takes the ledger's mutex."""
         return list(Ledger(LedgerFolder(self.ledger_dir)).status().holders)
 
-    @contextmanager
-    def observed(self) -> Iterator[list[dict[str, dict[str, int]]]]:
-        """Look every few milliseconds who holds how much of which GPU, by lease."""
-        seen: list[dict[str, dict[str, int]]] = []
-        ended = threading.Event()
-
-        def look() -> None:
-            while not ended.wait(0.02):
-                seen.append(
-                    {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in self.holders()}
-                )
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            ended.set()
-            thread.join()
+    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
+        """Look all the time at who holds how much of which GPU, by lease."""
+        return observed(
+            self.ledger_dir,
+            lambda holders: {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in holders},
+        )
 
 
 def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:

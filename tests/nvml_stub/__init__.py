@@ -132,9 +132,9 @@ class Host:
         driver: str = "550.54.14",
     ) -> None:
         self.folder = folder.absolute()
-        self.library = build(self.folder / "lib", int(driver.partition(".")[0]))
+        self.stub_file = build(self.folder / "lib", int(driver.partition(".")[0]))
         (self.folder / "use").mkdir(parents=True, exist_ok=True)
-        paths = [str(self.library.parent), os.environ.get("LD_LIBRARY_PATH", "")]
+        paths = [str(self.stub_file.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}
         self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(gpus)]
         for index, of in enumerate(self.uuids):

@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import nvml_stub
+from ledger_observer import observed
 
 from flower_gpu import trace
 from flower_gpu.gpu.ledger import Ledger, State
@@ -95,30 +95,16 @@ class SimulationHost:
         """Wait until the ledger says something."""
         return until(self.status, condition)
 
-    @contextmanager
-    def observed(self) -> Iterator[list[dict[str, tuple[int, int]]]]:
-        """Look every few milliseconds, with the ledger's mutex held, at who holds how much of which GPU."""
-        seen: list[dict[str, tuple[int, int]]] = []
-        ended = threading.Event()
-        ledger = Ledger(LedgerFolder(self.folder / "ledger"))
-
-        def look() -> None:
-            while not ended.wait(0.02):
-                seen.append(
-                    {
-                        entry.id: (self.uuids.index(part.uuid), part.memory_bytes)
-                        for entry in ledger.status().holders
-                        for part in entry.parts
-                    }
-                )
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield seen
-        finally:
-            ended.set()
-            thread.join()
+    def observed(self) -> AbstractContextManager[list[dict[str, tuple[int, int]]]]:
+        """Look all the time at who holds how much of which GPU."""
+        return observed(
+            self.folder / "ledger",
+            lambda holders: {
+                one.id: (self.uuids.index(part.uuid), part.memory_bytes)
+                for one in holders
+                for part in one.parts
+            },
+        )
 
     def events(self, *names: str, folder: Path | None = None) -> list[dict[str, Any]]:
         """Return what the trace has of these events."""

@@ -1,0 +1,57 @@
+"""An observer of the ledger: not one of those who lease, so it would see what they do wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.gpu.ledger_folder import LedgerFolder
+from flower_gpu.gpu.tickets import Entry
+
+T = TypeVar("T")
+
+_LOOK_S = 0.02
+
+
+@contextmanager
+def observed(ledger: Path, note: Callable[[tuple[Entry, ...]], T]) -> Iterator[list[T]]:
+    """Look every few milliseconds, with the ledger's mutex held, at who holds leases.
+
+    Parameters
+    ----------
+    ledger : Path
+        The ledger's folder.
+    note : callable
+        Makes of the holders what is to be kept of one look.
+
+    Yields
+    ------
+    list
+        What was kept. If a look failed the block does, too: later ones are missing.
+    """
+    seen: list[T] = []
+    failed: list[Exception] = []
+    ended = threading.Event()
+    own = Ledger(LedgerFolder(ledger))
+
+    def look() -> None:
+        try:
+            while not ended.wait(_LOOK_S):
+                seen.append(note(own.status().holders))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+    assert seen, "nobody looked"
