@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -37,9 +38,14 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_ROUND_TIMEOUT_S": "Seconds after which a round is over and its calls are not started.",
         "FLOWER_GPU_ON_OOM": "What follows when a call runs out of GPU memory: retry, cpu or fail.",
         "FLOWER_GPU_LEDGER_DIR": "Folder that the ledger's users share; /tmp by default.",
+        "FLOWER_GPU_POLL_S": "Least seconds between a SuperNode's questions to its SuperLink.",
+        "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
+        "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
     }
 )
+
+POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 
 # As OpenMP reads it: a number, or one for each level of nesting.
 _THREADS = re.compile(r"\s*\+?(\d{1,20})\s*(?:,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
@@ -123,6 +129,21 @@ class WorkerSettings:
             preload=preload,
         )
         return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
+
+
+def poll_s(environ: Mapping[str, str]) -> float:
+    """Return the least seconds between a SuperNode's questions to its SuperLink: 0.5, if nothing else is set.
+
+    Raises
+    ------
+    ConfigError
+        If ``FLOWER_GPU_POLL_S`` is no positive number.
+    """
+    text = environ.get(POLL_VARIABLE) or "0.5"
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and value > 0:
+            return value
+    raise ConfigError(f"{POLL_VARIABLE}={text!r} is not a positive number of seconds")
 
 
 def planned_threads(environ: Mapping[str, str]) -> int:

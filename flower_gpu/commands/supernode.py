@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 
-from flower_gpu.errors import ConfigError
 from flower_gpu.launch import gpu_options
-from flower_gpu.supernode import node
+from flower_gpu.supernode import node, warm
 
 HELP = "run a SuperNode whose messages get leases, whatever the app is"
 DESCRIPTION = """\
@@ -34,7 +32,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Become the SuperNode."""
     env = node.environment(arguments, os.environ)
-    program = shutil.which(node.COMMAND, path=env["PATH"])
-    if program is None:
-        raise ConfigError(f"{node.COMMAND} is not installed beside this Python: pip install flwr")
-    os.execve(program, [node.COMMAND, *arguments.flower], env)
+    warm.in_background(env)
+    os.execvpe(node.COMMAND, [node.COMMAND, *arguments.flower], env)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpu = GPUOptions.from_arguments(arguments)
     pairs = parse_pairs(_NODE_CONFIG, node_config)
     gpu.check_node_config(pairs)
-    env = node.environment(arguments, os.environ)
+    env = node.environment(arguments, os.environ, arguments.count)
     logs = RunFolder.create(arguments.log_dir)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)

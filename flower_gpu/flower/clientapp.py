@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
+from flwr.common.config import get_project_config, get_project_dir
 from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.flower import message_call
+from flower_gpu.flower.app_imports import libraries_of
+from flower_gpu.isolation.forkserver import client
 from flower_gpu.supernode import slots
 
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
@@ -66,6 +71,7 @@ class LeasedClientApp:
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Load the app in a worker, and have it handle a message there."""
+        _learn_imports(self._app)
         with slots.held(os.environ):
             return message_call.call(
                 load_and_run,
@@ -78,13 +84,19 @@ class LeasedClientApp:
             )
 
 
+def _learn_imports(app: tuple[str, ...]) -> None:
+    """Have the fork server import what the app will import: once, and not in each worker of a first round."""
+    if not client.is_supported():
+        return
+    # Whatever is wrong with the app is for its worker to say.
+    with suppress(Exception):
+        folder = Path(get_project_dir(*app))
+        reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
+        client.learn(libraries_of(folder, reference.partition(":")[0]))
+
+
 def load_and_run(
     where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
 ) -> tuple[Message, RecordDict]:
     """Load an app and have it handle a message; runs in a worker."""
     return message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
-
-
-def warm() -> None:
-    """Do nothing: importing this module is what a fork server learns from."""
-    import torch  # noqa: F401

@@ -144,7 +144,7 @@ class SuperLinkEngine(Engine):
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            fast_start(env, Rule(with_lease=False)) if self.plan.fast_start else env,
+            fast_start(env, Rule(with_lease=False), self.plan.clients) if self.plan.fast_start else env,
             self.folder.log(f"client-{client}"),
         )
 

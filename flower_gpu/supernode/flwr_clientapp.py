@@ -15,8 +15,9 @@ from types import FrameType
 
 from flower_gpu.config import planned_threads
 from flower_gpu.errors import WorkerDiedError, WorkerError, WorkerStartError
-from flower_gpu.isolation import start, threads, worker
+from flower_gpu.isolation import threads, worker
 from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.forkserver import client
 from flower_gpu.supernode.rule import Rule
 
 _TASK = "flower_gpu.flower.clientapp:main"
@@ -31,7 +32,7 @@ def main() -> None:
     rule = Rule.from_environment(os.environ)
     if _OWN_ENVIRONMENT in arguments:
         _run_here(arguments, rule, "the app's environment is built at run time")
-    if start.choose("auto") != "forkserver":
+    if not client.is_supported():
         _run_here(arguments, rule, "this platform has no fork server")
     # With a lease, the app's worker comes from the fork server, too: by this name nothing is forked here.
     name = f"flower-gpu {_NAME}" if rule.with_lease else _NAME

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def environment(arguments: argparse.Namespace, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of SuperNodes with these options.
+def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:
+    """Return the environment of this many SuperNodes with these options.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str]) -> dict[
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an app's import does not start CUDA
     path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])
-    return command_folder.fast_start({**env, "PATH": path}, Rule(with_lease=True))
+    return command_folder.fast_start({**env, "PATH": path}, Rule(with_lease=True), nodes)
 
 
 def check(flower: Sequence[str]) -> None:

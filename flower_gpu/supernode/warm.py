@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 
 from flower_gpu.errors import FlowerGPUError
-from flower_gpu.isolation import start, worker
-from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.forkserver import client, identity
 
-_TASK = "flower_gpu.flower.clientapp:warm"
-_TIMEOUT_S = 60.0
+# What our flwr-clientapp runs, and the part of PyTorch that its optimizers import at their first step, which
+# takes seconds.
+_MODULES = ("flwr.supernode.cli", "flwr.clientapp", "torch._dynamo")
 
 
 def up() -> None:
-    """Start it, and let it learn what a message needs; a failure is told by the first message."""
-    if start.choose("auto") == "forkserver":
-        for _ in range(2):  # what the first one had to import is there for the second
-            with suppress(FlowerGPUError):
-                worker.run(Call(_TASK, label="warm-up"), "forkserver", _TIMEOUT_S)
+    """Start it where there is none, and have it import what each message needs.
+
+    A failure is not told here: the first message meets it as well.
+    """
+    if client.is_supported():
+        with suppress(FlowerGPUError):
+            client.learn(_MODULES)
 
 
-if __name__ == "__main__":
-    up()
-    sys.exit(0)
+def in_background(env: Mapping[str, str]) -> None:
+    """Do that in a process of its own, which the caller's program need not know."""
+    path = [entry for entry in sys.path if entry]
+    program = f"import sys; sys.path[:] = {path!r}; from flower_gpu.supernode.warm import up; up()"
+    # Twice removed: a program that replaces this one would have to reap it.
+    shell = [sys.executable, *identity.interpreter_flags(), "-c", program]
+    with suppress(OSError):
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *shell],
+            stdin=subprocess.DEVNULL,
+            env=env,
+            check=False,
+        )

@@ -198,6 +198,34 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     raise WorkerStartError("no fork server could be found that has what this process needs")
 
 
+def learn(names: Sequence[str]) -> None:
+    """Have the fork server of this process import libraries now, so that no worker has to.
+
+    Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Modules. What is not of an installed package is left out.
+
+    Raises
+    ------
+    WorkerStartError
+        If there is no fork server and none could be started.
+    """
+    patience = time.monotonic() + _GROWTH_S
+    while time.monotonic() < patience:
+        kind = _memory.known_kind()
+        environ = dict(os.environ)
+        with (
+            suppress(Gone),  # a successor has taken its place just now
+            _connect_or_start(kind.name(environ), kind, environ, patience) as connection,
+        ):
+            if not ask(connection, {"op": "learn", "names": list(names)})["learning"]:
+                return
+        _wait_a_moment(None)
+
+
 @contextmanager
 def _offer(call: Call, inherited: Inherited) -> Iterator[tuple[int, int]]:
     """Yield descriptors of what a server has to know of a call: a record, and the working directory."""

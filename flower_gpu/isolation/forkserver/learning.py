@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 
 from flower_gpu.isolation.forkserver import identity, libraries
@@ -38,6 +39,7 @@ class Learning:
         self._file = file
         self._folders = identity.installed_folders(sys.path)
         self._learned = list(file.names)
+        self._tried = set(file.names)
         self._reported: list[str] = []
         self._reporters: set[int] = set()
 
@@ -60,11 +62,19 @@ class Learning:
                 self._reported = list(dict.fromkeys([*self._reported, *names]))
                 self._reporters.add(caller)
 
+    def ask(self, names: Sequence[str], caller: int) -> None:
+        """Note what workers of the process ``caller`` are about to import; only installed libraries count."""
+        found = [name for name in names if libraries.is_installed(name, self._folders)]
+        self._reported = list(dict.fromkeys([*self._reported, *found]))
+        self._reporters.add(caller)
+
     def wanted(self) -> list[str]:
-        """Return the modules that should be imported, in their order."""
+        """Return the modules that should be imported, in their order: each is tried once."""
         avoid = {*self.refused, *self._without}
         return [
-            name for name in self._reported if name not in sys.modules and name.partition(".")[0] not in avoid
+            name
+            for name in self._reported
+            if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
         ]
 
     def is_worth_waiting(self, caller: int) -> bool:
@@ -81,6 +91,7 @@ class Learning:
         """
         with self._use.noted():
             libraries.import_all(names)
-        self._learned += names
+        self._learned += [name for name in names if name in sys.modules]
+        self._tried |= set(names)
         self._reported, self._reporters = [], set()
         self._file.write(self._learned)

@@ -8,7 +8,13 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import (
+    ExtensionFileLoader,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from itertools import islice
 from types import ModuleType
 from typing import Any
@@ -152,6 +158,21 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
         if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(prefixes):
             found.append(name)
     return found
+
+
+def is_installed(name: str, folders: Sequence[str]) -> bool:
+    """Tell whether a module is one of an installed package; nothing is imported.
+
+    Parameters
+    ----------
+    name : str
+        The module.
+    folders : sequence of str
+        Where installed packages are.
+    """
+    with suppress(ValueError, ImportError):
+        return PathFinder.find_spec(name.partition(".")[0], folders) is not None
+    return False
 
 
 class _Watch:

@@ -202,6 +202,12 @@ class Server:
         session.stays = True
         return {"staying": True}
 
+    def _on_learn(self, session: Session, message: Mapping[str, Any], _: list[int]) -> dict[str, Any]:
+        """Import what workers will need before the first of them comes; says whether there is more to do."""
+        self._learning.ask(message["names"], session.caller)
+        self._grow()
+        return {"learning": bool(self._learning.wanted())}
+
     def _on_status(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
         others = [other for other in self._sessions.values() if other is not session]
         return {

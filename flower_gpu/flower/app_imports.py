@@ -1,0 +1,94 @@
+"""Which libraries an app imports, read from its source: nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def libraries_of(folder: Path, module: str) -> list[str]:
+    """Return what an app's module and its other modules import when they are imported.
+
+    Parameters
+    ----------
+    folder : Path
+        The app's.
+    module : str
+        Name of the module that is imported first, such as ``"quickstart.client_app"``.
+
+    Returns
+    -------
+    list of str
+        Modules that are not the app's own, in the order of their import. There may be names among them that
+        are no modules: whether ``b`` is one in ``from a import b`` only ``a`` can tell.
+    """
+    found: list[str] = []
+    seen: set[str] = set()
+    waiting = _with_parents(module)
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        if not _is_own(folder, name):
+            found.append(name)
+        elif (path := _file(folder, name)) is not None:
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            imported = [each for each in _imported(path, package) if each not in seen]
+            waiting[:0] = [part for each in imported for part in _with_parents(each)]
+    return found
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return a module after the packages it is in, which are imported before it."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _is_own(folder: Path, name: str) -> bool:
+    top = folder / name.partition(".")[0]
+    return top.is_dir() or top.with_suffix(".py").exists()
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    """Return the file of one of the app's modules; None for a name in it that is no module."""
+    place = folder.joinpath(*name.split("."))
+    return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.exists()), None)
+
+
+def _imported(path: Path, package: str) -> Iterator[str]:
+    """Yield the modules that a file imports outside of functions, in their order."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # its import will tell
+        return
+    for node in _executed(tree.body):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported; of both branches where only running tells."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _executed(node.orelse)
+            continue
+        for part in ("body", "handlers", "orelse", "finalbody"):
+            yield from _executed([each for each in getattr(node, part, []) if isinstance(each, ast.AST)])  # type: ignore[misc]
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".") if package else []
+    kept = parents[: len(parents) - node.level + 1]
+    return ".".join([*kept, node.module] if node.module else kept)

@@ -1,0 +1,66 @@
+"""What runs in place of Flower's ``flower-supernode``: that, with shorter waits while there is work.
+
+Flower's SuperNode asks its SuperLink for a message every 3 s. Where a message is handled in less than that,
+most of a round would be waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from flower_gpu.config import poll_s
+
+_PART: Final = 0.1  # of the time it has waited already: so much later something may be noticed
+_REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
+_ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
+
+
+def main() -> None:
+    """Run Flower's SuperNode."""
+    from flwr.supernode import start_client_internal
+    from flwr.supernode.cli import flower_supernode
+
+    if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
+        start_client_internal.time = Clock(poll_s(os.environ))
+    sys.argv[0] = "flower-supernode"
+    flower_supernode()
+
+
+class Clock:
+    """The module ``time`` for a SuperNode's loop: its waits get longer the longer nothing happens.
+
+    Parameters
+    ----------
+    poll_s : float
+        Least seconds between two questions to the SuperLink. The most are Flower's own.
+    sleep, monotonic : callable
+        As in ``time``.
+    """
+
+    def __init__(
+        self,
+        poll_s: float,
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._poll_s = poll_s
+        self._sleep = sleep
+        self._monotonic = monotonic
+        self._is_asking = False
+        self._since = monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait as long as Flower wants, or shorter."""
+        now = self._monotonic()
+        is_asking = seconds > _ASKING_S
+        if is_asking != self._is_asking:
+            self._is_asking, self._since = is_asking, now
+        least = self._poll_s if is_asking else _REPLY_S
+        self._sleep(min(seconds, max(least, _PART * (now - self._since))))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
