@@ -27,6 +27,7 @@ from flwr.common import (
 from flwr.common.logger import log
 from numpy.typing import NDArray
 
+from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallOptions, CallSettings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
@@ -40,6 +41,7 @@ Config = dict[str, Any]
 T = TypeVar("T")
 
 _OK = Status(Code.OK, "Success")
+_OF_A_PROCESS = ("start_method", "timeout_s", "env", "preload")  # what only another process can follow
 _NO_PARAMETERS = Parameters(tensors=[], tensor_type="numpy.ndarray")
 # Flower imports it in processes that call start_client, and nowhere else.
 _START_CLIENT_MODULE = "flwr.compat.client.app"
@@ -93,6 +95,7 @@ class GPUClient(NumPyClient):
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
         self._settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
+        self._wants_process = any(options.get(name) is not None for name in _OF_A_PROCESS)
         self._weights: Weights | None = None
 
     def fit_in_worker(self, weights: Weights, config: Config) -> tuple[Weights, int, Config]:
@@ -199,6 +202,8 @@ class GPUClient(NumPyClient):
         weights: Sequence[NDArray[Any]] = (),
         config: Config | None = None,
     ) -> Any:
+        if leasing.is_worker() and not self._wants_process:
+            return load_task(task)(*args)  # the whole message is in a worker already, with its lease
         user_task = args[0] if weights else task
         return run_call(
             task,
