@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import machine
+import memory
 import table
 from options import EXIT_USAGE, Parser, chosen, json_file, positive
 from processes import BenchmarkError, descendants, end_descendants, new_state_folder, nothing_left_behind
@@ -32,6 +33,7 @@ from flower_gpu.launch.environment import script_folders
 _APPS = {"no-op": "no_op", "digits": "digits"}
 _WAYS = ("flower", "ours")
 _FOLDER = Path(__file__).parent / "supernode_apps"
+_SETTLE_S = 10.0
 _START_S, _RUN_S = 120.0, 500.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -41,15 +43,21 @@ def main() -> int:
     if sys.platform != "linux":
         print("supernode.py needs Linux: it reads /proc", file=sys.stderr)
         return EXIT_USAGE
-    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"machine": machine.describe(), "rows": [], "memory": []}
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+
     try:
         with nothing_left_behind():
-            for app in options.only:
+            for part in options.only:
                 for count in options.supernodes:
-                    rows += _measure(app, count, options)
-                    if options.json:
-                        result = {"machine": machine.describe(), "rows": rows}
-                        options.json.write_text(json.dumps(result, indent=1) + "\n")
+                    if part == "memory":
+                        result["memory"] += _memory(count)
+                    else:
+                        result["rows"] += _measure(part, count, options)
+                    save()
     except BenchmarkError as error:
         print(f"supernode.py: {error}", file=sys.stderr)
         return 1
@@ -81,21 +89,50 @@ def _measure(app: str, count: int, options: argparse.Namespace) -> list[dict[str
     return rows
 
 
+def _memory(count: int) -> list[dict[str, Any]]:
+    """Measure what SuperNodes take that wait for a message."""
+    rows = []
+    for way in _WAYS:
+        with tempfile.TemporaryDirectory(prefix="fgpu-nodes-") as name:
+            new_state_folder()
+            with _federation(way, count, _environment(name), Path(name)) as nodes:
+                row = {
+                    "way": way,
+                    "supernodes": count,
+                    "mb": round(_settled_mb(nodes), 1),
+                    "fork_server_mb": round(memory.proportional_mb(control.pids()), 1),
+                }
+        rows.append(row)
+    table.show(
+        f"memory of {count} SuperNodes that wait",
+        ("way", "SuperNodes", "fork server"),
+        [(row["way"], f"{row['mb']:.0f} MB", f"{row['fork_server_mb']:.0f} MB") for row in rows],
+    )
+    return rows
+
+
+def _settled_mb(nodes: list[int]) -> float:
+    """Return what these processes and those below them take when they do nothing any more."""
+    last = 0.0
+    while True:
+        time.sleep(_SETTLE_S)
+        pids = [*nodes, *(pid for node in nodes for pid in descendants(node))]
+        now = memory.proportional_mb(pids)
+        if abs(now - last) < 0.005 * now:
+            return now
+        last = now
+
+
 def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
     """Run an app once; return the seconds of the run, and the CPU seconds of a message."""
     with tempfile.TemporaryDirectory(prefix="fgpu-nodes-") as name:
         folder = Path(name)
         new_state_folder()
-        env = {
-            **os.environ,
-            "FLWR_HOME": name,
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # for both: ours sets it by itself
-            "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
-            "OMP_NUM_THREADS": "1",
-        }
-        with _federation(way, count, env, folder) as executors:
+        env = _environment(name)
+        with _federation(way, count, env, folder) as nodes:
+            executors = [
+                pid for node in nodes for pid in descendants(node) if "flower-superexec" in _command(pid)
+            ]
             config = f"num-server-rounds={rounds} num-clients={count}"
             command = ["flwr", "run", str(_FOLDER / _APPS[app]), "bench", "--stream", "--run-config", config]
             before = _cpu_s(executors)
@@ -109,9 +146,21 @@ def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
             return total_s, (_cpu_s(executors) - before) / (count * rounds)
 
 
+def _environment(flwr_home: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "FLWR_HOME": flwr_home,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # for both: ours sets it by itself
+        "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
 @contextmanager
 def _federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> Iterator[list[int]]:
-    """Start a SuperLink and SuperNodes. Yields the processes that start one for each message."""
+    """Start a SuperLink and SuperNodes. Yields the processes that were started for the latter."""
     port = ports.free_ports(1)[0]
     connection = f'[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     (folder / "config.toml").write_text(f'[superlink]\ndefault = "bench"\n\n{connection}')
@@ -143,8 +192,7 @@ def _federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> I
                 start(f"supernode-{number}", *node)
         log = folder / "superlink.log"
         _wait(lambda: log.read_text().count("Activated node_id") >= count, "not all SuperNodes came")
-        executors = [pid for pid in descendants(os.getpid()) if "flower-superexec" in _command(pid)]
-        yield [pid for pid in executors if f":{port}" not in _command(pid)]  # not the SuperLink's own
+        yield [process.pid for process in started[1:]]
     finally:
         for process in reversed(started):
             process.terminate()
@@ -214,14 +262,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _options() -> argparse.Namespace:
-    apps = list(_APPS)
+    parts = [*_APPS, "memory"]
     parser = Parser(prog="supernode.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--supernodes", type=_numbers, default=[6], metavar="N,N", help="how many; default: 6")
     add("--rounds", type=positive, default=3, metavar="N", help="of each run; default: 3")
     add("--runs", type=positive, default=3, metavar="N", help="of each way; default: 3")
-    add("--only", type=partial(chosen, apps), default=apps, metavar="APP",
-        help=f"some of {', '.join(apps)}; default: all")  # fmt: skip
+    add("--only", type=partial(chosen, parts), default=parts, metavar="PART",
+        help=f"some of {', '.join(parts)}; default: all")  # fmt: skip
     add("--json", type=json_file, metavar="FILE", help="also write the figures there, after each app")
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchFailedError
+from flower_gpu.supernode import warm
 from flower_gpu.supernode.command_folder import fast_start
 from flower_gpu.supernode.rule import Rule
 
@@ -98,6 +99,9 @@ class SuperLinkEngine(Engine):
     def start(self) -> None:
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
         self.folder.flwr_home.mkdir()
+        if self.plan.fast_start:
+            env = self.client_environment(0)
+            self.supervisor.start(Service("warm-up", warm.command(), env, self.folder.log("warm-up")))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
         self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         config = self.folder.flwr_home / "config.toml"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from flower_gpu.errors import FlowerGPUError
-from flower_gpu.isolation.forkserver import client, identity
+from flower_gpu.isolation.forkserver import identity
 
 # What our flwr-clientapp runs, and the part of PyTorch that its optimizers import at their first step, which
 # takes seconds.
@@ -20,20 +20,26 @@ def up() -> None:
 
     A failure is not told here: the first message meets it as well.
     """
+    from flower_gpu.isolation.forkserver import client
+
     if client.is_supported():
         with suppress(FlowerGPUError):
             client.learn(_MODULES)
 
 
-def in_background(env: Mapping[str, str]) -> None:
-    """Do that in a process of its own, which the caller's program need not know."""
+def command() -> list[str]:
+    """Build the command line of a program that does that."""
     path = [entry for entry in sys.path if entry]
     program = f"import sys; sys.path[:] = {path!r}; from flower_gpu.supernode.warm import up; up()"
-    # Twice removed: a program that replaces this one would have to reap it.
-    shell = [sys.executable, *identity.interpreter_flags(), "-c", program]
+    return [sys.executable, *identity.interpreter_flags(), "-c", program]
+
+
+def in_background(env: Mapping[str, str]) -> None:
+    """Do that in a process of its own, which the caller's program need not know."""
     with suppress(OSError):
+        # Twice removed: a program that replaces this one would have to reap it.
         subprocess.run(
-            ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *shell],
+            ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *command()],
             stdin=subprocess.DEVNULL,
             env=env,
             check=False,

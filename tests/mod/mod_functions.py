@@ -85,6 +85,10 @@ def client_fn_with_workers(context: Context) -> Any:
     return client.to_client()
 
 
+def client_fn_without_options(context: Context) -> Any:
+    return GPUClient(leases_again, context=context, num_gpus=2).to_client()
+
+
 # State ----------------------------------------------------------------------------------------------------
 
 

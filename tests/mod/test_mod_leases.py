@@ -241,9 +241,11 @@ print(json.dumps(told(app(message(), context()))))
     assert len(events_of(host.run_dir, "lease_granted")) == 1
 
 
-def test_a_client_that_has_workers_of_its_own_shares_it_too(run: Run, host: ModHost) -> None:
+@pytest.mark.parametrize("function", ["client_fn_with_workers", "client_fn_without_options"])
+def test_a_client_that_has_workers_of_its_own_shares_it_too(run: Run, host: ModHost, function: str) -> None:
+    """Without an option that takes another process its calls run in the worker that is there."""
     metrics = run(
-        """
+        f"""
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.common import FitIns, ndarrays_to_parameters
@@ -251,13 +253,17 @@ from flwr.compat.common import recorddict_compat as compat
 from flower_gpu import gpu_mod
 from mod_messages import context
 
-app = ClientApp(mod_functions.client_fn_with_workers, mods=[gpu_mod(num_gpus=2, start_method="fork")])
-content = compat.fitins_to_recorddict(FitIns(ndarrays_to_parameters([]), {}), True)
+app = ClientApp(mod_functions.{function}, mods=[gpu_mod(num_gpus=2, start_method="fork")])
+content = compat.fitins_to_recorddict(FitIns(ndarrays_to_parameters([]), {{}}), True)
 reply = app(Message(content, dst_node_id=13, message_type="train"), context())
 print(json.dumps(dict(compat.recorddict_to_fitres(reply.content, True).metrics)))
 """
     )
-    outer, inner = (event["pid"] for event in events_of(host.run_dir, "worker_started"))
-    assert (metrics["parent"], metrics["pid"]) == (outer, inner)
+    if function == "client_fn_with_workers":
+        outer, inner = (event["pid"] for event in events_of(host.run_dir, "worker_started"))
+        assert (metrics["parent"], metrics["pid"]) == (outer, inner)
+    else:
+        [worker] = events_of(host.run_dir, "worker_started")
+        assert metrics["pid"] == worker["pid"]
     [granted] = events_of(host.run_dir, "lease_granted")
     assert json.loads(metrics["lease"])["id"] == granted["lease"]

@@ -1,4 +1,4 @@
-"""An ordinary small client: scikit-learn's digits, a partition by flwr-datasets, a linear model in PyTorch."""
+"""An ordinary small client: scikit-learn's digits, a partition by flwr-datasets, a linear model."""
 
 import torch
 from datasets import Dataset
