@@ -90,10 +90,13 @@ def test_environment_variables_in_the_code_are_all_in_the_table() -> None:
     assert used == set(ENVIRONMENT)
 
 
-def test_launch_reference_has_every_option() -> None:
-    page = read("docs/reference/launch.md")
-    launch = build_parser()._subparsers._group_actions[0].choices["launch"]  # type: ignore[union-attr,index]
-    for action in launch._actions:
+@pytest.mark.parametrize(
+    ("command", "page"), [("launch", "launch"), ("supernode", "supernode"), ("supernodes", "supernode")]
+)
+def test_reference_has_every_option(command: str, page: str) -> None:
+    page = read(f"docs/reference/{page}.md")
+    parser = build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr,index]
+    for action in parser._actions:
         for option in action.option_strings:
             assert re.search(rf"(?m)^  (-\w, )?{option}\b", page) or f" {option}" in page, option
         # The same words, wherever the lines are broken.

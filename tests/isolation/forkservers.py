@@ -89,8 +89,11 @@ class Client:
 
     def do(self, code: str) -> Any:
         """Run code in the process; returns the variable ``answer``."""
-        self._write({"do": textwrap.dedent(code)})
+        self.send_code(code)
         return self.receive()
+
+    def send_code(self, code: str) -> None:
+        self._write({"do": textwrap.dedent(code)})
 
     def errors(self) -> str:
         """Return what it wrote to stderr."""

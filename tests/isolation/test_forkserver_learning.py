@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import forkservers
@@ -92,6 +93,39 @@ class TestLibraries:
                 assert caller.call("tasks_forkserver:server") == server.pid
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
+
+    def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
+        names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")
+        with Client(python) as caller:
+            caller.do(
+                f"""
+                from flower_gpu.isolation.forkserver import client
+                for _ in range(2):
+                    client.learn({names!r})
+                """
+            )
+            (server,) = control.status()
+            assert {"harmless_too"} <= set(server.libraries)
+            assert server.refused == ["starts_thread"]
+            assert not {"nowhere", "tasks_forkserver"} & set(server.libraries)
+            assert caller.call("tasks_forkserver:loaded_before", "harmless_too", "harmless") == [True, True]
+            assert caller.call("tasks_forkserver:server") == server.pid
+
+    def test_many_processes_that_have_it_learn_at_once_wait_for_one_import(self, python: str) -> None:
+        with ExitStack() as stack:
+            callers = [stack.enter_context(Client(python)) for _ in range(4)]
+            for number, caller in enumerate(callers):
+                names = ("harmless", "sklearn.datasets")[: 1 + number % 2]
+                caller.send_code(
+                    f"from flower_gpu.isolation.forkserver import client; client.learn({names!r}); answer = 1"
+                )
+            for caller in callers:
+                assert caller.receive() == 1
+            assert callers[1].call("tasks_forkserver:loaded_before", "sklearn.datasets", "harmless") == [
+                True,
+                True,
+            ]
+            only_server()
 
     def test_a_real_one_with_all_that_it_imports(self, python: str) -> None:
         with Client(python) as caller:

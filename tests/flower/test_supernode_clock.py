@@ -1,0 +1,73 @@
+"""How long our SuperNode waits between its questions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_gpu.flower.supernode import Clock
+
+FLOWER_S = 3.0
+
+
+class Time:
+    """A clock that only waiting moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.waits_s: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.waits_s.append(seconds)
+        self.now_s += seconds
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@given(st.lists(st.sampled_from([FLOWER_S, 0.5]), min_size=1), st.floats(0.01, 10))
+def test_a_wait_is_never_longer_than_flowers_and_something_is_noticed_soon(
+    waits: list[float], poll_s: float
+) -> None:
+    at = Time()
+    clock = Clock(poll_s, at.sleep, at.monotonic)
+    began_s = at.now_s
+    for number, wanted in enumerate(waits):
+        if number and waits[number - 1] != wanted:
+            began_s = at.now_s
+        waited_s = at.now_s - began_s
+        clock.sleep(wanted)
+        least_s = poll_s if wanted == FLOWER_S else 0.05
+        assert at.waits_s[-1] <= wanted
+        assert at.waits_s[-1] <= max(least_s, waited_s * 0.1) + 1e-9
+        assert at.waits_s[-1] >= min(wanted, least_s)
+
+
+def test_a_node_without_work_asks_as_rarely_as_flowers() -> None:
+    at = Time()
+    clock = Clock(0.5, at.sleep, at.monotonic)
+    while at.now_s < 1100:
+        clock.sleep(FLOWER_S)
+    assert at.waits_s[0] == 0.5
+    assert at.waits_s[-1] == FLOWER_S
+
+
+def test_it_is_the_module_time_otherwise() -> None:
+    assert Clock(0.5).time is time.time
+
+
+def test_flowers_supernode_waits_by_it() -> None:
+    """The version of Flower that is installed still has the loop this is for."""
+    code = """
+import inspect
+from flwr.supernode import start_client_internal as module
+print(module.time.__name__, inspect.getsource(module).count("time.sleep("))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["time", "3"]
