@@ -1,0 +1,103 @@
+"""The virtual nodes of a simulation: their ids, their contexts, and what they keep between rounds."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from flwr.app import Context, RecordDict
+from flwr.app.user_config import UserConfigValue
+
+from flower_gpu.errors import ConfigError
+
+PARTITION_KEY: Final = "partition-id"
+PARTITIONS_KEY: Final = "num-partitions"
+
+_RESERVED: Final = 2  # 0 is nobody, 1 the SuperLink
+_ID_BITS: Final = 63  # they travel as unsigned 64 bits, and are shown by tools that have signed ones
+
+
+class VirtualNodes:
+    """Nodes that exist as long as a run.
+
+    Parameters
+    ----------
+    count : int
+        How many.
+    seed : int
+        Of their ids: the same seed gives the same ids in the same order.
+    run_id : int
+        The run's.
+    run_config : mapping
+        What each context has as ``run_config``.
+    node_config : mapping
+        What each context has in its ``node_config``, next to ``partition-id`` and ``num-partitions``.
+
+    Attributes
+    ----------
+    ids : tuple of int
+        The ids; a node's place in it is its partition.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+        run_id: int,
+        run_config: Mapping[str, UserConfigValue],
+        node_config: Mapping[str, UserConfigValue] | None = None,
+    ) -> None:
+        if count < 1:
+            raise ConfigError(f"a simulation needs one node or more, not {count}")
+        self.ids = _ids(count, seed)
+        self._partitions = {node_id: number for number, node_id in enumerate(self.ids)}
+        self._run_id = run_id
+        self._run_config = dict(run_config)
+        self._node_config = dict(node_config or {})
+        self._states: dict[int, RecordDict] = {}
+        self._lock = threading.Lock()
+
+    def partition_of(self, node_id: int) -> int:
+        """Return a node's partition.
+
+        Raises
+        ------
+        KeyError
+            If there is no such node.
+        """
+        return self._partitions[node_id]
+
+    def context_of(self, node_id: int) -> Context:
+        """Return a node's context, with the state as the last message left it."""
+        config = {
+            PARTITION_KEY: self._partitions[node_id],
+            PARTITIONS_KEY: len(self.ids),
+            **self._node_config,
+        }
+        with self._lock:
+            state = self._states.get(node_id)
+        return Context(
+            run_id=self._run_id,
+            node_id=node_id,
+            node_config=config,
+            state=RecordDict() if state is None else state,
+            run_config=dict(self._run_config),
+        )
+
+    def keep(self, context: Context) -> None:
+        """Keep what a message has left in a context's state."""
+        if context.state:
+            with self._lock:
+                self._states[context.node_id] = context.state
+
+
+def _ids(count: int, seed: int) -> tuple[int, ...]:
+    numbers = random.Random(f"flower-gpu nodes {seed}")
+    found: dict[int, None] = {}
+    while len(found) < count:
+        node_id = numbers.getrandbits(_ID_BITS)
+        if node_id >= _RESERVED:
+            found[node_id] = None
+    return tuple(found)
