@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the SuperNodes until the user ends them."""
-    given, node_config = _without_node_configs(arguments.flower)
-    if any(option.partition("=")[0] == "--port" for option in given):
+    given, node_config = node.without_option(arguments.flower, _NODE_CONFIG)
+    if node.without_option(given, "--port")[1]:
         raise ConfigError("--port is another one for each SuperNode: leave it out, they get free ones")
     gpu = GPUOptions.from_arguments(arguments)
     pairs = parse_pairs(_NODE_CONFIG, node_config)
@@ -134,19 +134,3 @@ class _Node:
             )
         print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
         self._again_at = now + _PAUSE_S
-
-
-def _without_node_configs(options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split Flower's options into those without ``--node-config``, and its values."""
-    rest: list[str] = []
-    values: list[str] = []
-    left = iter(options)
-    for option in left:
-        name, sign, value = option.partition("=")
-        if name != _NODE_CONFIG:
-            rest.append(option)
-        elif sign:
-            values.append(value)
-        else:
-            values.append(next(left, ""))
-    return rest, values

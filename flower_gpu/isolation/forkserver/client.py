@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flower_gpu import config
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.child import Descriptors
-from flower_gpu.isolation.forkserver import identity, sockets
+from flower_gpu.isolation.forkserver import control, identity, sockets
 from flower_gpu.isolation.forkserver.inherited import Inherited
 from flower_gpu.isolation.forkserver.libraries import LearnedFile
 from flower_gpu.isolation.forkserver.program import ENVIRONMENT, PROGRAM
@@ -418,7 +417,7 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
         pidfd = os.pidfd_open(pid)
         try:
             # Not another process that has got its pid.
-            if b"flower_gpu.isolation.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if control.is_forked(pid):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 select.select([pidfd], [], [], 5)
         finally:
