@@ -31,6 +31,7 @@ from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
 
 _APPS = {"no-op": "no_op", "digits": "digits"}
+_SUPERNODES = {"no-op": (6, 12), "digits": (6,), "memory": (12,)}
 _WAYS = ("flower", "ours")
 _FOLDER = Path(__file__).parent / "supernode_apps"
 _SETTLE_S = 10.0
@@ -52,7 +53,7 @@ def main() -> int:
     try:
         with nothing_left_behind():
             for part in options.only:
-                for count in options.supernodes:
+                for count in options.supernodes or _SUPERNODES[part]:
                     if part == "memory":
                         result["memory"] += _memory(count)
                     else:
@@ -265,7 +266,8 @@ def _options() -> argparse.Namespace:
     parts = [*_APPS, "memory"]
     parser = Parser(prog="supernode.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--supernodes", type=_numbers, default=[6], metavar="N,N", help="how many; default: 6")
+    add("--supernodes", type=_numbers, metavar="N,N",
+        help="how many; default: 6, for no-op also 12, for memory 12")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="of each run; default: 3")
     add("--runs", type=positive, default=3, metavar="N", help="of each way; default: 3")
     add("--only", type=partial(chosen, parts), default=parts, metavar="PART",

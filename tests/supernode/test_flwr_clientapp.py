@@ -204,7 +204,7 @@ def test_a_signal_ends_a_message_as_with_flower(
         process, handed, app = commands.at_work(way, node)
         process.send_signal(number)
         done = finished(process)
-        assert not is_running(app)
+        assert until(lambda app=app: not is_running(app))
         ends[way] = (status(done.returncode), node.status(handed), "Task stopped" in done.stderr)
         assert node.replies(handed) == []
     assert ends[FAST] == ends[LEASED] == ends[FLOWERS]

@@ -169,6 +169,7 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
 
         # One of the first three is in its worker, and the others are in line for the only slot.
         wait_until(lambda: fed.held(1).keys() >= {3, 5}, "those with slots of their own train")
+        wait_until(lambda: fed.held(1).keys() & {0, 1, 2}, "one of the first three trains")
         wait_until(lambda: sum(map(is_in_line, fed.messages())) == 2, "two wait")
         assert len(fed.held(1).keys() & {0, 1, 2}) == 1
         fed.let_go(1)
