@@ -18,11 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import cli
-from flower_gpu.commands import supernodes
+from flower_gpu.commands import supernode_options, supernodes
 from flower_gpu.launch.config_values import parse_pairs
 from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.gpu_options import GPUOptions
-from flower_gpu.supernode import node
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,8 +111,8 @@ def test_an_amount_that_cannot_be_is_refused_in_the_users_words(
 
 @pytest.mark.parametrize("option", ["--iso process", "--isolatio=process"])
 def test_the_isolation_of_others_is_refused_however_it_is_written(option: str) -> None:
-    with pytest.raises(node.ConfigError):
-        node.check(["--insecure", *option.split()])
+    with pytest.raises(supernode_options.ConfigError):
+        supernode_options.check(["--insecure", *option.split()])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_state_folder_that_cannot_be_is_named(
 
 def environment(line: str, base: dict[str, str], nodes: int = 1) -> dict[str, str]:
     arguments = cli.build_parser().parse_args(shlex.split(line))
-    return node.environment(arguments, base, nodes)
+    return supernode_options.environment(arguments, base, nodes)
 
 
 def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() -> None:
@@ -244,7 +243,7 @@ def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win
         line += [f"--node-config={text}"] if as_one else ["--node-config", text]
         mine |= pairs
     line = [word for option in others for word in option] + line
-    rest, texts = node.without_option(line, "--node-config")
+    rest, texts = supernode_options.without_option(line, "--node-config")
     assert rest == [word for option in others for word in option]
     gpu = GPUOptions(gpu=policy, gpu_num=None if gpus is None else tuple(gpus))
     logs = RunFolder.create(tmp_path_factory.mktemp("runs"))
@@ -270,7 +269,7 @@ def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win
 def test_an_abbreviated_node_config_is_not_lost(option: str) -> None:
     name, sign, _ = option.partition("=")
     line = [f"{name}=data=1"] if sign else [name, "data=1"]
-    assert node.without_option(line, "--node-config") == ([], ["data=1"])
+    assert supernode_options.without_option(line, "--node-config") == ([], ["data=1"])
 
 
 def test_the_command_becomes_the_supernode_with_its_environment(here: Path) -> None:
