@@ -13,10 +13,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from flower_gpu.config import poll_s
+from flower_gpu.isolation.forkserver.staying import Stays
 from flower_gpu.supernode.command_folder import CommandFolder
 
 _PART: Final = 0.1  # of the time it has waited already: so much later something may be noticed
 _REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
+_STAY_S: Final = 5.0  # between two looks whether the fork server is there
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
 
 
@@ -26,10 +28,24 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
-        # A host's tidying up may remove the folder, and Flower's own flwr-clientapp would be found.
-        start_client_internal.time = Clock(poll_s(os.environ), CommandFolder().make)
+        start_client_internal.time = Clock(poll_s(os.environ), _look_after(CommandFolder()))
     sys.argv[0] = "flower-supernode"
     flower_supernode()
+
+
+def _look_after(folder: CommandFolder) -> Callable[[], None]:
+    """Return what is called again and again, so that the next message starts fast and with a lease."""
+    stays = Stays()
+    next_s = 0.0
+
+    def look() -> None:
+        nonlocal next_s
+        folder.make()  # a host's tidying up may remove it, and Flower's own flwr-clientapp would be found
+        if sys.platform == "linux" and time.monotonic() > next_s:
+            stays.ask_own()  # also with the successor of one that has ended
+            next_s = time.monotonic() + _STAY_S
+
+    return look
 
 
 class Clock:

@@ -120,6 +120,12 @@ class Federation:
         env = {"FLOWER_GPU_RUN_DIR": str(self.trace), **(env or {})}
         return self.start(name, *_COMMAND, "supernode", *options, "--", *flower, env=env)
 
+    def users_of_fork_servers(self) -> int:
+        """Return how many processes the fork servers of this host stay for."""
+        command = [*_COMMAND, "server", "status"]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
+
     def run(self, app: Path = APP, **config: bool | float | str) -> Process:
         """Submit a run, and follow its log."""
         name = f"run-{len(self._processes)}"

@@ -137,6 +137,7 @@ def test_eight_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Pa
         assert last.keys() == leases.keys()
         for message, lease in leases.items():
             assert_held_to(lease, last[message])
+        wait_until(lambda: fed.users_of_fork_servers() == 8, "each SuperNode has the fork server stay")
 
         assert not fed.holders()
     per_gpu = [sum(gpus.get(uuid, 0) for gpus in look.values()) for look in looks for uuid in fed.host.uuids]
