@@ -101,7 +101,7 @@ def _memory(count: int) -> list[dict[str, Any]]:
                     "way": way,
                     "supernodes": count,
                     "mb": round(_settled_mb(nodes), 1),
-                    "fork_server_mb": round(memory.proportional_mb(control.pids()), 1),
+                    "fork_server_mb": round(memory.proportional_mb(control.family()), 1),
                 }
         rows.append(row)
     table.show(
@@ -117,8 +117,8 @@ def _settled_mb(nodes: list[int]) -> float:
     last = 0.0
     while True:
         time.sleep(_SETTLE_S)
-        pids = [*nodes, *(pid for node in nodes for pid in descendants(node))]
-        now = memory.proportional_mb(pids)
+        pids = {*nodes, *(pid for node in nodes for pid in descendants(node))}
+        now = memory.proportional_mb(pids - control.family())
         if abs(now - last) < 0.005 * now:
             return now
         last = now

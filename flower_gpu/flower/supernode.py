@@ -16,7 +16,7 @@ from flower_gpu.config import poll_s
 from flower_gpu.isolation.forkserver.staying import Stays
 from flower_gpu.supernode.command_folder import CommandFolder
 
-_PART: Final = 0.1  # of the time it has waited already: so much later something may be noticed
+_PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
 _REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
