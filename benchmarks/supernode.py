@@ -31,6 +31,7 @@ from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
 
 _APPS = {"no-op": "no_op", "digits": "digits"}
+_SUPERNODES = {"no-op": (6, 12), "digits": (6,), "memory": (12,)}
 _WAYS = ("flower", "ours")
 _FOLDER = Path(__file__).parent / "supernode_apps"
 _SETTLE_S = 10.0
@@ -52,7 +53,7 @@ def main() -> int:
     try:
         with nothing_left_behind():
             for part in options.only:
-                for count in options.supernodes:
+                for count in options.supernodes or _SUPERNODES[part]:
                     if part == "memory":
                         result["memory"] += _memory(count)
                     else:
@@ -100,7 +101,7 @@ def _memory(count: int) -> list[dict[str, Any]]:
                     "way": way,
                     "supernodes": count,
                     "mb": round(_settled_mb(nodes), 1),
-                    "fork_server_mb": round(memory.proportional_mb(control.pids()), 1),
+                    "fork_server_mb": round(memory.proportional_mb(control.family()), 1),
                 }
         rows.append(row)
     table.show(
@@ -116,8 +117,8 @@ def _settled_mb(nodes: list[int]) -> float:
     last = 0.0
     while True:
         time.sleep(_SETTLE_S)
-        pids = [*nodes, *(pid for node in nodes for pid in descendants(node))]
-        now = memory.proportional_mb(pids)
+        pids = {*nodes, *(pid for node in nodes for pid in descendants(node))}
+        now = memory.proportional_mb(pids - control.family())
         if abs(now - last) < 0.005 * now:
             return now
         last = now
@@ -135,7 +136,7 @@ def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
             ]
             config = f"num-server-rounds={rounds} num-clients={count}"
             command = ["flwr", "run", str(_FOLDER / _APPS[app]), "bench", "--stream", "--run-config", config]
-            before = _cpu_s(executors)
+            before = _cpu_s(nodes, executors)
             began = time.monotonic()
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_RUN_S)
             total_s = time.monotonic() - began
@@ -143,7 +144,7 @@ def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
             if done.returncode or log.count(f"Received {count} results and 0 failures") < rounds:
                 raise BenchmarkError(f"{app}, {way}: not all clients answered in all rounds\n{log[-4000:]}")
             time.sleep(1.0)  # the last ones exit
-            return total_s, (_cpu_s(executors) - before) / (count * rounds)
+            return total_s, (_cpu_s(nodes, executors) - before) / (count * rounds)
 
 
 def _environment(flwr_home: str) -> dict[str, str]:
@@ -205,13 +206,13 @@ def _federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> I
         end_descendants()
 
 
-def _cpu_s(executors: list[int]) -> float:
+def _cpu_s(nodes: list[int], executors: list[int]) -> float:
     """Return the CPU time so far of what was started for messages, and of the fork servers."""
-    used = 0.0
-    for pid in executors:
-        used += sum(_times_s(pid)[2:])  # of children that have ended and were asked for
-        used += sum(sum(_times_s(child)) for child in descendants(pid))  # others, also if they have ended
-    return used + sum(sum(_times_s(pid)) for pid in control.pids())
+    # A process is told its children's time when it asks how they ended. The launcher asks that of fork
+    # servers that have a successor.
+    used = sum(sum(_times_s(pid)[2:]) for pid in [*nodes, *executors])
+    below = {child for pid in executors for child in descendants(pid)}
+    return used + sum(sum(_times_s(pid)) for pid in below | control.family())
 
 
 def _times_s(pid: int) -> tuple[float, float, float, float]:
@@ -265,7 +266,8 @@ def _options() -> argparse.Namespace:
     parts = [*_APPS, "memory"]
     parser = Parser(prog="supernode.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--supernodes", type=_numbers, default=[6], metavar="N,N", help="how many; default: 6")
+    add("--supernodes", type=_numbers, metavar="N,N",
+        help="how many; default: 6, for no-op also 12, for memory 12")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="of each run; default: 3")
     add("--runs", type=positive, default=3, metavar="N", help="of each way; default: 3")
     add("--only", type=partial(chosen, parts), default=parts, metavar="PART",

@@ -149,3 +149,14 @@ def test_mod_measures_each_start_method_and_a_simulation(tmp_path: Path) -> None
         assert row["without_s"] > 0 and row["with_min_s"] <= row["with_s"] <= row["with_max_s"]
         assert row["added_s"] == pytest.approx(row["with_s"] - row["without_s"], abs=1e-5)
         assert row["ratio"] == pytest.approx(row["with_s"] / row["without_s"], rel=0.1, abs=0.01)
+
+
+@pytest.mark.timeout(300)
+def test_supernode(tmp_path: Path) -> None:
+    options = ("--only", "no-op", "--supernodes", "2", "--rounds", "1", "--runs", "1")
+    rows = figures(tmp_path / "figures.json", "supernode.py", *options)["rows"]
+    assert [(row["app"], row["way"], row["supernodes"]) for row in rows] == [
+        ("no-op", "flower", 2),
+        ("no-op", "ours", 2),
+    ]
+    assert all(row["total_s"] > 0 and row["cpu_s_per_message"] > 0 for row in rows)

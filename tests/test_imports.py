@@ -86,6 +86,8 @@ MAY_IMPORT = {
     "progress_display": {"config", "errors", "trace"},
     "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch"},
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
+    # Its small start calls Flower's code only where there is no fork server for that.
+    "supernode": {"config", "errors", "isolation", "flower"},
 }
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from flower_gpu.commands import supernode_options
 from flower_gpu.launch import gpu_options
-from flower_gpu.supernode import node, warm
+from flower_gpu.supernode import warm
 
 HELP = "run a SuperNode whose messages get leases, whatever the app is"
 DESCRIPTION = """\
@@ -26,11 +27,11 @@ _TEXTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     gpu_options.add_arguments(parser, _TEXTS)
-    node.add_arguments(parser)
+    supernode_options.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the SuperNode."""
-    env = node.environment(arguments, os.environ)
+    env = supernode_options.environment(arguments, os.environ)
     warm.in_background(env)
-    os.execvpe(node.COMMAND, [node.COMMAND, *arguments.flower], env)
+    os.execvpe(supernode_options.COMMAND, [supernode_options.COMMAND, *arguments.flower], env)

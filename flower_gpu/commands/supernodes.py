@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flower_gpu.commands import supernode_options
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import gpu_options, ports
 from flower_gpu.launch.config_values import format_pairs, parse_pairs
@@ -19,7 +20,7 @@ from flower_gpu.launch.option_types import folder, positive_int
 from flower_gpu.launch.processes import describe_exit
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchStoppedError, Supervisor
-from flower_gpu.supernode import node, warm
+from flower_gpu.supernode import warm
 
 HELP = "run many SuperNodes on this host whose messages get leases"
 DESCRIPTION = """\
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("--count", metavar="N", type=positive_int, required=True, help="how many SuperNodes")
     gpu_options.add_arguments(parser, _TEXTS)
-    node.add_arguments(parser)
+    supernode_options.add_arguments(parser)
     parser.add_argument(
         "--log-dir",
         metavar="DIR",
@@ -55,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the SuperNodes until the user ends them."""
-    given, node_config = _without_node_configs(arguments.flower)
-    if any(option.partition("=")[0] == "--port" for option in given):
+    given, node_config = supernode_options.without_option(arguments.flower, _NODE_CONFIG)
+    if supernode_options.without_option(given, "--port")[1]:
         raise ConfigError("--port is another one for each SuperNode: leave it out, they get free ones")
     gpu = GPUOptions.from_arguments(arguments)
     pairs = parse_pairs(_NODE_CONFIG, node_config)
     gpu.check_node_config(pairs)
-    env = node.environment(arguments, os.environ, arguments.count)
+    env = supernode_options.environment(arguments, os.environ, arguments.count)
     logs = RunFolder.create(arguments.log_dir)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
@@ -119,7 +120,7 @@ class _Node:
             self._note_end(self._service, now)
         if now >= self._again_at:
             port = ports.free_ports(1)[0]
-            command = [node.COMMAND, "--port", str(port), *self._options]
+            command = [supernode_options.COMMAND, "--port", str(port), *self._options]
             self._service = Service(self._name, command, self._env, self._log)
             self._began = now
             supervisor.start(self._service)
@@ -134,19 +135,3 @@ class _Node:
             )
         print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
         self._again_at = now + _PAUSE_S
-
-
-def _without_node_configs(options: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split Flower's options into those without ``--node-config``, and its values."""
-    rest: list[str] = []
-    values: list[str] = []
-    left = iter(options)
-    for option in left:
-        name, sign, value = option.partition("=")
-        if name != _NODE_CONFIG:
-            rest.append(option)
-        elif sign:
-            values.append(value)
-        else:
-            values.append(next(left, ""))
-    return rest, values

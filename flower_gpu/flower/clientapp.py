@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,17 @@ from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu.calls.options import CallSettings
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.app_imports import libraries_of
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.supernode import slots
 
+_OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
 
 
-def main(argv: list[str], with_lease: bool) -> int:
+def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     """Handle one message; return the exit status.
 
     Parameters
@@ -38,20 +42,35 @@ def main(argv: list[str], with_lease: bool) -> int:
         Name and arguments of ``flwr-clientapp``.
     with_lease : bool
         Whether the app runs in a worker with a lease. Else it runs here, as in Flower's own.
+    is_fork : bool
+        Whether this process comes from the fork server; then its worker does, too.
+
+    Raises
+    ------
+    ConfigError
+        If this version of Flower leaves no room for a lease.
     """
     sys.argv = argv
     if with_lease:
-        assert hasattr(run_clientapp, _LOADER), "another version of Flower"
-        setattr(run_clientapp, _LOADER, _get_load_client_app_fn)
+        if not hasattr(run_clientapp, _LOADER):
+            raise ConfigError(
+                f"flwr {version('flwr')} loads apps in another way than the versions that flower-gpu knows, "
+                "so this message would have no lease: install flwr 1.41, or a newer flower-gpu"
+            )
+        setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
     try:
         flwr_clientapp()
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, int):
+            return end.code
+        if end.code is not None:
+            print(end.code, file=sys.stderr)
+            return 1
     return 0
 
 
-def _get_load_client_app_fn(**where: Any) -> Any:
-    return lambda *app: LeasedClientApp(where, app)
+def _get_load_client_app_fn(is_fork: bool, **where: Any) -> Any:
+    return lambda *app: LeasedClientApp(where, app, is_fork)
 
 
 class LeasedClientApp:
@@ -63,15 +82,21 @@ class LeasedClientApp:
         Arguments of Flower's ``get_load_client_app_fn``.
     app : tuple of str
         Id, version and hash of the app.
+    is_fork : bool
+        As for :func:`main`.
     """
 
-    def __init__(self, where: dict[str, Any], app: tuple[str, ...]) -> None:
+    def __init__(self, where: dict[str, Any], app: tuple[str, ...], is_fork: bool) -> None:
         self._where = where
         self._app = app
+        self._is_fork = is_fork
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Load the app in a worker, and have it handle a message there."""
-        _learn_imports(self._app)
+        if self._is_fork:
+            _learn_imports(self._app)
+            # A process of Flower's name is forked for its call, and this one has not the app's libraries.
+            sys.argv[0] = _OTHER_NAME
         with slots.held(os.environ):
             return message_call.call(
                 load_and_run,
@@ -86,8 +111,6 @@ class LeasedClientApp:
 
 def _learn_imports(app: tuple[str, ...]) -> None:
     """Have the fork server import what the app will import: once, and not in each worker of a first round."""
-    if not client.is_supported():
-        return
     # Whatever is wrong with the app is for its worker to say.
     with suppress(Exception):
         folder = Path(get_project_dir(*app))

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from flower_gpu.config import poll_s
+from flower_gpu.isolation.forkserver.staying import Stays
+from flower_gpu.supernode.command_folder import CommandFolder
 
-_PART: Final = 0.1  # of the time it has waited already: so much later something may be noticed
+_PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
 _REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
+_STAY_S: Final = 5.0  # between two looks whether the fork server is there
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
 
 
@@ -25,9 +28,24 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
-        start_client_internal.time = Clock(poll_s(os.environ))
+        start_client_internal.time = Clock(poll_s(os.environ), _look_after(CommandFolder()))
     sys.argv[0] = "flower-supernode"
     flower_supernode()
+
+
+def _look_after(folder: CommandFolder) -> Callable[[], None]:
+    """Return what is called again and again, so that the next message starts fast and with a lease."""
+    stays = Stays()
+    next_s = 0.0
+
+    def look() -> None:
+        nonlocal next_s
+        folder.make()  # a host's tidying up may remove it, and Flower's own flwr-clientapp would be found
+        if sys.platform == "linux" and time.monotonic() > next_s:
+            stays.ask_own()  # also with the successor of one that has ended
+            next_s = time.monotonic() + _STAY_S
+
+    return look
 
 
 class Clock:
@@ -37,6 +55,8 @@ class Clock:
     ----------
     poll_s : float
         Least seconds between two questions to the SuperLink. The most are Flower's own.
+    before_waiting : callable
+        Called before each wait.
     sleep, monotonic : callable
         As in ``time``.
     """
@@ -44,10 +64,12 @@ class Clock:
     def __init__(
         self,
         poll_s: float,
+        before_waiting: Callable[[], object] = lambda: None,
         sleep: Callable[[float], None] = time.sleep,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._poll_s = poll_s
+        self._before_waiting = before_waiting
         self._sleep = sleep
         self._monotonic = monotonic
         self._is_asking = False
@@ -55,6 +77,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         """Wait as long as Flower wants, or shorter."""
+        self._before_waiting()
         now = self._monotonic()
         is_asking = seconds > _ASKING_S
         if is_asking != self._is_asking:

@@ -10,6 +10,7 @@ import select
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's ow
 _CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
+_SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
 
 
@@ -248,7 +250,9 @@ class _Worker:
             self._lines.close()
 
     def _wait_once(self, timeout_s: float | None) -> bool:
-        longest = _MAX_WAIT_S if self._pidfd >= 0 else _POLL_S
+        longest = _POLL_S
+        if self._pidfd >= 0:
+            longest = _MAX_WAIT_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
         self._read_once(longest if timeout_s is None else min(timeout_s, longest))
         return self._process is None or self._process.has_exited()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from flower_gpu.errors import ConfigError
 from flower_gpu.launch import ports
 from flower_gpu.launch.config_values import ConfigValue, format_pairs
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
@@ -99,7 +102,7 @@ class SuperLinkEngine(Engine):
     def start(self) -> None:
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
         self.folder.flwr_home.mkdir()
-        if self.plan.fast_start:
+        if self._starts_fast():
             env = self.client_environment(0)
             self.supervisor.start(Service("warm-up", warm.command(), env, self.folder.log("warm-up")))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
@@ -148,9 +151,24 @@ class SuperLinkEngine(Engine):
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            fast_start(env, Rule(with_lease=False), self.plan.clients) if self.plan.fast_start else env,
+            self._fast_start(env) if self._starts_fast() else env,
             self.folder.log(f"client-{client}"),
         )
+
+    @cache  # noqa: B019 - an engine lives as long as its run
+    def _starts_fast(self) -> bool:
+        """Tell whether messages can start fast here; says why not, once."""
+        if self.plan.fast_start:
+            try:
+                self._fast_start(self.env)
+            except ConfigError as error:
+                print(f"Messages start as slowly as Flower's own: {error}", file=sys.stderr)
+            else:
+                return True
+        return False
+
+    def _fast_start(self, env: Mapping[str, str]) -> dict[str, str]:
+        return fast_start(env, Rule(with_lease=False), self.plan.clients)
 
     def _restart_or_fail(self, client: int, node: Service) -> None:
         if self._node_attempts[client] == PORT_ATTEMPTS or not node.port_was_taken:

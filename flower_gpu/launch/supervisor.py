@@ -133,8 +133,9 @@ class Supervisor:
         if services:
             processes.send((s.pid for s in services if s.runs and s.pid), signal.SIGKILL)
             return
-        # Fork servers serve other runs, too; what this run has running in them ends with its callers.
-        shared = processes.identities(control.pids())
+        # Fork servers serve other runs, too, also one that has a successor and only finishes its calls: the
+        # workers in them that are this run's end with their callers.
+        shared = processes.identities(control.family())
         self.left = processes.kill_all(os.fsencode(self._marker), self._own(), self._not_ours | shared)
         control.stop(if_unused=True, wait_s=_SERVER_END_S)
         processes.send((s.pid for s in stopping if s.runs and s.pid), signal.SIGKILL)  # without /proc

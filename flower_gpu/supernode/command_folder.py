@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from flower_gpu import config
+from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import identity, sockets
 from flower_gpu.supernode.rule import Rule
 
@@ -26,43 +27,65 @@ COMMANDS: Final = MappingProxyType(
 
 _MOST_QUESTIONS_PER_S: Final = 40.0  # to a SuperLink that may be on this host as well
 
-# A shell script, for any interpreter with any options, that is a Python program, too: that begins with two
-# strings.
-_PROGRAM = """\
+_STARTER = """\
 #!/bin/sh
-'''exec' {interpreter} "$0" "$@"
-' '''
+exec {interpreter} {program} "$@"
+"""
+_PROGRAM = """\
 import sys; sys.path[:] = {path}
 from {module} import main; main()
 """
 
 
-def make() -> Path:
-    """Return the folder; made where it is missing.
+class CommandFolder:
+    """The folder of this Python environment: its commands use the interpreter that made them.
 
-    There is one for each Python environment of this user: the commands use the interpreter that made it.
+    Attributes
+    ----------
+    path : Path
+        Where it is.
 
     Raises
     ------
     ConfigError
         If the state folder cannot be used.
     """
-    interpreter = shlex.join([sys.executable, *identity.interpreter_flags()])
-    path = json.dumps([entry for entry in sys.path if entry])
-    texts = {
-        name: _PROGRAM.format(interpreter=interpreter, path=path, module=module)
-        for name, module in COMMANDS.items()
-    }
-    folder = sockets.folder() / "commands" / hashlib.sha256(repr(texts).encode()).hexdigest()[:20]
-    for each in (folder.parent, folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-    for name, text in texts.items():
-        if not (folder / name).exists():
-            new = folder / f"{name}.{os.getpid()}"
-            new.write_text(text)
-            new.chmod(0o700)
-            new.replace(folder / name)  # others may be about to start it
-    return folder
+
+    def __init__(self) -> None:
+        interpreter = shlex.join([sys.executable, *identity.interpreter_flags()])
+        path = ascii([entry for entry in sys.path if entry])
+        texts = {name: _PROGRAM.format(path=path, module=module) for name, module in COMMANDS.items()}
+        name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
+        self.path = sockets.folder() / "commands" / name
+        # The program beside its starter, under the same name: that is what is seen of a process.
+        programs = self.path / "python"
+        self._files = {programs / name: text for name, text in texts.items()}
+        for name in texts:
+            program = shlex.quote(str(programs / name))
+            self._files[self.path / name] = _STARTER.format(interpreter=interpreter, program=program)
+
+    def make(self) -> Path:
+        """Make what is missing of it; returns its path.
+
+        Raises
+        ------
+        ConfigError
+            If that cannot be done.
+        """
+        if all(path.exists() for path in self._files):
+            return self.path
+        try:
+            for folder in (sockets.folder() / "commands", self.path, self.path / "python"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for path, text in self._files.items():
+                if not path.exists():
+                    new = path.with_name(f"{path.name}.{os.getpid()}")
+                    new.write_text(text)
+                    new.chmod(0o700)
+                    new.replace(path)  # others may be about to start it
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be made: {error}") from error
+        return self.path
 
 
 def fast_start(env: Mapping[str, str], rule: Rule, nodes: int = 1) -> dict[str, str]:
@@ -80,10 +103,18 @@ def fast_start(env: Mapping[str, str], rule: Rule, nodes: int = 1) -> dict[str, 
     Raises
     ------
     ConfigError
-        If the state folder cannot be used, or ``FLOWER_GPU_POLL_S`` is no number.
+        If our commands would not be found, or ``FLOWER_GPU_POLL_S`` is no number.
     """
     poll_s = config.poll_s(env)
     if config.POLL_VARIABLE not in env:
         poll_s = max(poll_s, nodes / _MOST_QUESTIONS_PER_S)
-    path = os.pathsep.join([str(make()), env.get("PATH", os.defpath)])
+    folder = CommandFolder().make()
+    path = os.pathsep.join([str(folder), env.get("PATH") or os.defpath])
+    for command in COMMANDS:
+        # Else Flower's own would be found, later on the path, and messages would have no lease.
+        if shutil.which(command, path=path) != str(folder / command):
+            raise ConfigError(
+                f"no command can be started in {folder}: it is on a file system without exec, or its "
+                f"name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of this user"
+            )
     return {**env, **rule.environment(), config.POLL_VARIABLE: f"{poll_s:g}", "PATH": path}

@@ -8,13 +8,14 @@ output, signals and exit status.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from contextlib import suppress
 from types import FrameType
 
 from flower_gpu.config import planned_threads
-from flower_gpu.errors import WorkerDiedError, WorkerError, WorkerStartError
+from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
 from flower_gpu.isolation import threads, worker
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.forkserver import client
@@ -34,18 +35,21 @@ def main() -> None:
         _run_here(arguments, rule, "the app's environment is built at run time")
     if not client.is_supported():
         _run_here(arguments, rule, "this platform has no fork server")
-    # With a lease, the app's worker comes from the fork server, too: by this name nothing is forked here.
-    name = f"flower-gpu {_NAME}" if rule.with_lease else _NAME
     env = threads.environment(planned_threads(os.environ), {})  # an app without a worker trains there
-    call = Call(_TASK, ([name, *arguments], rule.with_lease), env=env, setup=threads.SETUP, label=_NAME)
+    call = Call(
+        _TASK, ([_NAME, *arguments], rule.with_lease, True), env=env, setup=threads.SETUP, label=_NAME
+    )
     try:
         code = worker.run(call, "forkserver", on_start=_forward)
     except WorkerStartError as error:
         _run_here(arguments, rule, str(error))
     except WorkerDiedError as error:
-        print(f"flower-gpu: {error}", file=sys.stderr)
-        code = error.exitcode if error.exitcode > 0 else 128 - error.exitcode
-    except WorkerError as error:
+        if error.exitcode:  # else it had nothing to tell: so Flower leaves where nobody answers it
+            print(f"flower-gpu: {error}", file=sys.stderr)
+        code = error.exitcode
+        if code < 0:
+            _end_by(-code)
+    except FlowerGPUError as error:
         print(f"flower-gpu: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)
@@ -63,9 +67,17 @@ def _forward(pid: int, _: str) -> None:
             signal.signal(number, forward)
 
 
+def _end_by(number: int) -> None:
+    """End as the child did, so that whoever started this process is told the same."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what there was to see died with the child
+    with suppress(OSError):  # SIGKILL has no handler
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 def _run_here(arguments: list[str], rule: Rule, reason: str) -> None:
     """Do all of it in this process: slow to start, with the same lease."""
     print(f"flower-gpu: {_NAME} starts without the fork server, which is slower: {reason}", file=sys.stderr)
     from flower_gpu.flower import clientapp
 
-    sys.exit(clientapp.main([_NAME, *arguments], rule.with_lease))
+    sys.exit(clientapp.main([_NAME, *arguments], rule.with_lease, False))

@@ -10,9 +10,16 @@ from contextlib import suppress
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.isolation.forkserver import identity
 
-# What our flwr-clientapp runs, and the part of PyTorch that its optimizers import at their first step, which
-# takes seconds.
-_MODULES = ("flwr.supernode.cli", "flwr.clientapp", "torch._dynamo")
+# What our flwr-clientapp runs, with what Flower imports there when it is used, and the part of PyTorch that
+# its optimizers import at their first step, which takes seconds.
+_MODULES = (
+    "flower_gpu.flower.clientapp",  # left out where it is not an installed package: it may be edited
+    "flwr.supernode.cli",
+    "flwr.clientapp",
+    "flwr.compat.common.recorddict_compat",
+    "httpcore",
+    "torch._dynamo",
+)
 
 
 def up() -> None:

@@ -145,9 +145,7 @@ def own_servers(idle_s: float = 60) -> Iterator[Path]:
 
 def leave() -> None:
     """Have this process no longer keep a server from ending."""
-    for connection in client._memory.connections.values():
-        connection.close()
-    client._memory.connections.clear()
+    client._memory.stays.close()
 
 
 def only_server() -> control.Status:

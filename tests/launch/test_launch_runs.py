@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,7 +159,9 @@ def test_superlink_reports_a_failed_server_app(launch: Launch, tmp_path: Path, t
 
 
 def test_superlink_twice_at_once(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
-    both = [launch(tiny_app, "--rounds=1", "-v", engine="superlink") for _ in range(2)]
+    """One of them with messages that start fast, the other with Flower's own ``flwr-clientapp``."""
+    options = [[], ["--no-fast-start"]]
+    both = [launch(tiny_app, "--rounds=1", "-v", *more, engine="superlink") for more in options]
     for process in both:
         code, out, err = finish(process)
         assert (code, err) == (0, "")
@@ -169,6 +172,11 @@ def test_superlink_twice_at_once(launch: Launch, tmp_path: Path, tiny_app: Path)
     for folder in folders:
         result = json.loads((folder / "result.json").read_text())
         assert sorted(worker["client"] for worker in result["workers"]) == ["0", "1"]
-        logs = sorted(path.name for path in folder.glob("*.log"))
-        assert logs == ["client-0.log", "client-1.log", "flwr-list.log", "run.log", "superlink.log"]
+        logs = {path.name for path in folder.glob("*.log")}
+        fast = json.loads((folder / "launch.json").read_text())["fast_start"]
+        assert logs == {"client-0.log", "client-1.log", "flwr-list.log", "run.log", "superlink.log"} | (
+            {"warm-up.log"} if fast else set()
+        )
+        program = "flwr-clientapp" if fast else str(Path(sys.executable).with_name("flwr-clientapp"))
+        assert f"started as {program}\n" in (folder / "client-0.log").read_text()
         assert (folder / "flwr" / "config.toml").exists()

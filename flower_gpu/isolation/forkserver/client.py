@@ -14,19 +14,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flower_gpu import config
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.child import Descriptors
-from flower_gpu.isolation.forkserver import identity, sockets
+from flower_gpu.isolation.forkserver import control, identity, sockets
 from flower_gpu.isolation.forkserver.inherited import Inherited
 from flower_gpu.isolation.forkserver.libraries import LearnedFile
 from flower_gpu.isolation.forkserver.program import ENVIRONMENT, PROGRAM
 from flower_gpu.isolation.forkserver.record import READY, Start, write_record
 from flower_gpu.isolation.forkserver.sockets import Gone
+from flower_gpu.isolation.forkserver.staying import Stays
 from flower_gpu.isolation.interrupts import allowed_interrupts
 
 _ANSWER_S = 20.0  # a server that says nothing for so long hangs: it never does anything long itself
@@ -64,29 +64,12 @@ class _Memory:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.kind = _Kind()
-        self.connections: dict[str, socket.socket] = {}
+        self.stays = Stays()
 
     def known_kind(self) -> _Kind:
         """Return a copy of what is known by now."""
         with self.lock:
             return _Kind(set(self.kind.variables), set(self.kind.without))
-
-    def stay(self, name: str) -> None:
-        """Tell server ``name`` that this process may have further calls; it then does not end when idle."""
-        with self.lock:
-            connection = self.connections.get(name)
-            if connection is not None:
-                if not sockets.is_closed(connection):
-                    return
-                self.connections.pop(name).close()
-            with suppress(Gone):
-                connection = sockets.connect(name, _ANSWER_S)
-                try:
-                    ask(connection, {"op": "stay"})
-                except Gone:
-                    connection.close()
-                else:
-                    self.connections[name] = connection
 
 
 _memory = _Memory()
@@ -186,7 +169,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
             now = time.monotonic() > patience
             answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors)
             if "fit" in answer:
-                _memory.stay(name)
+                _memory.stays.ask(name)
                 return Place(connection)
             connection.close()
             if "wait" in answer:
@@ -418,7 +401,7 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
         pidfd = os.pidfd_open(pid)
         try:
             # Not another process that has got its pid.
-            if b"flower_gpu.isolation.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if control.is_forked(pid):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 select.select([pidfd], [], [], 5)
         finally:
@@ -433,8 +416,7 @@ def _can_be_read(descriptor: int, timeout_s: float) -> bool:
 
 def _after_fork_in_child() -> None:
     global _memory
-    for connection in _memory.connections.values():
-        connection.close()
+    _memory.stays.close()
     _memory = _Memory()
 
 

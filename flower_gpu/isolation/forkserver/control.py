@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.forkserver.sockets import Gone
 
+_PROGRAM = b"flower_gpu.isolation.forkserver"  # in the command line of each
 _ANSWER_S = 5.0
 _TRIES = 3
 _END_POLL_S = 0.02
@@ -102,6 +104,19 @@ def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
 def still_running(pids: Iterable[int]) -> list[int]:
     """Return those of these processes that have not ended."""
     return [pid for pid in pids if _is_running(pid)]
+
+
+def family() -> set[int]:
+    """Return the pids of fork servers and of what was forked from them, as far as this user may see them."""
+    return {int(path.name) for path in Path("/proc").glob("[0-9]*") if is_forked(int(path.name))}
+
+
+def is_forked(pid: int) -> bool:
+    """Tell whether this is a fork server, or a fork of one."""
+    try:
+        return _PROGRAM in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def pids() -> set[int]:

@@ -41,9 +41,14 @@ def folder() -> Path:
         If it is not safe: somebody else could put a socket of theirs into it.
     """
     path = config.state_dir()
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
+    try:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made: {error.strerror}. Set FLOWER_GPU_STATE_DIR to another folder"
+        ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"{path} must be a folder of this user that nobody else can write to; remove it, or set "

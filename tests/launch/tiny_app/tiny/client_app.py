@@ -21,6 +21,7 @@ class TinyClient(NumPyClient):
         rounds = state["rounds"]["count"] + 1 if "rounds" in state else 1
         state["rounds"] = ConfigRecord({"count": rounds})
         run_config = self.context.run_config
+        print("started as", sys.argv[0])
         print("given", json.dumps([dict(self.context.node_config), dict(run_config), rounds]))
         worker = {
             "pid": os.getpid(),

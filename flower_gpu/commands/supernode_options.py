@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Final
 
 from flower_gpu.errors import ConfigError
@@ -48,10 +47,14 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         If an option or variable cannot be used.
     """
     check(arguments.flower)
-    env = GPUOptions.from_arguments(arguments).environment(base)
+    gpu = GPUOptions.from_arguments(arguments)
+    env = gpu.environment(base)
     if arguments.timeout_s is not None:
         env["FLOWER_GPU_TIMEOUT_S"] = str(arguments.timeout_s)
-    GPUSettings.resolve(environ=env)
+    try:
+        GPUSettings.resolve(environ=env)
+    except ConfigError as error:
+        raise ConfigError(gpu.in_their_words(str(error))) from error
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
@@ -68,8 +71,33 @@ def check(flower: Sequence[str]) -> None:
     ConfigError
         If there is such an option.
     """
-    if "--isolation=process" in flower or ("--isolation", "process") in pairwise(flower):
+    _, isolation = without_option(flower, "--isolation")
+    if "process" in isolation:
         raise ConfigError(
             "with --isolation process somebody else starts the processes of messages, so they would have no "
             "lease: leave it out, flower-supernode then starts them itself"
         )
+
+
+def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Split Flower's options into those without one of them, and its values.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Names and values as on a command line.
+    name : str
+        The option, such as ``"--node-config"``; as Flower does, this takes abbreviations for it, too.
+    """
+    rest: list[str] = []
+    values: list[str] = []
+    left = iter(options)
+    for option in left:
+        given, sign, value = option.partition("=")
+        if len(given) <= 2 or not name.startswith(given):
+            rest.append(option)
+        elif sign:
+            values.append(value)
+        else:
+            values.append(next(left, ""))
+    return rest, values

@@ -1,0 +1,53 @@
+"""A ClientApp that does what a message tells it to, and says what it sees."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+if "WATCHED_APP_FAILS" in os.environ:
+    raise RuntimeError("this app cannot be loaded")
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Do what is asked for, then tell what this process is."""
+    config = dict(message.content["config"])
+    print(config.get("print", ""), flush=True)
+    print(config.get("complain", ""), file=sys.stderr, flush=True)
+    if path := config.get("wait"):
+        Path(path).write_text(str(os.getpid()))
+        while True:
+            time.sleep(0.05)
+    if "raise" in config:
+        raise ZeroDivisionError(config["raise"])
+    if "exit" in config:
+        sys.exit(config["exit"])
+    if "kill" in config:
+        os.kill(os.getpid(), signal.SIGKILL)
+    umask = os.umask(0o22)
+    os.umask(umask)
+    seen = {
+        "environ": dict(os.environ),
+        "cwd": str(Path.cwd()),
+        "umask": umask,
+        "limits": [resource.getrlimit(number) for number in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)],
+        "processors": sorted(os.sched_getaffinity(0)),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "executable": sys.executable,
+        "stdin": sys.stdin.read() if config.get("read") else None,
+        "pid": os.getpid(),
+    }
+    state = context.state.config_records.setdefault("state", ConfigRecord({"calls": 0}))
+    state["calls"] += 1
+    if path := config.get("tell"):
+        Path(path).write_text(json.dumps(seen))
+    return Message(RecordDict({"answer": ConfigRecord({"number": 42})}), reply_to=message)

@@ -1,0 +1,5 @@
+"""Never run: a SuperNode only loads the ClientApp."""
+
+from flwr.serverapp import ServerApp
+
+app = ServerApp()

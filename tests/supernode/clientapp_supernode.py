@@ -1,0 +1,117 @@
+"""Flower's side of a ``flwr-clientapp``: a SuperNode's Runtime API with its state, without a SuperLink."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode.main import create_app
+from flwr.supernode.nodestate import NodeStateFactory
+
+from flower_gpu.launch import ports
+
+APP = Path(__file__).parent / "clientapp_app"
+
+_NODE = 13
+_START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A message that waits for a ``flwr-clientapp`` to handle it."""
+
+    run_id: int
+    task_id: int
+    arguments: tuple[str, ...]
+
+
+class SuperNode:
+    """What a SuperNode is to its ``flwr-clientapp``: one HTTP server, in a thread of this process."""
+
+    def __init__(self) -> None:
+        self._factory = NodeStateFactory(objectstore_factory=ObjectStoreFactory())
+        self._factory.state().set_node_id(_NODE)
+        content = build_fab_from_disk(APP)
+        self._fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+        self._runs = 0
+        self.port = ports.free_ports(1)[0]
+        config = uvicorn.Config(create_app(self._factory), port=self.port, log_level="error")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+
+    def __enter__(self) -> SuperNode:
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            assert self._thread.is_alive() and time.monotonic() < deadline, "no Runtime API"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def hand_out(self, config: Mapping[str, Any], run_config: Mapping[str, Any] | None = None) -> Handed:
+        """Have one message of a run of its own ready; ``config`` tells the app what to do."""
+        state = self._factory.state()
+        self._runs += 1
+        run = Run.create_empty(self._runs)
+        run.fab_id, run.fab_version, run.fab_hash = "flower-gpu/watched-app", "1.0.0", self._fab.hash_str
+        run.series_id = self._runs
+        state.store_run(run)
+        state.store_fab(self._fab)
+        context = Context(
+            run_id=run.run_id,
+            node_id=_NODE,
+            node_config={"partition-id": 3},
+            state=RecordDict(),
+            run_config={"use-gpu": False, **(run_config or {})},
+            series_id=run.series_id,
+        )
+        state.set_run_series_context(run.series_id, context)
+        task_id = state.create_task(TaskType.CLIENT_APP, run.run_id, self._fab.hash_str)
+        assert task_id is not None
+        self._put(state, run.run_id, task_id, config)
+        token = state.claim_task(task_id)
+        assert token is not None
+        address = f"127.0.0.1:{self.port}"
+        return Handed(run.run_id, task_id, ("--runtime-api-address", address, "--token", token, "--insecure"))
+
+    def reply(self, handed: Handed) -> Message:
+        """Return the reply to a message."""
+        (message,) = self.replies(handed)
+        return message
+
+    def replies(self, handed: Handed) -> list[Message]:
+        """Return what has been answered to a message: one reply, or none. Each is returned once."""
+        return list(self._factory.state().get_messages_legacy(run_ids=[handed.run_id], is_reply=True))
+
+    def status(self, handed: Handed) -> tuple[str, str]:
+        """Return how the task ended for the SuperNode, and the reason."""
+        (task,) = self._factory.state().get_tasks(task_ids=[handed.task_id])
+        return task.status.sub_status, task.status.details
+
+    def _put(self, state: Any, run_id: int, task_id: int, config: Mapping[str, Any]) -> None:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task_id, run_id, 1
+        content = RecordDict({"config": ConfigRecord(dict(config))})
+        message = Message(content, dst_node_id=_NODE, message_type="train")
+        message.metadata.__dict__["_message_id"] = message.object_id
+        state.store_message(message)
+        state.object_store.preregister(run_id, get_object_tree(message))
+        for object_id, content_object in get_all_nested_objects(message).items():
+            state.object_store.put(object_id, content_object.deflate())

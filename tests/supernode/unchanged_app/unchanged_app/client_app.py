@@ -1,0 +1,41 @@
+"""The client: trains on its part of the data, on a GPU if it finds one."""
+
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from unchanged_app import task
+
+app = ClientApp()
+
+
+@app.train()
+def train(msg: Message, context: Context):
+    server_round = msg.content["config"]["server-round"]
+    partition = context.node_config["partition-id"]
+    task.tell_what_is_seen("train", server_round, partition)
+    task.pause(context.run_config["pause-folder"], server_round, partition)
+    task.run_into_bugs(context.run_config["bugs"], server_round, partition)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = task.Net()
+    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    features, labels = task.load_data(partition)
+    loss = task.train(model.to(device), features, labels, context.run_config["learning-rate"], device)
+    content = {
+        "arrays": ArrayRecord(model.state_dict()),
+        "metrics": MetricRecord({"train_loss": loss, "num-examples": len(labels)}),
+    }
+    return Message(RecordDict(content), reply_to=msg)
+
+
+@app.evaluate()
+def evaluate(msg: Message, context: Context):
+    partition = context.node_config["partition-id"]
+    task.tell_what_is_seen("evaluate", msg.content["config"]["server-round"], partition)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    model = task.Net()
+    model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    features, labels = task.load_data(partition)
+    loss = task.test(model.to(device), features, labels, device)
+    metrics = MetricRecord({"eval_loss": loss, "num-examples": len(labels)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)

@@ -1,0 +1,51 @@
+"""The server: FedAvg, which asks for GPUs in some rounds."""
+
+import json
+
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from unchanged_app.task import Net
+
+app = ServerApp()
+
+
+class Strategy(FedAvg):
+    """FedAvg that says in each round whether clients should use a GPU, or leaves it open."""
+
+    def __init__(self, with_gpu: list[int], without_gpu: list[int], **options):
+        super().__init__(**options)
+        self.wishes = {**dict.fromkeys(with_gpu, True), **dict.fromkeys(without_gpu, False)}
+
+    def configure_train(self, server_round, arrays, config, grid):
+        config = ConfigRecord(dict(config))
+        if server_round in self.wishes:
+            config["use-gpu"] = self.wishes[server_round]
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round, replies):
+        metrics = super().aggregate_evaluate(server_round, replies)
+        print(f"round {server_round} has ended", flush=True)
+        return metrics
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    settings = context.run_config
+    clients = settings["num-clients"]
+    strategy = Strategy(
+        [int(word) for word in settings["rounds-with-gpu"].split()],
+        [int(word) for word in settings["rounds-without-gpu"].split()],
+        fraction_evaluate=settings["fraction-evaluate"],
+        min_train_nodes=clients,
+        min_available_nodes=clients,
+    )
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(Net().state_dict()),
+        train_config=ConfigRecord({"lr": settings["learning-rate"], **json.loads(settings["says"])}),
+        num_rounds=settings["num-server-rounds"],
+    )
+    losses = {number: metrics["train_loss"] for number, metrics in result.train_metrics_clientapp.items()}
+    print(f"train losses: {losses}", flush=True)

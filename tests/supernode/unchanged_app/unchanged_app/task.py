@@ -1,0 +1,79 @@
+"""Model, data, training, and what the tests make of it: pauses and bugs."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Linear(16, 32)
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.hidden(x)))
+
+
+def load_data(partition):
+    """Points around four centres, others for each partition."""
+    generator = torch.Generator().manual_seed(partition)
+    labels = torch.randint(4, (64,), generator=generator)
+    centres = torch.eye(4).repeat(1, 4)
+    return centres[labels] + 0.1 * torch.randn(64, 16, generator=generator), labels
+
+
+def train(model, features, labels, learning_rate, device):
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    criterion = nn.CrossEntropyLoss()
+    model.train()
+    total = 0.0
+    loader = DataLoader(TensorDataset(features, labels), batch_size=16, shuffle=True)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(x.to(device)), y.to(device))
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    return total / len(loader)
+
+
+@torch.no_grad()
+def test(model, features, labels, device):
+    return nn.functional.cross_entropy(model.eval()(features.to(device)), labels.to(device)).item()
+
+
+def tell_what_is_seen(kind, server_round, partition):
+    names = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    seen = {name: os.environ.get(name) for name in names}
+    told = {"kind": kind, "round": server_round, "partition": partition, "pid": os.getpid(), **seen}
+    print(f"saw {json.dumps(told)}", flush=True)
+
+
+def pause(folder, server_round, partition):
+    """Say that this message trains, and wait for leave to go on."""
+    if folder:
+        temporary = Path(folder, f".{server_round}-{partition}")
+        temporary.write_text(str(os.getpid()))
+        temporary.rename(Path(folder, f"{server_round}-{partition}"))
+        while not Path(folder, f"go-{server_round}").exists():
+            time.sleep(0.05)
+
+
+def run_into_bugs(bugs, server_round, partition):
+    found = dict(bug.split("=") for bug in bugs.split()).get(f"{server_round}/{partition}")
+    if found == "raise":
+        raise ValueError("the data are gone")
+    if found == "exit":
+        os._exit(7)
+    if found == "kill":
+        print("these are the last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if found == "hang":
+        time.sleep(600)
