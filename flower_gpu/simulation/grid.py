@@ -1,4 +1,4 @@
-"""Flower's ``Grid`` without a network: messages are handled on this machine, replies come as they are ready."""
+"""Flower's ``Grid`` without a network: messages are handled on this machine, and replies come as they are."""
 
 from __future__ import annotations
 
@@ -161,5 +161,3 @@ class _Box:
 
 def _code(error: Exception) -> int:
     return ErrorCode.CLIENT_APP_RAISED_EXCEPTION if isinstance(error, FlowerGPUError) else ErrorCode.UNKNOWN
-
-
