@@ -59,6 +59,8 @@ def _read(name: str, value: str) -> None:
         WorkerSettings.resolve(timeout_s=1.0, env=_ANY)
     elif name == "FLOWER_GPU_SERVER_IDLE_S":
         config.server_idle_s()
+    elif name == config.POLL_VARIABLE:
+        config.poll_s(alone)
     else:
         GPUSettings.resolve(environ=alone)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from flower_gpu.config import poll_s
 from flower_gpu.isolation.forkserver.staying import Stays
+from flower_gpu.supernode import slots
 from flower_gpu.supernode.command_folder import CommandFolder
 
 _PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
@@ -42,6 +43,7 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
         nonlocal next_s
         folder.make()  # a host's tidying up may remove it, and Flower's own flwr-clientapp would be found
         if sys.platform == "linux" and time.monotonic() > next_s:
+            slots.keep(os.environ)
             stays.ask_own()  # also with the successor of one that has ended
             next_s = time.monotonic() + _STAY_S
 

@@ -47,6 +47,14 @@ def make(count: int) -> Path:
     return folder
 
 
+def keep(environ: Mapping[str, str]) -> None:
+    """Let a host that tidies up files nobody has used for days see that these are used."""
+    folder = environ.get(VARIABLE)
+    with suppress(OSError):
+        for path in Path(folder).iterdir() if folder else ():
+            os.utime(path)
+
+
 @contextmanager
 def held(environ: Mapping[str, str]) -> Iterator[None]:
     """Wait for a slot, where this SuperNode has such, and hold it for the block. First come, first served."""

@@ -73,7 +73,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
     assert zombies_of(os.getpid()) == []
     for pid in this.pids():
         assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
-    kept = {str(connection.fileno()) for connection in client._memory.connections.values()}
+    kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}
     assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
     assert wait_until(lambda: not new_in_shared_memory()), new_in_shared_memory()
     assert list(temporary.iterdir()) == []

@@ -192,3 +192,15 @@ def test_slots_of_processes_that_are_gone_are_removed_and_others_kept() -> None:
         other.communicate("\n", timeout=_LIMIT_S)
     more = slots.make(1)
     assert ours.exists() and more.exists() and not theirs.exists()
+
+
+def test_files_in_use_do_not_look_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
+    folder = slots.make(2)
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    slots.keep({})
+    slots.keep({slots.VARIABLE: str(tmp_path / "gone")})
+    assert {path.stat().st_mtime for path in folder.iterdir()} == {1}
+    slots.keep({slots.VARIABLE: str(folder)})
+    assert all(path.stat().st_mtime > 1e9 for path in folder.iterdir())

@@ -74,7 +74,8 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
     folders = [(entry, os.stat(entry).st_mtime_ns) for entry in installed_folders(sys.path)]
     return [
         [os.getuid(), os.getegid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
-        [sys.executable, sys.version, interpreter_flags()],
+        # A virtual environment's interpreter has several names: scripts are started by one or another.
+        [os.path.dirname(sys.executable), os.path.realpath(sys.executable), sys.version, interpreter_flags()],
         # Every install, update or removal of a package changes its folder; our own may be an editable one.
         [folders, _own_files()],
         sorted(read_at_start.items()),

@@ -14,20 +14,26 @@ _ANSWER_S = 20.0
 
 
 class Stays:
-    """The fork servers that this process has asked to stay; each does until this process is gone."""
+    """The fork servers that this process has asked to stay; each does until this process is gone.
+
+    Attributes
+    ----------
+    connections : dict of str to socket
+        By the server's name; open as long as it is to stay.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._connections: dict[str, socket.socket] = {}
+        self.connections: dict[str, socket.socket] = {}
 
     def ask(self, name: str) -> None:
         """Ask server ``name``, where it runs, unless it has been asked."""
         with self._lock:
-            connection = self._connections.get(name)
+            connection = self.connections.get(name)
             if connection is not None:
                 if not sockets.is_closed(connection):
                     return
-                self._connections.pop(name).close()
+                self.connections.pop(name).close()
             with suppress(Gone):
                 connection = sockets.connect(name, _ANSWER_S)
                 try:
@@ -37,7 +43,7 @@ class Stays:
                 except Gone:
                     connection.close()
                 else:
-                    self._connections[name] = connection
+                    self.connections[name] = connection
 
     def ask_own(self) -> None:
         """Ask the one that a process with this environment uses first."""
@@ -45,6 +51,6 @@ class Stays:
 
     def close(self) -> None:
         """Let go of them."""
-        for connection in self._connections.values():
+        for connection in self.connections.values():
             connection.close()
-        self._connections.clear()
+        self.connections.clear()
