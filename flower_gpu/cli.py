@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn, Protocol
 
 from flower_gpu import __version__
-from flower_gpu.commands import doctor, footprint, gpus, leases, server, supernode, supernodes
+from flower_gpu.commands import doctor, footprint, gpus, leases, server, simulate, supernode, supernodes
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
 
@@ -35,6 +35,7 @@ class Command(Protocol):
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
+        "simulate": simulate,
         "supernode": supernode,
         "supernodes": supernodes,
         "gpus": gpus,

@@ -26,9 +26,12 @@ class ProgressDisplay:
         The call, for example ``"fit of client 3"``.
     record : mapping
         The call's fields in the trace; its ``pid`` is known once the worker runs.
+    is_shown : bool
+        False: the trace gets them, and nothing is drawn.
     """
 
-    def __init__(self, label: str, record: Mapping[str, Any]) -> None:
+    def __init__(self, label: str, record: Mapping[str, Any], is_shown: bool = True) -> None:
+        self._is_shown = is_shown
         self._label = label
         self._record = record
         self._bar: tqdm[Any] | None = None
@@ -58,6 +61,8 @@ class ProgressDisplay:
                 n=done,
                 total=total,
             )
+        if not self._is_shown:
+            return
         with suppress(OSError, ValueError):  # stderr is closed or nobody reads it: no reason to end the call
             self._show(desc, done, total, now)
 

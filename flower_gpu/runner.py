@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from flower_gpu import trace
 from flower_gpu.calls import leased_worker, leasing, out_of_memory
@@ -25,6 +25,38 @@ from flower_gpu.progress_display import ProgressDisplay
 #: Name of calls that no client makes: server-side evaluation, initial weights.
 SERVER = "server"
 
+class Workers(Protocol):
+    """Where a call gets its worker and its lease from.
+
+    Attributes
+    ----------
+    shows_progress : bool
+        Whether what a call says of its progress is drawn.
+    """
+
+    shows_progress: bool
+
+    def run(self, call: Call, start_method: str, **options: Any) -> Any:
+        """Run a call in a worker, as :func:`flower_gpu.isolation.worker.run` does."""
+
+    def held(self, leasing_: Leasing, attempt: Attempt) -> AbstractContextManager[tuple[Lease, Ticket]]:
+        """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
+
+
+class OneEach:
+    """Each call has its own worker and its own lease."""
+
+    shows_progress = True
+
+    def run(self, call: Call, start_method: str, **options: Any) -> Any:
+        """Run a call in a worker of its own."""
+        return worker.run(call, start_method, **options)
+
+    def held(self, leasing_: Leasing, attempt: Attempt) -> AbstractContextManager[tuple[Lease, Ticket]]:
+        """Hold a lease for this call."""
+        return leasing_.held(attempt)
+
+
 _HERE = ("inline", "in-process")  # methods that run in this process, whose memory no retry gives back
 
 
@@ -38,6 +70,7 @@ def run_call(
     name: str | None = None,
     arrays: Sequence[Array] = (),
     config: Mapping[str, Any] | None = None,
+    workers: Workers | None = None,
 ) -> Any:
     """Run one call of one client in its own worker, on a GPU as far as node and server want that.
 
@@ -57,6 +90,8 @@ def run_call(
         The weights, by which the call's footprint is known.
     config : mapping, optional
         What the server sent: sizes, by which the footprint is known, and ``use-gpu``.
+    workers : Workers, optional
+        Where worker and lease come from; by default they are for this call alone.
 
     Returns
     -------
@@ -74,7 +109,8 @@ def run_call(
     """
     client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
-    call = _Run(task, args, kwargs or {}, settings, label, {"client": client, "task": kind})
+    fields = {"client": client, "task": kind}
+    call = _Run(task, args, kwargs or {}, settings, label, fields, workers or OneEach())
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
@@ -98,6 +134,7 @@ class _Run:
     settings: CallSettings
     label: str
     fields: Mapping[str, Any]
+    workers: Workers
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
@@ -107,7 +144,7 @@ class _Run:
         while True:
             with ExitStack() as held_by:
                 try:
-                    held, ticket = held_by.enter_context(leasing_.held(attempts[-1]))
+                    held, ticket = held_by.enter_context(self.workers.held(leasing_, attempts[-1]))
                 except LeaseTimeoutError as late:
                     if ran_out is None:
                         raise
@@ -215,8 +252,8 @@ class _Run:
         began = time.monotonic()
         error: BaseException | None = None
         try:
-            with ProgressDisplay(self.label, record) as display, around:
-                return worker.run(
+            with ProgressDisplay(self.label, record, self.workers.shows_progress) as display, around:
+                return self.workers.run(
                     call,
                     method,
                     timeout_s=settings.timeout_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
@@ -13,12 +13,13 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import ClientCallError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
-from flower_gpu.runner import run_call
+from flower_gpu.runner import Workers, run_call
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"
 
-_IDENTITY = ("_task_id", "_run_id", "_node_id")
+#: What of Flower's ``TaskIdentity`` a worker needs.
+IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
 
 
 def call(
@@ -30,6 +31,7 @@ def call(
     *,
     name: str,
     passed_on: tuple[type[Exception], ...] = (),
+    workers: Workers | None = None,
 ) -> Message:
     """Have a worker handle a message, and take over what it did to the context's state.
 
@@ -47,6 +49,8 @@ def call(
         Of the user's function, by which the footprint is known.
     passed_on : tuple of exception classes
         What is raised as it is.
+    workers : Workers, optional
+        As for :func:`flower_gpu.runner.run_call`.
 
     Returns
     -------
@@ -68,12 +72,13 @@ def call(
         reply: Message
         reply, state = run_call(
             task,
-            (*args, message, context, {key: getattr(TaskIdentity, key) for key in _IDENTITY}),
+            (*args, message, context, {key: getattr(TaskIdentity, key) for key in IDENTITY}),
             settings=found,
             kind=kind,
             name=name,
             arrays=[array for record in records for array in record.values()],
             config=_config(message),
+            workers=workers,
         )
     except FlowerGPUError as error:
         if label not in str(error):

@@ -5,13 +5,13 @@ No client is ever asked to evaluate. The global model is evaluated on the server
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from logging import WARNING
 from typing import Any
 
 import numpy as np
 from flwr.common import (
-    Array,
     ArrayRecord,
     ConfigRecord,
     FitRes,
@@ -27,10 +27,13 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as _NumPyClientFedAvg
 from flwr.serverapp import Grid
+from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg as _MessageFedAvg
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
+from flower_gpu.flower import rounds
+from flower_gpu.flower.averaging import InOrder, RunningMean, SummedReplies, place, records_of, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.isolation.call import Task
 
@@ -42,7 +45,11 @@ class FedAvg(_MessageFedAvg):
 
     As ``flwr.serverapp.strategy.FedAvg`` (McMahan et al., 2017, https://arxiv.org/abs/1602.05629), without
     client evaluation. Results are weighted by number of examples. Integer arrays, such as the counters of
-    BatchNorm, come back as integers.
+    BatchNorm, come back as integers. Sums are formed in 64-bit floats.
+
+    Where the grid hands over replies as they come, as that of ``flower-gpu simulate`` does, each one is added
+    to a running sum and freed, so that memory does not grow with the number of clients. A class derived from
+    this one that overrides ``aggregate_train`` gets all replies in a list.
 
     Parameters
     ----------
@@ -53,7 +60,12 @@ class FedAvg(_MessageFedAvg):
     weighted_by_key, arrayrecord_key, configrecord_key : str
         Names in the records, as in Flower.
     train_metrics_aggr_fn : callable, optional
-        As in Flower; by default the mean over examples.
+        As in Flower; by default the mean over examples. It gets the replies without their arrays where
+        these were summed as they came.
+    exact_order : bool
+        Sum in the order of the nodes' ids, not in that in which replies come, so that a run with a seed gives
+        bit for bit the same model each time. Replies that come before their turn are held back, and so is
+        their memory; one that never comes holds back those after it until the timeout of the round.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class FedAvg(_MessageFedAvg):
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",
         train_metrics_aggr_fn: Callable[[list[Any], str], MetricRecord] | None = None,
+        exact_order: bool = False,
     ) -> None:
         super().__init__(
             fraction_train=fraction_train,
@@ -78,6 +91,7 @@ class FedAvg(_MessageFedAvg):
         # Set afterwards: Flower warns of a fraction of 0, which is the point here.
         self.fraction_evaluate = 0.0
         self.min_evaluate_nodes = 0
+        self.exact_order = exact_order
 
     def start(
         self,
@@ -115,9 +129,11 @@ class FedAvg(_MessageFedAvg):
         evaluate = isolated(evaluate_fn, num_rounds)
         if evaluate is None:
             log(WARNING, _NOT_EVALUATED)
-        return super().start(
-            grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate
-        )
+        rest = (num_rounds, timeout, train_config, evaluate_config, evaluate)
+        if not isinstance(grid, rounds.StreamingGrid):
+            return super().start(grid, initial_arrays, *rest)
+        receive = partial(self._receive, grid, timeout)
+        return rounds.run(self, grid, initial_arrays, *rest, receive)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -128,17 +144,78 @@ class FedAvg(_MessageFedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the replies by number of examples; integer arrays stay integer."""
-        replies = list(replies)
-        arrays, metrics = super().aggregate_train(server_round, replies)
-        if arrays is not None:
-            sent = next(reply.content for reply in replies if not reply.has_error())
-            record = next(iter(sent.array_records.values()))
-            for key, like in record.items():
-                dtype = np.dtype(like.dtype)
-                if dtype.kind in "biu":
-                    arrays[key] = Array(np.asarray(np.rint(arrays[key].numpy()), dtype=dtype))
-        return arrays, metrics
+        """Average the replies by number of examples; integer arrays stay integer.
+
+        Parameters
+        ----------
+        server_round : int
+            The round.
+        replies : iterable of Message
+            If it is no sequence, each one is freed before the next is asked for, except with
+            ``exact_order``, where the grid has to bring them in order for that.
+
+        Returns
+        -------
+        tuple of ArrayRecord and MetricRecord
+            The new global model and the metrics; None and None without any valid reply.
+
+        Raises
+        ------
+        InconsistentMessageReplies
+            If the replies do not go together, as in Flower.
+        InvalidResultError
+            If arrays of the same name do not go together.
+        """
+        is_ordered = not self.exact_order or isinstance(replies, InOrder)
+        if is_ordered and not isinstance(replies, Sequence):
+            return self._aggregate_stream(replies)
+        valid, _ = self._check_and_log_replies(list(replies), is_train=True)
+        if not valid:
+            return None, None
+        if self.exact_order:
+            valid.sort(key=place)
+        mean = RunningMean()
+        for reply in valid:
+            (record,) = records_of(reply.content, ArrayRecord)
+            weight = weight_of(reply.content, self.weighted_by_key)
+            assert weight is not None  # it was checked
+            mean.add(record, weight, f"node {reply.metadata.src_node_id}")
+        contents = [reply.content for reply in valid]
+        return mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def _aggregate_stream(self, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        summed = SummedReplies(self.weighted_by_key)
+        for reply in replies:
+            summed.add(reply)
+            del reply  # it must not stay in memory while the next one is waited for
+        valid, _ = self._check_and_log_replies(summed.rest, is_train=True)
+        if not valid:
+            return None, None
+        if summed.misfit:
+            raise InconsistentMessageReplies(summed.misfit)
+        contents = [reply.content for reply in valid]
+        return summed.mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def _receive(
+        self, grid: rounds.StreamingGrid, timeout: float, messages: Iterable[Message]
+    ) -> Iterable[Message]:
+        """Send the messages of a round; returns the replies as ``aggregate_train`` wants them."""
+        if not self._takes_streams():
+            assert isinstance(grid, Grid)
+            return list(grid.send_and_receive(messages, timeout=timeout))
+        if not self.exact_order:
+            return grid.stream(messages, timeout=timeout)
+        # Sent in that order as well, so that few replies come before their turn.
+        messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
+        node_ids = [message.metadata.dst_node_id for message in messages]
+        return InOrder(grid.stream(messages, timeout=timeout), node_ids)
+
+    def _takes_streams(self) -> bool:
+        """Return whether replies are handled here, and not by a class derived from this one."""
+        return all(
+            getattr(getattr(self, name), "__func__", None) is getattr(FedAvg, name)
+            for name in ("aggregate_train", "_check_and_log_replies")
+        )
 
 
 class LegacyFedAvg(_NumPyClientFedAvg):

@@ -10,6 +10,7 @@ import atexit
 import faulthandler
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -155,6 +157,18 @@ def _leave_group_of_caller(handled: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def forget_exit_functions() -> None:
+    """Take from a process whose forks are workers what libraries want to be called at the end.
+
+    That is for a program; torch's finalizers alone take 30 ms.
+    """
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+
+
 def forked(
     descriptors: Descriptors,
     stdout: int,
@@ -205,7 +219,7 @@ def serve(
         Returns the environment variables that the task's module has set after libraries had read them; then
         the caller is told, and the task is not run.
     """
-    _die_with_the_caller(descriptors.life)
+    die_with_the_caller(descriptors.life)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
     faulthandler.enable(file=2)
     faulthandler.register(_STACK_DUMP_SIGNAL, file=2, all_threads=True)
@@ -219,9 +233,6 @@ def serve(
     if sys.platform == "linux":
         _use_sockets_without_files()
 
-    from flower_gpu.isolation import events, preload, threads, transport
-    from flower_gpu.isolation.call import load_task, set_up
-
     lock = threading.Lock()
 
     def send(event: dict[str, Any]) -> None:
@@ -229,6 +240,36 @@ def serve(
         with lock:
             while data:  # a signal may interrupt a write to a full pipe
                 data = data[os.write(descriptors.events, data) :]
+
+    outcome = run_task(env, setup, load, send, set_too_late)
+    if outcome is not None:
+        leave_reply(outcome, descriptors.reply)
+        send({"event": "result"})
+
+
+def run_task(
+    env: Mapping[str, str],
+    setup: str | None,
+    load: Callable[[], tuple[Any, ...]],
+    send: Callable[[dict[str, Any]], None],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+) -> Outcome | None:
+    """Load a task and its arguments, and run it.
+
+    Parameters
+    ----------
+    env, setup, load, set_too_late
+        As for :func:`serve`.
+    send : callable
+        Takes what the task tells its caller.
+
+    Returns
+    -------
+    Outcome or None
+        None where it was not run: the caller was told why, and tries again.
+    """
+    from flower_gpu.isolation import events, preload, threads
+    from flower_gpu.isolation.call import load_task, set_up
 
     with events.sending_to(send, all_threads=True):
         try:
@@ -240,21 +281,26 @@ def serve(
                 _check_environment(env)
                 if variables := set_too_late():
                     send({"event": "set_too_late", "variables": variables})
-                    return
-                outcome = Outcome(value=function(*args, **kwargs))
+                    return None
+                return Outcome(value=function(*args, **kwargs))
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code
         except BaseException as error:
-            outcome = _failure(error)
+            return _failure(error)
+
+
+def leave_reply(outcome: Outcome, descriptor: int) -> None:
+    """Write an outcome into the memory file for the caller."""
+    from flower_gpu.isolation import transport
+
     try:
-        transport.write_reply(outcome, descriptors.reply)
+        transport.write_reply(outcome, descriptor)
     except Exception as error:
-        os.ftruncate(descriptors.reply, 0)
-        transport.write_reply(_failure(_unsendable(error)), descriptors.reply)
-    send({"event": "result"})
+        os.ftruncate(descriptor, 0)
+        transport.write_reply(_failure(_unsendable(error)), descriptor)
 
 
-def _die_with_the_caller(life: int) -> None:
+def die_with_the_caller(life: int) -> None:
     """Have the kernel kill this process group when the caller is gone, even while the GIL is held."""
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())

@@ -11,6 +11,7 @@ _CUDA_SUCCESS = 0
 _MADV_COLLAPSE = 25  # asm-generic/mman-common.h, Linux 6.1
 _HUGE_PAGE = 1 << 21  # bytes, on x86-64 and usually on arm64
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
 _OMP_PAUSE_HARD = 2  # omp_pause_resource_t in the OpenMP 5.0 specification, section 3.2.43
 
 
@@ -60,6 +61,11 @@ def end_with_parent(parent: int | None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:  # it ended before
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose own parent, a descendant of this one, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def huge_page_regions() -> list[int]:

@@ -125,7 +125,7 @@ def prepare(call: Call, start_method: str, *, or_spawn: bool, deadline: float | 
             if start_method == "forkserver":
                 _find_place(prepared, call, or_spawn, deadline)
             if start_method != "fork":
-                prepared.request = _write_request(call, preloaded=prepared.place is not None)
+                prepared.request = write_request(call, preloaded=prepared.place is not None)
     except BaseException:
         prepared.close()
         raise
@@ -185,7 +185,21 @@ def _spawn_instead(key: str, reason: str) -> None:
     _spawned_instead.add(key)
 
 
-def _write_request(call: Call, *, preloaded: bool) -> int:
+def write_request(call: Call, *, preloaded: bool) -> int:
+    """Write a call's task and arguments into a memory file, and return its descriptor.
+
+    Parameters
+    ----------
+    call : Call
+        The call.
+    preloaded : bool
+        Whether the worker finds what it preloads.
+
+    Raises
+    ------
+    WorkerStartError
+        If they cannot be passed to another process, or there is no room.
+    """
     request = -1
     try:
         request = transport.create("flower-gpu-request")

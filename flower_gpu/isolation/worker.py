@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pickle
 import select
 import selectors
 import signal
@@ -14,18 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from textwrap import indent
 from typing import Any
 
-from flower_gpu.errors import (
-    InvalidResultError,
-    WorkerDiedError,
-    WorkerError,
-    WorkerStartError,
-    WorkerTaskError,
-    WorkerTimeoutError,
-)
-from flower_gpu.isolation import own_calls, preload, start, transport
+from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
+from flower_gpu.isolation import outcomes, own_calls, preload, start
 from flower_gpu.isolation.call import Call, load_task, set_up
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, sending_to
@@ -39,17 +29,6 @@ _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
 _SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
-
-
-class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itself
-    """The traceback of an exception in a worker, as the cause of the same exception in the caller."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.text}\n"""'
 
 
 def run(
@@ -119,18 +98,11 @@ def run(
         left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
         return run(call, start_method, left_s, on_event, on_start, or_spawn)
     if outcome is not None:
-        return _unwrap(call, outcome)
+        return outcomes.unwrap(call, outcome)
     if not finished:
-        raise WorkerTimeoutError(
-            f"{call.label}: no result within timeout_s={timeout_s:g}; the worker (pid {worker.pid}) and "
-            f"its children were ended. Raise timeout_s if it was only slow.{_quoted(worker.tail)}"
-        )
-    raise WorkerDiedError(
-        f"{call.label}: the worker (pid {worker.pid}) {_describe(exitcode)} after "
-        f"{time.monotonic() - began:.1f} s, before it returned a result.{_quoted(worker.tail)}",
-        exitcode=exitcode or 0,
-        tail=str(worker.tail),
-    )
+        assert timeout_s is not None
+        raise outcomes.timed_out(call, worker.pid, timeout_s, worker.tail)
+    raise outcomes.died(call, worker.pid, exitcode, time.monotonic() - began, worker.tail)
 
 
 class _Worker:
@@ -227,17 +199,7 @@ class _Worker:
         """Read the result, or return None when the worker left none."""
         if not self._has_result or self._lines is None or self._prepared is None:
             return None
-        try:
-            outcome: Outcome = transport.read_reply(self._lines.reply, self._prepared.request)
-        except WorkerError:
-            raise
-        except Exception as error:
-            raise InvalidResultError(
-                f"{label} returned something that this process cannot rebuild "
-                f"({type(error).__name__}: {error}). Return numpy arrays, numbers, strings, and lists or "
-                "dicts of them"
-            ) from error
-        return outcome
+        return outcomes.read(label, self._lines.reply, self._prepared.request)
 
     def close(self) -> None:
         """Let go of every descriptor."""
@@ -337,60 +299,8 @@ def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
             return load_task(call.task)(*call.args, **call.kwargs)
 
 
-def _unwrap(call: Call, outcome: Outcome) -> Any:
-    if outcome.error_type is None:
-        return outcome.value
-    cause = WorkerTraceback(outcome.error_traceback)
-    if outcome.error_pickle is not None:
-        try:
-            error = _WithoutImports(io.BytesIO(outcome.error_pickle)).load()
-        except Exception:
-            error = None
-        if isinstance(error, Exception):
-            raise error from cause
-    name = outcome.error_type.removeprefix("builtins.")
-    raise WorkerTaskError(f"{call.label} raised {name}: {outcome.error_text}") from cause
-
-
-class _WithoutImports(pickle.Unpickler):
-    """Rebuilds an exception from what this process has imported anyway.
-
-    What needs more stays a name and a text: a client that holds only weights must not import torch for
-    an error message.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module not in sys.modules:
-            raise pickle.UnpicklingError(f"{module} is not imported")
-        if name == "subimport":  # cloudpickle's, for the modules that a function uses
-            return sys.modules.__getitem__
-        return super().find_class(module, name)
-
-
 def _open_pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
         return -1
-
-
-def _describe(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "ended, how is not known (SIGCHLD is ignored here, or something else waits for all children),"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = "signal"
-    text = f"was killed by {name} ({-exitcode})"
-    if exitcode == -signal.SIGKILL:
-        text += " (by somebody, or by the kernel for want of memory: see dmesg)"
-    return text
-
-
-def _quoted(tail: Tail) -> str:
-    text = str(tail)
-    if not text:
-        return " It wrote nothing."
-    return " The last lines it wrote:\n" + indent(text, "    ")

@@ -7,17 +7,37 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from flwr.app import Error, Message, RecordDict
+from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flower_gpu.errors import FlowerGPUError
+from flower_gpu.errors import ConfigError, WorkerDiedError
+from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.nodes import VirtualNodes
 
-#: Handles one message; what it raises becomes the reply.
-Handle = Callable[[Message], Message]
+if TYPE_CHECKING:
+    from flower_gpu.simulation.checkpoint import Checkpoints
+
+
+class Handler(Protocol):
+    """Handles messages, one at a time in each thread; what it raises becomes the reply."""
+
+    def __call__(self, message: Message) -> Message:
+        """Handle a message."""
+
+
+class Keeper(Handler, Protocol):
+    """A handler that keeps a worker from one message to the next."""
+
+    def idle(self) -> None:
+        """Let go of this thread's worker: no message waits."""
+
+    def cancel(self, message: Message) -> None:
+        """End the handling of a message, in whatever thread that is."""
 
 
 class LocalGrid(Grid):
@@ -29,19 +49,40 @@ class LocalGrid(Grid):
         The run that messages are of.
     nodes : VirtualNodes
         Who can be sent something.
-    handle : callable
+    handle : Handler or Keeper
         Handles a message.
     threads : int
         How many messages are handled at a time, at most.
+    checkpoints : Checkpoints, optional
+        Where finished rounds are kept.
+    resumed : RoundState, optional
+        Where the run goes on.
     """
 
-    def __init__(self, run: Run, nodes: VirtualNodes, handle: Handle, threads: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        nodes: VirtualNodes,
+        handle: Handler | Callable[[Message], Message],
+        threads: int,
+        checkpoints: Checkpoints | None = None,
+        resumed: RoundState | None = None,
+    ) -> None:
         self._run = run
         self._nodes = nodes
         self._handle = handle
+        self._idle: Callable[[], None] = getattr(handle, "idle", lambda: None)
+        self._cancel: Callable[[Message], None] = getattr(handle, "cancel", lambda message: None)
+        self._checkpoints = checkpoints
+        self._resumed = resumed
+        self._has_resumed = False
         self._waiting: queue.SimpleQueue[tuple[Message, _Box] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._boxes: dict[str, _Box] = {}
+        self._is_closed = False
+        # In a stream so many replies may be there that nobody has taken: else workers that are faster than
+        # the aggregation would fill the memory.
+        self._most_unread = 2 * threads
         self._threads = [
             threading.Thread(target=self._work, name=f"flower-gpu-simulation-{number}", daemon=True)
             for number in range(threads)
@@ -93,30 +134,77 @@ class LocalGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         """Have messages handled; returns the replies that came in time."""
-        return list(self.stream(messages, timeout=timeout))
+        return list(self._stream(messages, timeout, None))
 
     def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Have messages handled, and yield each reply when it is there."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        box = _Box()
-        ids = {self._push(message, box) for message in messages}
-        while ids:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            reply = box.next(left_s)
-            if reply is None:
-                return
-            ids.discard(reply.metadata.reply_to_message_id)
-            self._boxes.pop(reply.metadata.reply_to_message_id, None)
-            yield reply
+        """Have messages handled, and yield each reply when it is there.
+
+        Messages that are not done at the end of ``timeout`` seconds, or when nobody wants further replies,
+        are given up.
+        """
+        return self._stream(messages, timeout, self._most_unread)
+
+    def resumed(self) -> RoundState | None:
+        """Return where the run goes on; None: at its start."""
+        self._has_resumed = True
+        return self._resumed
+
+    def check_resumed(self) -> None:
+        """Refuse a run that should go on, and begins at its start.
+
+        Raises
+        ------
+        ConfigError
+            If the strategy has not asked where to go on.
+        """
+        if self._resumed is not None and not self._has_resumed:
+            raise ConfigError(
+                "this run cannot go on: only flower_gpu's FedAvg (flower_gpu.FedAvg) can, since it says "
+                "after each round all that the next one needs. Other strategies keep what nobody else knows "
+                "of: run the app anew"
+            )
+
+    def finished_round(self, state: RoundState) -> None:
+        """Keep what a run is after a round."""
+        if self._checkpoints is not None:
+            self._checkpoints.write(state)
 
     def close(self) -> None:
-        """End the threads, once they have nothing more to do."""
+        """Give up what is not done, and end the threads."""
+        self._is_closed = True
+        for box in set(self._boxes.values()):
+            self._give_up(box)
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
             thread.join()
 
+    def _stream(
+        self, messages: Iterable[Message], timeout: float | None, most_unread: int | None
+    ) -> Iterator[Message]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        box = _Box(most_unread)
+        ids = set()
+        try:
+            for message in messages:
+                ids.add(self._push(message, box))
+                del message
+            while ids:
+                reply = box.next(None if deadline is None else deadline - time.monotonic())
+                if reply is None:
+                    return
+                ids.discard(reply.metadata.reply_to_message_id)
+                self._boxes.pop(reply.metadata.reply_to_message_id, None)
+                yield reply
+                del reply  # or it would stay until the next one is there
+        finally:
+            for message_id in ids:
+                self._boxes.pop(message_id, None)
+            if ids:
+                self._give_up(box)
+
     def _push(self, message: Message, box: _Box) -> str:
+        self.check_resumed()
         # An own number each: Flower's id is a hash of the content, which all messages of a round share.
         message_id = f"{self._run.run_id:x}-{next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = message_id
@@ -124,40 +212,105 @@ class LocalGrid(Grid):
         self._waiting.put((message, box))
         return message_id
 
+    def _give_up(self, box: _Box) -> None:
+        for message in box.close():
+            self._cancel(message)
+
     def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
-            message, box = job
+        while True:
+            if self._waiting.empty():
+                self._idle()
+            job = self._waiting.get()
+            if job is None:
+                self._idle()
+                return
+            self._do(*job)
+            del job
+
+    def _do(self, message: Message, box: _Box) -> None:
+        if not box.begin(message):
+            return
+        reply = None
+        try:
+            try:
+                self._nodes.partition_of(message.metadata.dst_node_id)
+            except KeyError:
+                node = message.metadata.dst_node_id
+                reply = _error(message, ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
+                return
             try:
                 reply = self._handle(message)
             except Exception as error:
-                reply = Message(Error(_code(error), str(error)), reply_to=message)
-            reply.metadata.__dict__["_message_id"] = f"{message.metadata.message_id}-reply"
-            box.put(reply)
-            del job, message, box, reply
+                if self._is_closed:
+                    return
+                reply = _error(message, _code(error), str(error))
+        finally:
+            box.end(message, reply)
 
 
 class _Box:
     """The replies to messages that were sent together."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_unread: int | None = None) -> None:
+        self._most_unread = most_unread
         self._replies: dict[str, Message] = {}
+        self._running: dict[str, Message] = {}
         self._changed = threading.Condition()
+        self._is_closed = False
 
-    def put(self, reply: Message) -> None:
+    def begin(self, message: Message) -> bool:
+        """Wait until there is room for one more reply; tell whether it is wanted."""
         with self._changed:
-            self._replies[reply.metadata.reply_to_message_id] = reply
-            self._changed.notify()
+            self._changed.wait_for(self._has_room)
+            if not self._is_closed:
+                self._running[message.metadata.message_id] = message
+            return not self._is_closed
+
+    def end(self, message: Message, reply: Message | None) -> None:
+        """Put a reply into the box."""
+        message_id = message.metadata.message_id
+        with self._changed:
+            self._running.pop(message_id, None)
+            if reply is not None and not self._is_closed:
+                reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
+                self._replies[message_id] = reply
+                self._changed.notify_all()
 
     def take(self, message_id: str) -> Message | None:
+        """Return a reply if it is there, once."""
         with self._changed:
             return self._replies.pop(message_id, None)
 
     def next(self, timeout_s: float | None) -> Message | None:
+        """Wait for any reply; None where there is none in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self._replies), timeout_s):
                 return None
-            return self._replies.pop(next(iter(self._replies)))
+            reply = self._replies.pop(next(iter(self._replies)))
+            self._changed.notify_all()
+            return reply
+
+    def close(self) -> list[Message]:
+        """Want no more replies; return the messages that are being handled."""
+        with self._changed:
+            self._is_closed = True
+            self._replies.clear()
+            self._changed.notify_all()
+            return list(self._running.values())
+
+    def _has_room(self) -> bool:
+        if self._is_closed or self._most_unread is None:
+            return True
+        return len(self._replies) + len(self._running) < self._most_unread
+
+
+def _error(message: Message, code: int, text: str) -> Message:
+    return Message(Error(code, text), reply_to=message)
 
 
 def _code(error: Exception) -> int:
-    return ErrorCode.CLIENT_APP_RAISED_EXCEPTION if isinstance(error, FlowerGPUError) else ErrorCode.UNKNOWN
+    if isinstance(error, LoadClientAppError):
+        return ErrorCode.LOAD_CLIENT_APP_EXCEPTION
+    if isinstance(error, WorkerDiedError):
+        return ErrorCode.CLIENT_APP_CRASHED
+    return ErrorCode.CLIENT_APP_RAISED_EXCEPTION

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,11 @@ from flwr.supercore.object_ref import load_app
 
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.flower import message_call
+from flower_gpu.simulation.fresh import ProcessState, seed_all
+from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,7 @@ class AppReference:
         return app
 
 
-@dataclass(frozen=True)
-class Handler:
+class MessageHandler:
     """Handles messages of one run.
 
     Parameters
@@ -60,33 +65,154 @@ class Handler:
         Of each call, as for :class:`flower_gpu.CallOptions`.
     name : str
         By which the footprint of the app's calls is known.
+    seed : int
+        Of the clients' random numbers.
+    new_slot : callable
+        Makes what runs the calls of one thread.
+    verification : Verification, optional
+        Compares replies of workers that are used again with those of new ones.
     """
 
-    app: AppReference | ClientApp
-    nodes: VirtualNodes
-    options: Mapping[str, Any]
-    name: str
+    def __init__(
+        self,
+        app: AppReference | ClientApp,
+        nodes: VirtualNodes,
+        options: Mapping[str, Any],
+        name: str,
+        seed: int,
+        new_slot: Callable[[], Slot],
+        verification: Verification | None = None,
+    ) -> None:
+        self._app = app
+        self._nodes = nodes
+        self._options = dict(options)
+        self._name = name
+        self._seed = seed
+        self._new_slot = new_slot
+        self._here = threading.local()
+        self._lock = threading.Lock()
+        self._slots: list[Slot] = []
+        self._running: dict[str, Slot] = {}
+        self._sent: Counter[str] = Counter()
+        self._verification = verification
+        self._memory = HostMemory()
 
     def __call__(self, message: Message) -> Message:
         """Have a worker handle a message; the node keeps what that did to its state."""
-        context = self.nodes.context_of(message.metadata.dst_node_id)
-        partition = str(self.nodes.partition_of(context.node_id))
-        reply = message_call.call(
-            handle,
-            (self.app,),
-            message,
-            context,
-            lambda: CallSettings.resolve({**self.options, "context": context}, name=partition),
-            name=self.name,
-            passed_on=(LoadClientAppError,),
-        )
-        self.nodes.keep(context)
+        metadata = message.metadata
+        context = self._nodes.context_of(metadata.dst_node_id)
+        slot = self._slot()
+        with self._lock:
+            # The same numbers whatever came before, so that a run that goes on has the same ones, too.
+            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {metadata.group_id}"
+            seed = f"{place} {self._sent[place]}"
+            self._sent[place] += 1
+            self._running[metadata.message_id] = slot
+        try:
+            reply = self._run(message, context, seed, slot)
+            if slot.is_used_again:
+                self._verify(message, seed, reply)
+        finally:
+            with self._lock:
+                self._running.pop(metadata.message_id, None)
+        self._nodes.keep(context)
         return reply
+
+    def _run(self, message: Message, context: Context, seed: str, slot: Slot) -> Message:
+        partition = str(self._nodes.partition_of(context.node_id))
+        with self._memory.room():
+            reply = message_call.call(
+                handle,
+                (self._app, seed),
+                message,
+                context,
+                lambda: CallSettings.resolve({**self._options, "context": context}, name=partition),
+                name=self._name,
+                passed_on=(LoadClientAppError,),
+                workers=slot,
+            )
+        self._memory.learn(slot.peak_bytes)
+        return reply
+
+    def _verify(self, message: Message, seed: str, reply: Message) -> None:
+        if self._verification is None:
+            return
+        context = self._nodes.context_of(message.metadata.dst_node_id)  # as it was: it is kept later
+
+        def again() -> Message:
+            slot = self._new_slot()
+            slot.calls_per_worker = 1
+            try:
+                return self._run(message, context, seed, slot)
+            finally:
+                slot.close()
+
+        self._verification.verify(message_call.client_of(context), reply, again)
+
+    def idle(self) -> None:
+        """Let this thread's worker end: no message waits."""
+        if hasattr(self._here, "slot"):
+            self._here.slot.retire()
+
+    def cancel(self, message: Message) -> None:
+        """End the worker that handles a message."""
+        with self._lock:
+            slot = self._running.get(message.metadata.message_id)
+        if slot is not None:
+            slot.cancel()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the summary is to hold of this."""
+        facts: dict[str, Any] = {
+            "workers_started": sum(slot.workers_started for slot in self._slots),
+            "waits_for_host_memory": self._memory.waits,
+        }
+        if self._verification is not None:
+            facts["recycling"] = self._verification.facts()
+        return facts
+
+    def close(self) -> None:
+        """End what is left; no thread handles messages any more."""
+        for slot in self._slots:
+            slot.close()
+
+    def _slot(self) -> Slot:
+        if not hasattr(self._here, "slot"):
+            self._here.slot = self._new_slot()
+            with self._lock:
+                self._slots.append(self._here.slot)
+        slot: Slot = self._here.slot
+        return slot
 
 
 def handle(
-    app: AppReference | ClientApp, message: Message, context: Context, identity: Mapping[str, Any]
+    app: AppReference | ClientApp,
+    seed: str,
+    message: Message,
+    context: Context,
+    identity: Mapping[str, Any],
 ) -> tuple[Message, RecordDict]:
     """Handle a message; runs in a worker."""
-    loaded = app.load() if isinstance(app, AppReference) else app
+    loaded = _load(app) if isinstance(app, AppReference) else app
+    _begin(seed)
     return message_call.run(loaded, None, message, context, identity)
+
+
+_loaded: dict[AppReference, ClientApp] = {}
+_found: ProcessState | None = None
+
+
+def _load(app: AppReference) -> ClientApp:
+    if app not in _loaded:
+        _loaded[app] = app.load()
+    return _loaded[app]
+
+
+def _begin(seed: str) -> None:
+    """Bring this process to what the app's first call has found, if there was one."""
+    global _found
+    if _found is None:
+        _found = ProcessState.now()
+    else:
+        _found.restore()
+    seed_all(seed)

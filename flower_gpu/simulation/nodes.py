@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Mapping
 from typing import Final
 
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from flwr.app.user_config import UserConfigValue
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.simulation.states import StateStore
 
 PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
@@ -34,6 +34,8 @@ class VirtualNodes:
         What each context has as ``run_config``.
     node_config : mapping
         What each context has in its ``node_config``, next to ``partition-id`` and ``num-partitions``.
+    states : StateStore, optional
+        Has what nodes keep between messages; by default all of it in memory.
 
     Attributes
     ----------
@@ -48,6 +50,7 @@ class VirtualNodes:
         run_id: int,
         run_config: Mapping[str, UserConfigValue],
         node_config: Mapping[str, UserConfigValue] | None = None,
+        states: StateStore | None = None,
     ) -> None:
         if count < 1:
             raise ConfigError(f"a simulation needs one node or more, not {count}")
@@ -56,8 +59,7 @@ class VirtualNodes:
         self._run_id = run_id
         self._run_config = dict(run_config)
         self._node_config = dict(node_config or {})
-        self._states: dict[int, RecordDict] = {}
-        self._lock = threading.Lock()
+        self._states = StateStore() if states is None else states
 
     def partition_of(self, node_id: int) -> int:
         """Return a node's partition.
@@ -70,27 +72,27 @@ class VirtualNodes:
         return self._partitions[node_id]
 
     def context_of(self, node_id: int) -> Context:
-        """Return a node's context, with the state as the last message left it."""
+        """Return a node's context, with the state as the last message left it.
+
+        What is changed there counts with :meth:`keep` only: after a call that failed the state is as before.
+        """
+        partition = self._partitions[node_id]
         config = {
-            PARTITION_KEY: self._partitions[node_id],
+            PARTITION_KEY: partition,
             PARTITIONS_KEY: len(self.ids),
             **self._node_config,
         }
-        with self._lock:
-            state = self._states.get(node_id)
         return Context(
             run_id=self._run_id,
             node_id=node_id,
             node_config=config,
-            state=RecordDict() if state is None else state,
+            state=self._states.get(partition),
             run_config=dict(self._run_config),
         )
 
     def keep(self, context: Context) -> None:
         """Keep what a message has left in a context's state."""
-        if context.state:
-            with self._lock:
-                self._states[context.node_id] = context.state
+        self._states.put(self._partitions[context.node_id], context.state)
 
 
 def _ids(count: int, seed: int) -> tuple[int, ...]:

@@ -1,14 +1,21 @@
-"""One simulated run: a ServerApp in this process, virtual nodes in workers."""
+"""One simulated run: a ServerApp in this process, its virtual nodes in workers."""
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Mapping
-from contextlib import closing
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from flwr.app import Context, RecordDict
+from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import Parameters
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
@@ -16,61 +23,256 @@ from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu.config import cores
-from flower_gpu.flower.app_imports import libraries_of
-from flower_gpu.isolation.forkserver import client
+import flower_gpu
+from flower_gpu import config
+from flower_gpu.calls.options import CallSettings
+from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower import message_call
+from flower_gpu.gpu.request import memory_bytes
+from flower_gpu.isolation.own_calls import borrowed
+from flower_gpu.isolation.zygote.caller import Zygote
 from flower_gpu.launch.app import FlowerApp
+from flower_gpu.simulation import workers
+from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
-from flower_gpu.simulation.messages import AppReference, Handler
+from flower_gpu.simulation.messages import AppReference, MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.recorded_grid import RecordedGrid
+from flower_gpu.simulation.reporting import reported_run
+from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.states import StateStore
+from flower_gpu.simulation.verification import Verification
+
+#: What states of nodes take in memory before they go to the disk.
+STATE_MEMORY: Final = "1GiB"
+
+_RUN_DIR: Final = "FLOWER_GPU_RUN_DIR"
+_SEEDS: Final = 1 << 31
+# What a run that goes on must have in common with the run before; all of it comes from there.
+_KEPT: Final = ("app", "num_supernodes", "run_config", "seed")
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What a simulation leaves.
+
+    Attributes
+    ----------
+    context : Context
+        The ServerApp's, as the app has left it.
+    model : ArrayRecord, Parameters or None
+        The final global model, if the app has used a strategy.
+    summary : dict
+        Rounds, messages, failures by client, times, and the last metrics, as in ``summary.json``.
+    folder : Path or None
+        Where the results are.
+    """
+
+    context: Context
+    model: ArrayRecord | Parameters | None
+    summary: Mapping[str, Any]
+    folder: Path | None
+
+
+@dataclass(frozen=True)
+class _App:
+    """What is to run."""
+
+    name: str
+    server: ServerApp | str
+    client: ClientApp | AppReference
+    folder: Path | None
+    run_config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, app: str | Path | tuple[ServerApp, ClientApp], run_config: Mapping[str, Any]) -> _App:
+        if isinstance(app, tuple):
+            server, client = app
+            if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
+                raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
+            return cls("app", server, client, None, dict(run_config))
+        found = FlowerApp.load(Path(app))
+        unknown = sorted(run_config.keys() - found.run_config.keys())
+        if unknown:
+            known = ", ".join(sorted(found.run_config)) or "none"
+            raise ConfigError(
+                f"run config: {found.name} has no {', '.join(unknown)}; its pyproject.toml declares {known}"
+            )
+        values = {**found.run_config, **run_config}
+        reference = AppReference(found.path, found.clientapp)
+        return cls(found.name, found.serverapp, reference, found.path, values)
+
+    def load_server(self) -> ServerApp:
+        if isinstance(self.server, ServerApp):
+            return self.server
+        loaded = load_app(self.server, LoadServerAppError, self.folder)
+        if not isinstance(loaded, ServerApp):
+            raise ConfigError(f"{self.server} is a {type(loaded).__name__}, not a ServerApp")
+        return loaded
 
 
 def simulate(
-    app_dir: str | Path,
+    app: str | Path | tuple[ServerApp, ClientApp],
     num_supernodes: int,
     *,
     run_config: Mapping[str, Any] | None = None,
     max_workers: int | None = None,
-    seed: int = 0,
+    calls_per_worker: int | None = None,
+    verify_recycling: bool = False,
+    seed: int | None = None,
+    log_dir: str | Path | None = "runs",
+    resume: str | Path | None = None,
+    progress: bool = True,
+    state_memory: int | str = STATE_MEMORY,
     **options: Any,
-) -> Context:
+) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
+
+    Its ServerApp runs in this process. Each message to a node is handled by the ClientApp in a worker, which
+    has a lease if it uses a GPU.
 
     Parameters
     ----------
-    app_dir : str or Path
-        The app's folder, with its ``pyproject.toml``.
+    app : str, Path, or tuple of ServerApp and ClientApp
+        The app's folder with its ``pyproject.toml``, or the two apps themselves, as in a notebook.
     num_supernodes : int
-        How many nodes there are.
+        How many virtual nodes there are. They have ``partition-id`` and ``num-partitions`` in their node
+        configs.
     run_config : mapping, optional
         Values in the place of the app's own.
     max_workers : int, optional
-        How many messages are handled at a time, at most: by default one for each core. Leases may let fewer run.
-    seed : int
-        Of the nodes' ids.
+        How many messages are handled at a time, at most. Default: as many as there are cores, or shares of
+        the GPUs. Leases and memory may let fewer run.
+    calls_per_worker : int, optional
+        How many messages a worker handles before it ends, at most. Default: 1 on the CPU; on a GPU a few, so
+        that CUDA is not started for each.
+    verify_recycling : bool
+        Have a few messages that such a worker has handled also handled by a new one, and compare the weights.
+    seed : int, optional
+        Of the nodes' ids, of sampling, and of the clients' random numbers. Default: drawn, and written down.
+    log_dir : str or Path, optional
+        Where the folder with the results is made; None keeps none.
+    resume : str or Path, optional
+        The folder of an earlier run: goes on after its last finished round.
+    progress : bool
+        Whether progress and a summary are shown on stderr.
+    state_memory : int or str
+        How much the nodes' states may take in memory together before they go to the disk: ``"1GiB"``, or
+        bytes.
     **options
         How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
     Returns
     -------
-    Context
-        The server's, as the app has left it.
+    SimulationResult
+        The server's context, the model, and a summary.
+
+    Raises
+    ------
+    ConfigError
+        If something that was given cannot be used.
+    SimulationStoppedError
+        After Ctrl-C.
+    Exception
+        What the ServerApp raised.
+
+    Examples
+    --------
+    >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
     """
-    app = FlowerApp.load(Path(app_dir))
-    config = {**app.run_config, **(run_config or {})}
-    run_id = secrets.randbits(63)
+    if num_supernodes < 1:
+        raise ConfigError(f"a simulation needs one node or more, not {num_supernodes}")
+    for name, value in (("max_workers", max_workers), ("calls_per_worker", calls_per_worker)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is a number from 1 on, not {value}")
+    settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
+    found = _App.of(app, run_config or {})
+    earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
+    if earlier is not None and seed is None:
+        seed = earlier.read_config().get("seed")
+    seed = secrets.randbelow(_SEEDS) if seed is None else seed
+    concurrency = workers.concurrency(settings, max_workers, num_supernodes)
+    plan = {
+        "app": found.name if found.folder is None else str(found.folder),
+        "num_supernodes": num_supernodes,
+        "run_config": dict(found.run_config),
+        "seed": seed,
+        "max_workers": concurrency,
+        "calls_per_worker": calls_per_worker,
+        "options": {name: repr(value) for name, value in options.items()},
+        "cores": config.cores(),
+        "versions": {name: version(name) for name in ("flwr", "numpy")}
+        | {"flower-gpu": flower_gpu.__version__, "python": sys.version.split()[0]},
+    }
+    with ExitStack() as stack:
+        folder = earlier
+        if folder is None and log_dir is not None:
+            folder = ResultFolder.create(Path(log_dir), plan)
+        if folder is not None:
+            stack.enter_context(borrowed([_RUN_DIR]))
+            os.environ[_RUN_DIR] = str(folder.path)
+        states = StateStore(_state_folder(folder, stack), memory_bytes(state_memory, "state_memory"))
+        stack.callback(states.close)
+        checkpoints = state = None
+        if folder is not None:
+            kept = {name: plan[name] for name in _KEPT}
+            checkpoints = Checkpoints(folder.checkpoint, states, kept)
+            state = checkpoints.read() if earlier is not None else None
+        run_id = secrets.randbits(63)
+        nodes = VirtualNodes(num_supernodes, seed, run_id, found.run_config, states=states)
+        stack.enter_context(_identity(run_id))
+        report = stack.enter_context(
+            reported_run(
+                folder,
+                num_supernodes,
+                nodes.partition_of,
+                progress=progress,
+                resumed_round=None if state is None else state.server_round,
+            )
+        )
+        call_options = {**options, "env": workers.variables(concurrency, options.get("env"))}
+        zygote = Zygote(workers.zygote_settings(found.name, found.client, settings, call_options["env"]))
+        handler = MessageHandler(
+            found.client,
+            nodes,
+            call_options,
+            found.name,
+            seed,
+            lambda: Slot(zygote, calls_per_worker),
+            Verification(workers.CHECKS) if verify_recycling else None,
+        )
+        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
+        # Last in, first out: workers end at once, then the threads that wait for them.
+        stack.callback(handler.close)
+        stack.callback(grid.close)
+        stack.callback(zygote.close)
+        workers.seed_server(seed)
+        context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
+        recorded = RecordedGrid(grid, report.recorder)
+        found.load_server()(grid=recorded, context=context)
+        grid.check_resumed()
+        report.facts.update(handler.facts())
+        model = report.recorder.model
+    return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
+
+
+@contextmanager
+def _identity(run_id: int) -> Iterator[None]:
+    """Be the SuperLink's side of a run: else Flower lets nobody make a message."""
+    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, SUPERLINK_NODE_ID, 1
-    nodes = VirtualNodes(num_supernodes, seed, run_id, config)
-    reference = AppReference(app.path, app.clientapp)
-    if client.is_supported():
-        client.learn([*_OURS, *libraries_of(app.path, app.clientapp.partition(":")[0])])
-    handler = Handler(reference, nodes, options, app.name)
-    server_app = load_app(app.serverapp, LoadServerAppError, app.path)
-    assert isinstance(server_app, ServerApp)
-    context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(config))
-    with closing(LocalGrid(Run.create_empty(run_id), nodes, handler, max_workers or cores())) as grid:
-        server_app(grid=grid, context=context)
-    return context
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(TaskIdentity, name, value)
 
 
-_OURS = ("flower_gpu.simulation.messages", "flwr.clientapp")
+def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:
+    if folder is not None:
+        return folder.path / "states"
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-states-")))
+
+
+__all__ = ["FlowerGPUError", "SimulationResult", "simulate"]

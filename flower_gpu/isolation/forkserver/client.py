@@ -161,6 +161,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
         tries = 0
         while tries < _TRIES:
             kind = _memory.known_kind()
+            kind.without |= call.without
             try:
                 name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
             except Gone:  # it ended again at once, or hangs
@@ -181,7 +182,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     raise WorkerStartError("no fork server could be found that has what this process needs")
 
 
-def learn(names: Sequence[str]) -> None:
+def learn(names: Sequence[str], without: frozenset[str] = frozenset()) -> None:
     """Have the fork server of this process import libraries now, so that no worker has to.
 
     Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
@@ -190,6 +191,8 @@ def learn(names: Sequence[str]) -> None:
     ----------
     names : sequence of str
         Modules. What is not of an installed package is left out.
+    without : frozenset of str
+        As of a :class:`~flower_gpu.isolation.call.Call`.
 
     Raises
     ------
@@ -199,6 +202,7 @@ def learn(names: Sequence[str]) -> None:
     patience = time.monotonic() + _GROWTH_S
     while time.monotonic() < patience:
         kind = _memory.known_kind()
+        kind.without |= without
         environ = dict(os.environ)
         with (
             suppress(Gone),  # a successor has taken its place just now

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import logging
 import multiprocessing.connection  # noqa: F401 - each worker needs it
 import os
 import selectors
@@ -14,7 +13,6 @@ import socket
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -69,12 +67,7 @@ class Server:
         self._shadows = Shadows()
         self._modules = len(sys.modules)
         self._last_use = time.monotonic()
-        # What libraries want to be called at the end is for a program; torch's finalizers alone take 30 ms.
-        atexit._clear()
-        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-            finalizer.atexit = False
-        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
-        atexit.register(logging.shutdown)
+        child.forget_exit_functions()
         gc.collect()
         self._small_pages = huge_page_regions()
         gc.freeze()  # the collector of a fork would touch, and so copy, every object

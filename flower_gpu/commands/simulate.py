@@ -1,0 +1,304 @@
+"""``flower-gpu simulate``: a Flower app with many virtual clients on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tomllib
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.request import memory_bytes
+from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.launch import gpu_options
+from flower_gpu.launch.app import FlowerApp
+from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
+from flower_gpu.launch.folder import short
+from flower_gpu.launch.gpu_options import GPUOptions
+from flower_gpu.launch.option_types import folder, non_negative_int, positive_float, positive_int, text_value
+from flower_gpu.launch.options import NUM_CLIENTS_KEY
+
+HELP = "run a Flower app with up to thousands of virtual clients on this machine"
+DESCRIPTION = """\
+Run a Flower app in a simulation: its ServerApp in this process, and each message to one of its virtual
+clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
+
+    flower-gpu simulate my-app --num-supernodes 1000 --run-config "num-server-rounds=5"
+
+Metrics, the final model and a summary are left in a folder under --log-dir."""
+
+_TEXTS: Final = (
+    "Which GPUs messages may use, and what each of them leases there: so many run at a time as fit.",
+    "device policy of every client and of the server's own calls",
+    "the GPUs that all of them may use (default: every one)",
+)
+_AUTO: Final = "auto"
+_LOG_DIR: Final = Path("runs")
+_STATE_MEMORY: Final = "1GiB"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("app_dir", metavar="APP_DIR", type=folder, help="folder of the Flower app")
+    federation = parser.add_argument_group("federation")
+    federation.add_argument(
+        "--num-supernodes", metavar="N", type=positive_int, required=True, help="how many virtual clients"
+    )
+    federation.add_argument(
+        "-c",
+        "--run-config",
+        metavar="'K=V ...'",
+        action="append",
+        default=[],
+        help="keys of the app's run config (TOML values), or a TOML file; may be repeated",
+    )
+    federation.add_argument(
+        "--seed",
+        metavar="N",
+        type=non_negative_int,
+        help="of the clients' ids, and so of their order (default: a random one)",
+    )
+    workers = parser.add_argument_group("workers")
+    workers.add_argument(
+        "--max-workers",
+        metavar="N",
+        type=positive_int,
+        help="how many messages are handled at a time, at most (default: one for each core)",
+    )
+    workers.add_argument(
+        "--calls-per-worker",
+        metavar="N|auto",
+        type=_calls,
+        default=_AUTO,
+        help="how many clients of a round one worker may run in a row before it exits (default: auto, which "
+        "is 1 without a GPU)",
+    )
+    workers.add_argument(
+        "--verify-recycling",
+        action="store_true",
+        help="run a few clients in fresh workers as well, and compare the weights",
+    )
+    workers.add_argument(
+        "--timeout-s",
+        metavar="S",
+        type=positive_float,
+        help="seconds a client may take, counted from its lease; then it is dropped (default: no limit)",
+    )
+    workers.add_argument(
+        "--state-memory",
+        metavar="SIZE",
+        type=text_value,
+        default=_STATE_MEMORY,
+        help=f"memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
+        f"{_STATE_MEMORY})",
+    )
+    gpu_options.add_arguments(parser, _TEXTS)
+    output = parser.add_argument_group("output")
+    where = output.add_mutually_exclusive_group()
+    where.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        type=folder,
+        default=_LOG_DIR,
+        help=f"where the run's folder is made (default: {_LOG_DIR})",
+    )
+    where.add_argument(
+        "--resume",
+        metavar="DIR",
+        type=folder,
+        help="folder of an earlier run of the same app: go on after the last round that it finished",
+    )
+    output.add_argument(
+        "--no-progress", dest="progress", action="store_false", help="show no bars and no summary"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the simulation.
+
+    Returns
+    -------
+    int
+        0: it is complete. 1: the app raised an exception. 130: Ctrl-C.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used; then nothing was started or written.
+    """
+    app = FlowerApp.load(arguments.app_dir)
+    run_config = checked_run_config(app, given_run_config(arguments.run_config), arguments.num_supernodes)
+    memory_bytes(arguments.state_memory, "--state-memory")
+    if arguments.verify_recycling and arguments.calls_per_worker == 1:
+        raise ConfigError(
+            "--verify-recycling compares nothing with --calls-per-worker 1: no worker is recycled"
+        )
+    gpu = GPUOptions.from_arguments(arguments)
+    _set_environment(gpu)
+    if arguments.resume is not None:
+        _check_resume(arguments.resume)
+    else:
+        _check_log_dir(arguments.log_dir)
+    return _simulate(
+        app.path,
+        arguments.num_supernodes,
+        run_config=run_config,
+        max_workers=arguments.max_workers,
+        calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
+        verify_recycling=arguments.verify_recycling,
+        timeout_s=arguments.timeout_s,
+        seed=arguments.seed,
+        result_dir=arguments.log_dir,
+        resume=arguments.resume,
+        progress=arguments.progress,
+        state_memory=arguments.state_memory,
+        **_call_options(gpu),
+    )
+
+
+def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
+    """Read ``--run-config``: pairs, or the name of a TOML file, as ``flwr run`` takes them.
+
+    Raises
+    ------
+    ConfigError
+        If that is neither.
+    """
+    values: dict[str, ConfigValue] = {}
+    for text in texts:
+        if text.endswith(".toml") and "=" not in text:
+            try:
+                values.update(flatten(tomllib.loads(Path(text).expanduser().read_text(encoding="utf-8"))))
+            except OSError as error:
+                raise ConfigError(f"--run-config {text}: {error.strerror}") from None
+            except ValueError as error:
+                raise ConfigError(f"--run-config {text}: {error}") from None
+        else:
+            values.update(parse_pairs("--run-config", [text]))
+    return values
+
+
+def checked_run_config(
+    app: FlowerApp, given: Mapping[str, ConfigValue], num_supernodes: int
+) -> dict[str, ConfigValue]:
+    """Check values against what an app declares.
+
+    Parameters
+    ----------
+    app : FlowerApp
+        The app.
+    given : mapping
+        Values by key.
+    num_supernodes : int
+        How many clients there are.
+
+    Returns
+    -------
+    dict
+        The values, and the number of clients where the app declares ``num-clients``.
+
+    Raises
+    ------
+    ConfigError
+        If the app has no such key, or says what it knows and this is something else.
+    """
+    for key, value in given.items():
+        if key not in app.run_config:
+            known = ", ".join(sorted(app.run_config)) or "none"
+            raise ConfigError(f"--run-config {key}: {app.name} declares no such key (its keys: {known})")
+        allowed = app.choices.get(key)
+        if allowed and str(value) not in allowed:
+            raise ConfigError(f"--run-config {key}={value}: {app.name} knows {', '.join(allowed)}")
+    if NUM_CLIENTS_KEY not in app.run_config:
+        return dict(given)
+    if given.get(NUM_CLIENTS_KEY, num_supernodes) != num_supernodes:
+        raise ConfigError(f"--run-config {NUM_CLIENTS_KEY} is set by --num-supernodes")
+    return {**given, NUM_CLIENTS_KEY: num_supernodes}
+
+
+def _simulate(app: Path, num_supernodes: int, **settings: Any) -> int:
+    # Here: what they import takes a second, and an error in an option is there at once.
+    from flower_gpu.simulation.results import SimulationStoppedError
+    from flower_gpu.simulation.run import simulate
+
+    try:
+        simulate(app, num_supernodes, **settings)
+    except SimulationStoppedError as stopped:
+        _say(_how_to_go_on(stopped.folder, stopped.can_resume))
+        return 128 + signal.SIGINT
+    except ConfigError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        _say(f"{_first_line(error)} (the traceback is above)")
+        return 1
+    return 0
+
+
+def _how_to_go_on(path: Path | None, can_resume: bool) -> str:
+    if path is None:
+        return "interrupted"
+    if can_resume:
+        return (
+            "interrupted; to go on after the last finished round, add this to the same command: "
+            f"--resume {short(path)}"
+        )
+    return f"interrupted; its results are in {short(path)}, and there is no checkpoint to go on from"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _say(text: str) -> None:
+    print(f"flower-gpu simulate: {text}", file=sys.stderr, flush=True)
+
+
+def _set_environment(gpu: GPUOptions) -> None:
+    """Let the options hold for the server's own calls as well, whatever the variables were."""
+    env = gpu.environment(os.environ)
+    try:
+        GPUSettings.resolve(environ=env)
+    except ConfigError as error:
+        raise ConfigError(gpu.in_their_words(str(error))) from error
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+
+
+def _call_options(gpu: GPUOptions) -> dict[str, Any]:
+    options = {
+        "gpu": gpu.gpu,
+        "gpu_num": None if gpu.gpu_num is None else ",".join(map(str, gpu.gpu_num)),
+        "num_gpus": gpu.num_gpus,
+        "gpu_memory": gpu.gpu_memory,
+        "lease_timeout_s": gpu.lease_timeout_s,
+        "on_oom": gpu.on_oom,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_resume(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"--resume {path}: there is no such folder")
+    from flower_gpu.simulation.results import ResultFolder
+
+    ResultFolder.reopen(path)
+
+
+def _check_log_dir(log_dir: Path) -> None:
+    nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--log-dir {log_dir}: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {log_dir}: no permission to write in {nearest}")
+
+
+def _calls(text: str) -> int | str:
+    return text if text == _AUTO else positive_int(text)

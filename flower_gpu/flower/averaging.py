@@ -1,0 +1,304 @@
+"""The weighted mean of replies that come one by one, in the memory of one model.
+
+Each array is summed in 64-bit floats (complex and extended ones as they are), a chunk at a time, so that the
+sums are the only large arrays. A reply can be freed as soon as it was added.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from numpy.typing import NDArray
+
+from flower_gpu.errors import InvalidResultError
+
+# A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
+_SCRATCH_BYTES = 1 << 20
+
+
+_Record = TypeVar("_Record", ArrayRecord, MetricRecord)
+
+
+class RunningMean:
+    """Weighted mean of records with the same keys.
+
+    Integer and bool arrays stay what they are: their mean is rounded.
+    """
+
+    def __init__(self) -> None:
+        self.total_weight: float = 0
+        self._count = 0
+        self._sums: dict[str, _Sum] = {}
+        self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
+
+    def fits(self, record: Mapping[str, Array]) -> bool:
+        """Return whether a record has the same keys as those before."""
+        return self._count == 0 or record.keys() == self._sums.keys()
+
+    def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
+        """Add a record that :meth:`fits`; keeps no reference to it.
+
+        Parameters
+        ----------
+        record : mapping of str to Array
+            Its arrays.
+        weight : float
+            What they count.
+        source : str
+            Whose they are, for messages.
+
+        Raises
+        ------
+        InvalidResultError
+            If an array cannot be averaged with those before.
+        """
+        for key, value in record.items():
+            array = value.numpy()
+            try:
+                if self._count == 0:
+                    self._sums[key] = _Sum(array)
+                self._sums[key].add(array, weight, self._scratch)
+            except _CannotBeAddedError as error:
+                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self.total_weight += weight
+        self._count += 1
+
+    def finish(self) -> ArrayRecord:
+        """Return the mean, and give up the sums.
+
+        Raises
+        ------
+        ZeroDivisionError
+            If the weights add up to zero.
+        """
+        if self.total_weight == 0:
+            raise ZeroDivisionError(
+                f"The weights of all {self._count} replies add up to 0: there is no mean. "
+                "Clients have to report how many examples they trained on."
+            )
+        mean = ArrayRecord()
+        for key in list(self._sums):  # one by one, so that there are never two whole models
+            mean[key] = Array(self._sums.pop(key).mean(float(self.total_weight)))
+        return mean
+
+
+class _CannotBeAddedError(Exception):
+    """Its text follows the name of the array."""
+
+
+class _Sum:
+    """Weighted sum of arrays of one shape."""
+
+    def __init__(self, first: NDArray[Any]) -> None:
+        if first.dtype.kind not in "biufc":
+            raise _CannotBeAddedError(f"has dtype {first.dtype}, of which there is no mean: send numbers")
+        self._shape = first.shape
+        self._order: Any = "F" if first.flags.fnc else "C"
+        self._dtype = first.dtype.newbyteorder("=")
+        self._is_integer = first.dtype.kind in "biu"
+        self._sum = np.zeros(first.size, np.result_type(first.dtype, np.float64))
+
+    def add(self, array: NDArray[Any], weight: float, scratch: NDArray[np.uint8]) -> None:
+        self._look_at(array.dtype)
+        flat = self._broadcast(array).ravel(self._order)  # a view, unless it is laid out in another way
+        chunk = scratch.view(self._sum.dtype)
+        factor = float(weight)
+        for start in range(0, flat.size, chunk.size):
+            part = flat[start : start + chunk.size]
+            scaled = chunk[: part.size]
+            np.copyto(scaled, part)  # before it is scaled: a float32 times a number is a float32
+            np.multiply(scaled, factor, out=scaled)
+            summed = self._sum[start : start + chunk.size]
+            np.add(summed, scaled, out=summed)
+
+    def mean(self, total_weight: float) -> NDArray[Any]:
+        mean = np.divide(self._sum, total_weight, out=self._sum)
+        if self._is_integer:
+            mean = _rounded(mean, self._dtype)
+        elif self._dtype.kind in "biu":  # the first reply's; others sent floats
+            self._dtype = mean.dtype
+        return mean.astype(self._dtype, copy=False).reshape(self._shape, order=self._order)
+
+    def _look_at(self, dtype: np.dtype[Any]) -> None:
+        if not np.can_cast(dtype, self._sum.dtype, "same_kind"):
+            raise _CannotBeAddedError(
+                f"has dtype {dtype}, which does not go with {self._dtype} of the replies before"
+            )
+        if dtype.kind not in "biu":
+            self._is_integer = False
+        elif self._is_integer and dtype != self._dtype:
+            self._dtype = np.result_type(dtype, self._dtype)
+
+    def _broadcast(self, array: NDArray[Any]) -> NDArray[Any]:
+        if array.shape == self._shape:
+            return array
+        try:
+            return np.broadcast_to(array, self._shape)  # as numpy's += does in Flower's mean
+        except ValueError:
+            raise _CannotBeAddedError(
+                f"has shape {array.shape}, and {self._shape} in the replies before: do all clients train "
+                "the same model?"
+            ) from None
+
+
+def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a mean of integers as such; what a float cannot hold exactly must not leave their range."""
+    mean = np.rint(mean, out=mean)
+    if dtype.kind not in "iu":
+        return mean.astype(dtype)
+    limits = np.iinfo(dtype)
+    with np.errstate(invalid="ignore"):
+        rounded = mean.astype(dtype)
+    rounded[mean >= float(limits.max)] = limits.max
+    rounded[mean <= float(limits.min)] = limits.min
+    return rounded
+
+
+class SummedReplies:
+    """Replies that are summed as they come, and what stays of them.
+
+    Parameters
+    ----------
+    weighted_by_key : str
+        Name of the metric that replies are weighted by.
+
+    Attributes
+    ----------
+    mean : RunningMean
+        Of their arrays.
+    rest : list of Message
+        The replies without their arrays: those are there by name only. Errors are there as they came.
+    misfit : str
+        Why there is no mean of the replies; empty if there is one. What came afterwards is not summed.
+    """
+
+    def __init__(self, weighted_by_key: str) -> None:
+        self.mean = RunningMean()
+        self.rest: list[Message] = []
+        self.misfit = ""
+        self._weighted_by_key = weighted_by_key
+        self._names: dict[tuple[str, ...], ArrayRecord] = {}  # one for all replies with these keys
+
+    def add(self, reply: Message) -> None:
+        """Add a reply; keeps no reference to it, its records of arrays, or their memory."""
+        if reply.has_error():
+            self.rest.append(reply)
+            return
+        if not self.misfit:
+            self._sum(reply.content, f"node {reply.metadata.src_node_id}")
+        rest = copy.copy(reply)
+        rest.content = RecordDict(
+            {
+                name: self._names_of(record) if isinstance(record, ArrayRecord) else record
+                for name, record in reply.content.items()
+            }
+        )
+        self.rest.append(rest)
+
+    def _sum(self, content: RecordDict, source: str) -> None:
+        records = records_of(content, ArrayRecord)
+        weight = weight_of(content, self._weighted_by_key)
+        if len(records) != 1:
+            self.misfit = f"The reply of {source} has {len(records)} ArrayRecords instead of one."
+        elif weight is None:
+            self.misfit = f"The reply of {source} has no single number {self._weighted_by_key!r}."
+        elif not self.mean.fits(records[0]):
+            self.misfit = f"The reply of {source} has other arrays than those before."
+        else:
+            self.mean.add(records[0], weight, source)
+            return
+        self.mean = RunningMean()  # nobody needs the sums any more
+
+    def _names_of(self, record: ArrayRecord) -> ArrayRecord:
+        keys = tuple(record)
+        if keys not in self._names:
+            self._names[keys] = ArrayRecord()
+            for key in keys:
+                self._names[keys][key] = _SummedArray(key)
+        return self._names[keys]
+
+
+class _SummedArray(Array):
+    """Stands where the array of a reply was."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name  # Flower's own __init__ wants data
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise AttributeError(
+            f"{attribute!r} of a reply's array: replies are summed as they come, and their arrays are not "
+            "kept. Use their metrics, or override aggregate_train, which then gets all replies at once"
+        )
+
+    def __repr__(self) -> str:
+        return f"<array {self.__dict__['name']!r} of a reply, already summed>"
+
+
+def records_of(content: RecordDict, kind: type[_Record]) -> list[_Record]:
+    """Return the records of a kind.
+
+    ``content.array_records`` would keep the content alive until Python's garbage collector runs: what it
+    returns refers to the content and to itself.
+    """
+    return [record for record in content.values() if isinstance(record, kind)]
+
+
+def weight_of(content: RecordDict, key: str) -> float | None:
+    """Return a number of a reply's only MetricRecord, or None."""
+    records = records_of(content, MetricRecord)
+    value = records[0].get(key) if len(records) == 1 else None
+    return None if isinstance(value, list) else value
+
+
+class InOrder:
+    """Replies in the order of their nodes' ids, whatever the order in which they come.
+
+    Those that come before their turn are held back. What never comes is waited for until ``replies`` end.
+
+    Parameters
+    ----------
+    replies : iterable of Message
+        As they come.
+    node_ids : iterable of int
+        Who was sent a message; once per message.
+    """
+
+    def __init__(self, replies: Iterable[Message], node_ids: Iterable[int]) -> None:
+        self._sorted = _sort(replies, Counter(node_ids))
+
+    def __iter__(self) -> Iterator[Message]:
+        return self
+
+    def __next__(self) -> Message:
+        return next(self._sorted)
+
+
+def place(reply: Message) -> tuple[int, int, str]:
+    """Return what replies are sorted by: their nodes; then, for grids that count messages, what was sent."""
+    sent = reply.metadata.reply_to_message_id
+    return reply.metadata.src_node_id, len(sent), sent
+
+
+def _sort(replies: Iterable[Message], expected: Counter[int]) -> Iterator[Message]:
+    early: dict[int, list[Message]] = {}
+    turns = iter(sorted(expected))
+    turn = next(turns, None)
+    for reply in replies:
+        early.setdefault(reply.metadata.src_node_id, []).append(reply)
+        del reply  # it must not stay in memory while the next one is waited for
+        while turn is not None and len(early.get(turn, ())) >= expected[turn]:
+            yield from _drain(early.pop(turn))
+            turn = next(turns, None)
+    for node in sorted(early):
+        yield from _drain(early.pop(node))
+
+
+def _drain(replies: list[Message]) -> Iterator[Message]:
+    replies.sort(key=place, reverse=True)
+    while replies:
+        yield replies.pop()

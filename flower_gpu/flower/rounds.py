@@ -1,0 +1,235 @@
+"""The rounds of a strategy on a grid of ours: replies as they come, and going on where a run was ended."""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from logging import INFO
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.common.logger import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+#: State of random number generators, made of what JSON has.
+RandomState = dict[str, Any]
+
+#: Sends the messages of a round; returns the replies, all at once or as they come.
+Receive = Callable[[Iterable[Message]], Iterable[Message]]
+
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+@dataclass
+class RoundState:
+    """What a run is after a finished round.
+
+    Attributes
+    ----------
+    server_round : int
+        The round; 0 is before the first one, after the evaluation of the initial model.
+    arrays : ArrayRecord
+        The global model.
+    train_metrics, evaluate_metrics : dict of int to MetricRecord
+        Per round: of the clients' training, of server-side evaluation.
+    random_state : dict
+        As :func:`capture_random_state` returns it.
+    client_metrics : dict of int to MetricRecord
+        Of the clients' evaluation; only a strategy derived from ours has any.
+    """
+
+    server_round: int
+    arrays: ArrayRecord
+    train_metrics: dict[int, MetricRecord]
+    evaluate_metrics: dict[int, MetricRecord]
+    random_state: RandomState
+    client_metrics: dict[int, MetricRecord] = field(default_factory=dict)
+
+
+@runtime_checkable
+class StreamingGrid(Protocol):
+    """What a grid of ours has besides Flower's ``Grid``."""
+
+    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        """Send messages, and yield each reply when it is there."""
+        ...
+
+    def resumed(self) -> RoundState | None:
+        """Return where the run goes on; None: at the start."""
+        ...
+
+    def finished_round(self, state: RoundState) -> None:
+        """Take note of a finished round; called once for each, and for round 0."""
+        ...
+
+
+def capture_random_state() -> RandomState:
+    """Return the state of Python's and of numpy's global random number generator, for JSON."""
+    version, numbers, gauss = random.getstate()
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": _without_arrays(np.random.get_state(legacy=False)),
+    }
+
+
+def restore_random_state(state: RandomState) -> None:
+    """Set both generators to what :func:`capture_random_state` returned."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+
+
+def run(
+    strategy: Strategy,
+    grid: Grid,
+    initial_arrays: ArrayRecord,
+    num_rounds: int,
+    timeout: float,
+    train_config: ConfigRecord | None,
+    evaluate_config: ConfigRecord | None,
+    evaluate_fn: Evaluate | None,
+    receive: Receive,
+) -> Result:
+    """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`StreamingGrid`.
+
+    Parameters
+    ----------
+    strategy, grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+        As there; ``grid`` is a :class:`StreamingGrid` as well. A run that goes on has its arrays already.
+    receive : callable
+        Sends the messages of training.
+
+    Returns
+    -------
+    Result
+        As there; of a run that goes on, with what was found before it was ended.
+    """
+    # Here, since Flower does not export it: nobody else is to depend on it.
+    from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
+
+    log(INFO, "Starting %s strategy:", type(strategy).__name__)
+    log_strategy_start_info(num_rounds, initial_arrays, train_config, evaluate_config)
+    strategy.summary()
+    log(INFO, "")
+
+    started = time.time()
+    rounds = _Rounds(strategy, grid, timeout, evaluate_fn, receive)
+    first = rounds.begin(initial_arrays, num_rounds)
+    train_config = ConfigRecord() if train_config is None else train_config
+    evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+    for server_round in range(first, num_rounds + 1):
+        log(INFO, "")
+        log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
+        rounds.train(server_round, train_config)
+        rounds.evaluate_on_clients(server_round, evaluate_config)
+        rounds.evaluate_on_server(server_round)
+        rounds.finish(server_round)
+
+    for line in (
+        "",
+        f"Strategy execution finished in {time.time() - started:.2f}s",
+        "",
+        "Final results:",
+        "",
+    ):
+        log(INFO, "%s", line)
+    for line in io.StringIO(str(rounds.result)):
+        log(INFO, "\t%s", line.strip("\n"))
+    log(INFO, "")
+    return rounds.result
+
+
+class _Rounds:
+    """The parts of a round, and what came out so far."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        grid: Grid,
+        timeout: float,
+        evaluate_fn: Evaluate | None,
+        receive: Receive,
+    ) -> None:
+        assert isinstance(grid, StreamingGrid)
+        self.result = Result()
+        self._arrays = ArrayRecord()
+        self._strategy = strategy
+        self._grid = grid
+        self._timeout = timeout
+        self._evaluate_fn = evaluate_fn
+        self._receive = receive
+
+    def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
+        """Evaluate the initial model, or take up what was there; returns the round that is next."""
+        state = self._grid.resumed()
+        if state is None:
+            self._arrays = initial_arrays
+            if self._evaluate_fn:
+                metrics = self._evaluate_fn(0, initial_arrays)
+                log(INFO, "Initial global evaluation results: %s", metrics)
+                if metrics is not None:
+                    self.result.evaluate_metrics_serverapp[0] = metrics
+            self.finish(0)
+            return 1
+        log(INFO, "Going on after round %s of %s", state.server_round, num_rounds)
+        self._arrays = state.arrays
+        if state.server_round > 0:
+            self.result.arrays = state.arrays
+        self.result.train_metrics_clientapp = dict(state.train_metrics)
+        self.result.evaluate_metrics_clientapp = dict(state.client_metrics)
+        self.result.evaluate_metrics_serverapp = dict(state.evaluate_metrics)
+        restore_random_state(state.random_state)
+        return state.server_round + 1
+
+    def train(self, server_round: int, config: ConfigRecord) -> None:
+        messages = self._strategy.configure_train(server_round, self._arrays, config, self._grid)
+        arrays, metrics = self._strategy.aggregate_train(server_round, self._receive(messages))
+        if arrays is not None:
+            self.result.arrays = self._arrays = arrays
+        self._note(server_round, metrics, self.result.train_metrics_clientapp)
+
+    def evaluate_on_clients(self, server_round: int, config: ConfigRecord) -> None:
+        messages = self._strategy.configure_evaluate(server_round, self._arrays, config, self._grid)
+        replies = self._grid.send_and_receive(messages, timeout=self._timeout)
+        metrics = self._strategy.aggregate_evaluate(server_round, replies)
+        self._note(server_round, metrics, self.result.evaluate_metrics_clientapp)
+
+    def evaluate_on_server(self, server_round: int) -> None:
+        if not self._evaluate_fn:
+            return
+        log(INFO, "Global evaluation")
+        metrics = self._evaluate_fn(server_round, self._arrays)
+        log(INFO, "\t└──> MetricRecord: %s", metrics)
+        if metrics is not None:
+            self.result.evaluate_metrics_serverapp[server_round] = metrics
+
+    def finish(self, server_round: int) -> None:
+        self._grid.finished_round(
+            RoundState(
+                server_round=server_round,
+                arrays=self._arrays,
+                train_metrics=dict(self.result.train_metrics_clientapp),
+                evaluate_metrics=dict(self.result.evaluate_metrics_serverapp),
+                random_state=capture_random_state(),
+                client_metrics=dict(self.result.evaluate_metrics_clientapp),
+            )
+        )
+
+    @staticmethod
+    def _note(
+        server_round: int, metrics: MetricRecord | None, metrics_of_rounds: dict[int, MetricRecord]
+    ) -> None:
+        if metrics is not None:
+            log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
+            metrics_of_rounds[server_round] = metrics
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_arrays(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -1,0 +1,230 @@
+"""The zygote itself: a process that forks a worker whenever one of its caller's lines has a call."""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flower_gpu.isolation import child, threads
+from flower_gpu.isolation.call import load_task
+from flower_gpu.isolation.forkserver import libraries, sockets
+from flower_gpu.isolation.native import adopt_orphans, release_openmp_threads
+from flower_gpu.isolation.zygote import worker
+
+_CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
+_TICK_S = 0.02  # while such a group is waited for
+
+
+def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: str | None = None) -> None:
+    """Fork workers for a caller, until it closes the connection.
+
+    Parameters
+    ----------
+    name : str
+        What the calls are of; for the fork server, which remembers what it needs.
+    address : str
+        Of the caller's socket, in Linux's abstract namespace.
+    modules : sequence of str
+        Libraries to import first, as far as there are any of these names.
+    rehearsal : str, optional
+        ``"package.module:function"``: does here what each worker will do, so that forks find done whatever
+        is done once in a process. A fork has to copy each page that it touches, and does nothing fast.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.connect(f"\0{address}")
+    if sockets.peer(connection)[1] != os.getuid():
+        raise PermissionError("another user's process listens where the caller should")
+    libraries.import_all(modules)
+    if rehearsal is not None:
+        load_task(rehearsal)()
+    _Zygote(connection).run()
+
+
+@dataclass
+class _Line:
+    """One of the caller's lines: a worker at a time reads calls from it.
+
+    Parameters
+    ----------
+    connection : socket
+        The workers' end. Messages of a worker, and of the zygote on a worker's end, in their order.
+    stdout, stderr, life : int
+        What workers write to, and the read end of the caller's life pipe.
+    pid : int
+        The worker; -1 for none.
+    status, peak_bytes : int
+        How it ended, and how much memory it had.
+    group_deadline : float
+        When what is left of its group is ended.
+    """
+
+    connection: socket.socket
+    stdout: int
+    stderr: int
+    life: int
+    pid: int = -1
+    status: int = 0
+    peak_bytes: int = 0
+    group_deadline: float = 0.0
+
+    def descriptors(self) -> list[int]:
+        return [self.connection.fileno(), self.stdout, self.stderr, self.life]
+
+
+class _Zygote:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lines: list[_Line] = []
+        self._ended: list[_Line] = []  # whose worker is gone, and not yet its children
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Serve until the caller is gone or has enough."""
+        adopt_orphans()
+        signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._connection, selectors.EVENT_READ, self._on_message)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
+        child.forget_exit_functions()
+        threads.prepare(os.environ)
+        gc.collect()
+        gc.freeze()  # the collector of a fork would touch, and so copy, every object
+        sockets.send(self._connection, {"ready": os.getpid()})
+        try:
+            while True:
+                for key, _ in self._selector.select(_TICK_S if self._ended else None):
+                    key.data()
+                self._end_groups()
+        except sockets.Gone:
+            return
+        finally:
+            self._end_all()
+
+    def _on_message(self) -> None:
+        message, descriptors = sockets.receive(self._connection)
+        if "line" in message:
+            line, *others = descriptors
+            connection = socket.socket(fileno=line)
+            self._lines.append(_Line(connection, *others))
+            self._watch(self._lines[-1])
+        else:
+            self._signal(message)
+
+    def _signal(self, message: Mapping[str, Any]) -> None:
+        if any(line.pid == message["pid"] for line in self._lines):
+            with suppress(ProcessLookupError):
+                if message["signal"] == signal.SIGKILL:
+                    os.killpg(message["pid"], signal.SIGKILL)
+                else:
+                    os.kill(message["pid"], message["signal"])
+
+    def _watch(self, line: _Line) -> None:
+        self._selector.register(line.connection, selectors.EVENT_READ, partial(self._on_call, line))
+
+    def _on_call(self, line: _Line) -> None:
+        """Fork a worker, which reads the call itself."""
+        self._selector.unregister(line.connection)
+        if sockets.is_closed(line.connection):
+            self._forget(line)
+            return
+        release_openmp_threads()
+        try:
+            line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a virtual client")
+        except OSError as error:
+            with suppress(sockets.Gone):
+                for descriptor in sockets.receive(line.connection)[1]:
+                    os.close(descriptor)
+                sockets.send(line.connection, {"event": "no_worker", "error": str(error)})
+            self._watch(line)
+
+    def _work(self, line: _Line) -> None:
+        """Be a worker (in the fork)."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._connection.close()
+        os.close(self._wakeup)
+        os.close(self._wakeup_end)
+        for other in self._lines:
+            if other is not line:
+                other.connection.detach()
+                for descriptor in other.descriptors()[1:]:
+                    os.close(descriptor)
+        worker.work(line.connection, line.stdout, line.stderr, line.life)
+
+    def _forget(self, line: _Line) -> None:
+        self._lines.remove(line)
+        line.connection.close()
+        for descriptor in (line.stdout, line.stderr, line.life):
+            os.close(descriptor)
+
+    # The ends of workers
+
+    def _on_child(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+        for line in self._lines:
+            if line.pid >= 0 and line not in self._ended:
+                pid, status, usage = os.wait4(line.pid, os.WNOHANG)
+                if pid:
+                    line.status, line.peak_bytes = status, usage.ru_maxrss << 10
+                    line.group_deadline = time.monotonic() + _CHILDREN_GRACE_S
+                    self._ended.append(line)
+        self._end_groups()
+
+    def _end_groups(self) -> None:
+        """Let go of workers of which nothing is left; end what has been left for too long."""
+        for line in list(self._ended):
+            if _is_left(line.pid):
+                if time.monotonic() < line.group_deadline:
+                    continue
+                os.killpg(line.pid, signal.SIGKILL)  # these are children of this process: the id is theirs
+            self._ended.remove(line)
+            event = {
+                "event": "exited",
+                "pid": line.pid,
+                "status": os.waitstatus_to_exitcode(line.status),
+                "peak_bytes": line.peak_bytes,
+            }
+            line.pid = -1
+            try:
+                sockets.send(line.connection, event)
+                self._watch(line)
+            except sockets.Gone:
+                self._forget(line)
+        with suppress(ChildProcessError):  # orphans of any group that have ended
+            while not self._has_workers() and os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    def _has_workers(self) -> bool:
+        return any(line.pid >= 0 for line in self._lines)
+
+    def _end_all(self) -> None:
+        for line in self._lines:
+            if line.pid >= 0:
+                with suppress(ProcessLookupError):
+                    os.killpg(line.pid, signal.SIGKILL)
+        for line in self._lines:
+            if line.pid >= 0 and line not in self._ended:
+                with suppress(ChildProcessError):
+                    os.waitpid(line.pid, 0)
+
+
+def _is_left(group: int) -> bool:
+    """Tell whether this process has children in a group. Those of a worker that is gone are its own."""
+    try:
+        while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
+            pass
+    except ChildProcessError:
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""What a fork of the zygote does: calls of one line, one after the other, as many as its caller wants."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from flower_gpu.isolation import child, transport
+from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.native import end_with_parent
+
+
+def work(line: socket.socket, stdout: int, stderr: int, life: int) -> None:
+    """Do the calls that come on a line, until one of them was the last.
+
+    Parameters
+    ----------
+    line : socket
+        Calls come from it, and what they tell goes to it.
+    stdout, stderr : int
+        What takes the place of this process's.
+    life : int
+        Read end of the caller's life pipe.
+    """
+    end_with_parent(os.getppid())
+    # Its own description of the pipe: whom the kernel signals belongs to the description.
+    own_life = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    child.die_with_the_caller(own_life)
+    os.close(life)
+    os.dup2(stderr, 2)
+    os.dup2(stdout, 1)
+    for descriptor in (stdout, stderr):
+        os.close(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
+    if hasattr(sys.modules.get("torch"), "default_generator"):
+        sys.modules["torch"].default_generator.seed()  # the CPU's; CUDA's is made in the worker
+    lock = threading.Lock()
+
+    def send(event: Mapping[str, Any]) -> None:
+        with lock:
+            sockets.send(line, dict(event))
+
+    while True:
+        try:
+            message, descriptors = sockets.receive(line)
+        except sockets.Gone:
+            break
+        if "leave" in message or not _do(message, descriptors, send):
+            break
+    atexit._run_exitfuncs()
+
+
+def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool:
+    """Do one call; tell whether another one may come."""
+    request, reply, *_ = descriptors  # what else came is held open until the end of the call
+    sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
+    send({"event": "started", "pid": os.getpid()})
+    os.environ.update(message["env"])
+    load = partial(transport.read_request, request)
+    outcome = child.run_task(message["env"], message["setup"], load, send)
+    if outcome is None:
+        return False
+    child.leave_reply(outcome, reply)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # After an error much may be different from what the next client expects to find.
+    stays = bool(message["stays"]) and outcome.error_type is None
+    del outcome
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    send({"event": "result", "stays": stays, "peak_bytes": peak_bytes})
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return stays

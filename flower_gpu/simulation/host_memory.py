@@ -1,0 +1,76 @@
+"""Memory of the host: one more worker is started only while there is room for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_POLL_S = 0.2  # others on the host give memory back, too
+_RESERVE = 0.05  # of all memory stays free
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> tuple[int, int] | None:
+    """Return what can be used before the host, or this control group, swaps or kills, and what there is.
+
+    Returns
+    -------
+    tuple of int, or None
+        Bytes. None where the system does not tell.
+    """
+    found = []
+    with suppress(OSError, ValueError, KeyError):
+        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        found.append(tuple(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal")))
+    with suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        found.append((max(0, limit - int((_CGROUP / "memory.current").read_text())), limit))
+    return min(found, default=None)  # type: ignore[return-value]
+
+
+class HostMemory:
+    """Lets workers start while there is memory for as much as the largest one took so far.
+
+    Parameters
+    ----------
+    available : callable
+        As :func:`available_bytes`.
+    """
+
+    def __init__(self, available: Callable[[], tuple[int, int] | None] = available_bytes) -> None:
+        self._available = available
+        self._changed = threading.Condition()
+        self._running = 0
+        self._largest_bytes = 0
+        #: How often a worker had to wait.
+        self.waits = 0
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Wait until there is room for a worker. There always is for the first one."""
+        with self._changed:
+            if not self._has_room():
+                self.waits += 1
+                while not self._has_room():
+                    self._changed.wait(_POLL_S)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify()
+
+    def learn(self, worker_bytes: int) -> None:
+        """Take note of what a worker has taken."""
+        self._largest_bytes = max(self._largest_bytes, worker_bytes)
+
+    def _has_room(self) -> bool:
+        found = self._available() if self._running else None
+        if found is None:
+            return True
+        available, total = found
+        return available >= self._largest_bytes + _RESERVE * total

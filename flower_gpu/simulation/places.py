@@ -1,0 +1,110 @@
+"""Bytes in files that never change: where they are, and errors of the disk that has them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from flower_gpu.errors import FlowerGPUError
+from flower_gpu.gpu.request import format_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a file a state is.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    offset_bytes, size_bytes : int
+        Where it begins, and how long it is.
+    checksum : int
+        CRC-32 of its bytes.
+    """
+
+    path: Path
+    offset_bytes: int
+    size_bytes: int
+    checksum: int
+
+    def open(self) -> BinaryIO:
+        """Open the file, for :meth:`read_from`.
+
+        Raises
+        ------
+        FlowerGPUError
+            If it cannot be opened.
+        """
+        try:
+            return self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise FlowerGPUError(f"{self.path} cannot be opened: {error.strerror}. {_NEXT}") from error
+
+    def read_from(self, file: BinaryIO) -> bytes:
+        """Return the bytes.
+
+        Raises
+        ------
+        FlowerGPUError
+            If they are not what was written.
+        """
+        try:
+            file.seek(self.offset_bytes)
+            data = _read(file, self.size_bytes)
+        except OSError as error:
+            raise FlowerGPUError(f"{self.path} cannot be read: {error.strerror}. {_NEXT}") from error
+        if len(data) != self.size_bytes or zlib.crc32(data) != self.checksum:
+            raise FlowerGPUError(
+                f"{self.path} is damaged: {self.size_bytes} bytes from {self.offset_bytes} on are not what "
+                f"was written. {_NEXT}"
+            )
+        return data
+
+    def read(self) -> bytes:
+        """Return the bytes; opens the file for that."""
+        with self.open() as file:
+            return self.read_from(file)
+
+
+_NEXT = (
+    "It holds states of virtual nodes, which are lost without it: bring it back from a copy if there is one, "
+    "else run the simulation again from its start, and look after the disk"
+)
+
+
+def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
+    """Write all of ``data`` into a file without a buffer: one call writes at most just under 2 GiB."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) -> FlowerGPUError:
+    """Return the error for what could not be written into a folder."""
+    needed = format_bytes(size_bytes)
+    if error.errno not in _FULL:
+        return FlowerGPUError(f"cannot write {needed} into {folder}: {error.strerror}. {next_step}")
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", and {format_bytes(shutil.disk_usage(folder).free)} are free"
+    return FlowerGPUError(
+        f"the disk is full: {folder} has no room for {needed} more{free} ({error.strerror}). {next_step}"
+    )
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    data = file.read(size)
+    if len(data) == size or not data:
+        return data
+    parts = [data]
+    while size > (found := sum(map(len, parts))) and (more := file.read(size - found)):
+        parts.append(more)
+    return b"".join(parts)

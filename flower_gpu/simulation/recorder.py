@@ -1,0 +1,280 @@
+"""Counts messages and replies, and tells which round and which kind of message they belong to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flwr.app import Message
+
+from flower_gpu.simulation.events import (
+    SERVER_EVALUATE,
+    Metric,
+    Metrics,
+    OnEvent,
+    PhaseFinished,
+    PhaseGrew,
+    PhaseStarted,
+    Replied,
+    RunResumed,
+    RunStarted,
+)
+
+_ROUND_KEY = "server-round"
+
+
+class Phase:
+    """Messages of one kind, sent for one round.
+
+    Parameters
+    ----------
+    server_round : int or None
+        The round.
+    kind : str
+        What comes before the dot in the messages' type, or all of it.
+    announced : bool
+        Whether a strategy has said that these messages come, and will say what it made of the replies.
+    """
+
+    def __init__(self, server_round: int | None, kind: str, announced: bool) -> None:
+        self.server_round = server_round
+        self.kind = kind
+        self.announced = announced
+        self.total: int | None = None
+        self.is_shown = False
+        self.sent = 0
+        self.ended = 0
+        self.succeeded: set[int] = set()
+        self.failed: set[int] = set()
+        self._began_s = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody's reply is awaited."""
+        return self.sent == self.ended
+
+    def finished(self, metrics: Metrics) -> PhaseFinished:
+        """Sum up."""
+        return PhaseFinished(
+            self.server_round,
+            self.kind,
+            clients=len(self.succeeded - self.failed),
+            failed=len(self.failed),
+            messages=self.sent,
+            seconds=round(time.monotonic() - self._began_s, 3),
+            metrics=metrics,
+        )
+
+
+class Recorder:
+    """What is known of a run while it goes on. Safe to use from several threads.
+
+    Parameters
+    ----------
+    on_event : callable
+        Hears of every event, one at a time.
+    partition_of : callable, optional
+        Returns a node's partition; by default nodes are known by their ids.
+
+    Attributes
+    ----------
+    model : ArrayRecord, Parameters or None
+        The latest global model. Only this one is kept.
+    """
+
+    def __init__(self, on_event: OnEvent, partition_of: Callable[[int], int] | None = None) -> None:
+        self.model: Any = None
+        self._on_event = on_event
+        self._partition_of = partition_of
+        self._lock = threading.RLock()
+        self._announced: dict[str, Phase] = {}
+        self._others: dict[tuple[str, Any], Phase] = {}
+        self._told: set[tuple[str, int | None]] = set()
+        self._resumed_round = -1
+
+    # What a strategy does
+
+    def run_started(self, strategy: str, num_rounds: int | None) -> None:
+        """Note that a strategy starts."""
+        with self._lock:
+            self._told.clear()
+            self._resumed_round = -1
+            self._on_event(RunStarted(strategy, num_rounds))
+
+    def run_resumed(self, server_round: int) -> None:
+        """Note that it goes on after a round."""
+        with self._lock:
+            self._resumed_round = server_round
+            self._on_event(RunResumed(server_round))
+
+    def phase_opened(self, kind: str, server_round: int | None) -> None:
+        """Note that messages of a kind will be sent for a round."""
+        with self._lock:
+            self._close_others()
+            if (left := self._announced.pop(kind, None)) is not None:
+                self._close(left, {})
+            self._announced[kind] = Phase(server_round, kind, announced=True)
+
+    def phase_announced(self, kind: str, total: int | None) -> None:
+        """Note how many messages that will be; None where this shows when they are sent."""
+        with self._lock:
+            phase = self._announced.get(kind)
+            if phase is not None and total:
+                phase.total = total
+                self._show(phase)
+
+    def phase_closed(self, kind: str, server_round: int | None, metrics: Metrics) -> None:
+        """Note what a strategy has made of the replies."""
+        with self._lock:
+            phase = self._announced.pop(kind, None)
+            if phase is None:
+                for key, other in self._others.items():
+                    if other.kind == kind and other.server_round in (None, server_round):
+                        phase = self._others.pop(key)
+                        phase.server_round = server_round
+                        break
+            self._close(phase or Phase(server_round, kind, announced=True), metrics)
+
+    def evaluated(
+        self,
+        server_round: int | None,
+        metrics: Metrics,
+        seconds: float | None = None,
+        kind: str = SERVER_EVALUATE,
+    ) -> None:
+        """Note metrics that no message has to do with, unless they are known."""
+        with self._lock:
+            is_old = server_round is not None and server_round <= self._resumed_round
+            if not is_old and (kind, server_round) not in self._told:
+                self._told.add((kind, server_round))
+                self._on_event(PhaseFinished(server_round, kind, seconds=seconds, metrics=metrics))
+
+    # What a grid does
+
+    def sent(self, message: Message, batch: object) -> Phase:
+        """Note that a message is sent, together with others."""
+        kind = message.metadata.message_type.partition(".")[0]
+        with self._lock:
+            phase = self._announced.get(kind)
+            if phase is None:
+                phase = self._other(message, kind, batch)
+            phase.sent += 1
+            if phase.is_shown and phase.total is not None and phase.sent > phase.total:
+                phase.total = phase.sent
+                self._on_event(PhaseGrew(phase.server_round, phase.kind, phase.total))
+            elif not phase.is_shown:
+                phase.total = phase.sent
+                self._show(phase)
+        return phase
+
+    def replied(self, phase: Phase, reply: Message) -> None:
+        """Note a reply."""
+        error, metrics = None, {}
+        if reply.has_error():
+            reason = (reply.error.reason or "").strip()
+            error = reason.splitlines()[0] if reason else f"error {reply.error.code}"
+        elif not phase.announced:
+            metrics = _metrics_in(reply)
+        self._ended(phase, reply.metadata.src_node_id, error, metrics)
+
+    def missed(self, phase: Phase, node_id: int, why: str) -> None:
+        """Note that there will be no reply."""
+        self._ended(phase, node_id, why, {})
+
+    def batch_ended(self, batch: object) -> None:
+        """Note that nothing more is sent with these messages, and all replies are there."""
+        with self._lock:
+            for key in [key for key in self._others if key[1] is batch]:
+                self._close(self._others.pop(key), {})
+
+    def close(self) -> None:
+        """Tell of what is still open."""
+        with self._lock:
+            for phase in [*self._others.values(), *self._announced.values()]:
+                self._close(phase, {})
+            self._others.clear()
+            self._announced.clear()
+
+    def _other(self, message: Message, kind: str, batch: object) -> Phase:
+        server_round = _round_of(message)
+        # Without a round, messages belong together that are sent together.
+        key = (kind, batch if server_round is None else server_round)
+        if key not in self._others:
+            self._close_others()
+            self._others[key] = Phase(server_round, kind, announced=False)
+        return self._others[key]
+
+    def _ended(self, phase: Phase, node_id: int, error: str | None, metrics: Metrics) -> None:
+        with self._lock:
+            phase.ended += 1
+            (phase.succeeded if error is None else phase.failed).add(node_id)
+            self._on_event(Replied(phase.server_round, phase.kind, self._partition(node_id), error, metrics))
+
+    def _partition(self, node_id: int) -> int | None:
+        if self._partition_of is None:
+            return node_id
+        try:
+            return self._partition_of(node_id)
+        except KeyError:
+            return None
+
+    def _show(self, phase: Phase) -> None:
+        if not phase.is_shown:
+            phase.is_shown = True
+            self._on_event(PhaseStarted(phase.server_round, phase.kind, phase.total))
+
+    def _close_others(self) -> None:
+        for key in [key for key, phase in self._others.items() if phase.is_idle]:
+            self._close(self._others.pop(key), {})
+
+    def _close(self, phase: Phase, metrics: Metrics) -> None:
+        # A strategy that asks nobody to evaluate still aggregates: that is nothing to tell.
+        if phase.sent or metrics:
+            self._told.add((phase.kind, phase.server_round))
+            self._on_event(phase.finished(metrics))
+
+
+def clean(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """Make metrics of Python's own types; a value that is no metric becomes its text."""
+    return {str(key): _clean(value) for key, value in metrics.items()}
+
+
+def _clean(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    if hasattr(value, "item"):  # a number of NumPy or torch
+        try:
+            return _clean(value.item())
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    return str(value)
+
+
+def _metrics_in(reply: Message) -> dict[str, Metric]:
+    records = reply.content.metric_records
+    alone = len(records) == 1
+    return {
+        key if alone else f"{name}.{key}": _clean(value)
+        for name, record in records.items()
+        for key, value in record.items()
+    }
+
+
+def _round_of(message: Message) -> int | None:
+    if message.has_content():
+        for record in message.content.config_records.values():
+            value = record.get(_ROUND_KEY)
+            if isinstance(value, int):
+                return value
+    group = message.metadata.group_id
+    return int(group) if group and group.isdecimal() and len(group) < 10 else None

@@ -1,0 +1,117 @@
+"""One run, shown and written down: its events go to the progress, the sums and the folder of results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from flower_gpu.simulation.events import Event
+from flower_gpu.simulation.progress import Progress
+from flower_gpu.simulation.recorder import Recorder
+from flower_gpu.simulation.recording import recorded_run
+from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
+from flower_gpu.simulation.summary_text import summary_lines
+from flower_gpu.simulation.totals import Totals
+
+
+@dataclass
+class Report:
+    """What is known of a run.
+
+    Attributes
+    ----------
+    recorder : Recorder
+        For :class:`~flower_gpu.simulation.recorded_grid.RecordedGrid`; it also has the final model.
+    facts : dict
+        What else the summary is to hold, such as ``workers_started``. To be filled while the run goes on.
+    summary : dict
+        The summary, as in ``summary.json``; empty until the run is over.
+    """
+
+    recorder: Recorder
+    facts: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def reported_run(
+    folder: ResultFolder | None,
+    clients: int,
+    partition_of: Callable[[int], int],
+    *,
+    progress: bool = True,
+    resumed_round: int | None = None,
+) -> Iterator[Report]:
+    """Show a run and write it down, while in the context.
+
+    Parameters
+    ----------
+    folder : ResultFolder or None
+        Where its results go; None keeps none.
+    clients : int
+        How many virtual clients there are.
+    partition_of : callable
+        Returns the partition of a node.
+    progress : bool
+        Whether its progress, and the sums at its end, are shown on stderr.
+    resumed_round : int, optional
+        The round of the checkpoint, if the run goes on with an earlier one in this folder.
+
+    Yields
+    ------
+    Report
+        What is known.
+
+    Raises
+    ------
+    SimulationStoppedError
+        In the place of a KeyboardInterrupt.
+    """
+    totals = Totals(clients)
+    if folder is not None and resumed_round is not None:
+        totals.restore(folder.cut(resumed_round))
+    shown = Progress(is_shown=progress)
+
+    def on_event(event: Event) -> None:
+        totals.on_event(event)
+        if folder is not None:
+            folder.on_event(event)
+        shown.on_event(event)
+
+    outcome, error_text = "completed", None
+    report: Report | None = None
+    try:
+        with recorded_run(on_event, partition_of) as recorder:
+            report = Report(recorder)
+            yield report
+    except KeyboardInterrupt:
+        outcome = "interrupted"
+        raise SimulationStoppedError(
+            None if folder is None else folder.path, folder is not None and folder.can_resume
+        ) from None
+    except BaseException as error:
+        outcome, error_text = "failed", _text(error)
+        raise
+    finally:
+        shown.close()
+        if report is not None:
+            report.summary = totals.as_dict(outcome, **report.facts)
+            if error_text is not None:
+                report.summary["error"] = error_text
+            if folder is not None:
+                folder.finish(report.recorder.model, report.summary)
+            if progress:
+                _print(summary_lines(report.summary, None if folder is None else folder.shown))
+
+
+def _text(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _print(lines: list[str]) -> None:
+    if sys.stderr is not None:
+        print("\n".join(lines), file=sys.stderr, flush=True)

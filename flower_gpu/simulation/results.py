@@ -1,0 +1,270 @@
+"""The folder that a simulated run leaves: metrics while it runs, the model and a summary at its end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.common import Parameters
+
+from flower_gpu import trace
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch.folder import RunFolder, short, write_json
+from flower_gpu.simulation.checkpoint import INDEX_NAME
+from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed
+from flower_gpu.simulation.model_file import write_model
+from flower_gpu.simulation.recorder import clean
+
+#: Kinds of lines in ``metrics.jsonl`` that are not a row of ``metrics.csv``.
+_NO_ROWS = ("failure", "client", "resumed")
+
+
+class SimulationStoppedError(KeyboardInterrupt):
+    """Ctrl-C during a run.
+
+    Attributes
+    ----------
+    folder : Path or None
+        Where its results are.
+    can_resume : bool
+        Whether there is a checkpoint.
+    """
+
+    def __init__(self, folder: Path | None, can_resume: bool) -> None:
+        super().__init__("the simulation was interrupted")
+        self.folder = folder
+        self.can_resume = can_resume
+
+
+class ResultFolder:
+    """The files of a run. Not safe to use from several threads.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[dict[str, Any]] = []
+        self._has_new_rows = False
+
+    @classmethod
+    def create(cls, log_dir: Path, config: Mapping[str, Any]) -> ResultFolder:
+        """Make a folder for a new run.
+
+        Parameters
+        ----------
+        log_dir : Path
+            Where it is made.
+        config : mapping
+            Everything the run was started with, resolved.
+
+        Raises
+        ------
+        ConfigError
+            If it cannot be made.
+        """
+        folder = cls(RunFolder.create(log_dir).path)
+        write_json(folder.config, finite(config))
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> ResultFolder:
+        """Open the folder of an earlier run, to go on with it.
+
+        Raises
+        ------
+        ConfigError
+            If it is none, or has no checkpoint.
+        """
+        folder = cls(path.expanduser().resolve())
+        if not folder.path.is_dir():
+            raise ConfigError(f"--resume {path}: there is no such folder")
+        if not folder.config.is_file():
+            raise ConfigError(
+                f"--resume {path}: it has no {folder.config.name}; the folder of a run of "
+                "`flower-gpu simulate` is needed, such as runs/2026-01-31_12-00-00"
+            )
+        if not folder.can_resume:
+            raise ConfigError(
+                f"--resume {path}: it has no checkpoint. One is written after each round, by flower_gpu's "
+                "FedAvg only: start this run anew"
+            )
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """What the run was started with, as JSON."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """What happened, as JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def table(self) -> Path:
+        """Metrics by round, as CSV."""
+        return self.path / "metrics.csv"
+
+    @property
+    def summary(self) -> Path:
+        """The sums, as JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Folder of what a run needs to go on."""
+        return self.path / "checkpoint"
+
+    @property
+    def trace(self) -> Path:
+        """Events of workers and leases."""
+        return self.path / trace.FILE_NAME
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether there is a checkpoint."""
+        return (self.checkpoint / INDEX_NAME).is_file()
+
+    @property
+    def shown(self) -> str:
+        """The path for a message."""
+        return short(self.path)
+
+    def read_config(self) -> dict[str, Any]:
+        """Return what the run was started with.
+
+        Raises
+        ------
+        ConfigError
+            If that cannot be read.
+        """
+        try:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.config} cannot be read: {error}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{self.config} is no JSON object")
+        return config
+
+    def cut(self, server_round: int) -> list[dict[str, Any]]:
+        """Take away the lines of rounds after this one, and a torn one; return those that stay."""
+        kept = [line for line in self._read() if (line.get("round") or 0) <= server_round]
+        temporary = self.metrics.with_name(self.metrics.name + ".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(self.metrics)
+        self._rows = [line for line in kept if line.get("kind") not in _NO_ROWS]
+        self._has_new_rows = True
+        return kept
+
+    def on_event(self, event: Event) -> None:
+        """Write an event down, if it is one to keep."""
+        match event:
+            case RunResumed():
+                self._add({"round": event.server_round, "kind": "resumed"})
+            case Replied(error=str()):
+                self._add(
+                    {
+                        "round": event.server_round,
+                        "kind": "failure",
+                        "type": event.kind,
+                        "client": event.partition,
+                        "error": event.error,
+                    }
+                )
+            case Replied() if event.metrics:
+                self._add(
+                    {
+                        "round": event.server_round,
+                        "kind": "client",
+                        "type": event.kind,
+                        "client": event.partition,
+                        "metrics": finite(event.metrics),
+                    }
+                )
+            case PhaseFinished():
+                self._add_row(event)
+            case _:
+                pass
+
+    def finish(self, model: ArrayRecord | Parameters | None, summary: Mapping[str, Any]) -> None:
+        """Write what is there at the end only."""
+        self._write_table()
+        written = write_model(model, self.path)
+        write_json(self.summary, finite({**summary, "model": None if written is None else written.name}))
+
+    def _add_row(self, event: PhaseFinished) -> None:
+        row = {
+            "round": event.server_round,
+            "kind": event.kind,
+            "clients": event.clients,
+            "failed": event.failed,
+            "messages": event.messages,
+            "seconds": event.seconds,
+            "metrics": finite(event.metrics),
+        }
+        if self._has_new_rows and self._rows and self._rows[-1]["round"] != event.server_round:
+            self._write_table()  # a round is over
+        self._add(row)
+        self._rows.append(row)
+        self._has_new_rows = True
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        with open(self.metrics, "a", encoding="utf-8") as file:  # what a killed run has found out stays
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        try:
+            text = self.metrics.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return
+        for line in text.splitlines():
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
+
+    def _write_table(self) -> None:
+        if not self._has_new_rows:
+            return
+        names = list(dict.fromkeys(name for row in self._rows for name in row["metrics"]))
+        text = StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["round", "kind", *names])
+        for row in self._rows:
+            values = [_cell(row["metrics"][name]) if name in row["metrics"] else "" for name in names]
+            writer.writerow(["" if row["round"] is None else row["round"], row["kind"], *values])
+        temporary = self.table.with_name(self.table.name + ".tmp")
+        temporary.write_text(text.getvalue(), encoding="utf-8")
+        temporary.replace(self.table)
+        self._has_new_rows = False
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are none become null, objects their text."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [finite(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    found = clean({"": value})[""]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def _cell(value: Metrics | Any) -> Any:
+    if value is None:
+        return "nan"
+    return json.dumps(value) if isinstance(value, list | bool) else value

@@ -1,0 +1,97 @@
+"""Workers for virtual clients: forks of one zygote, and the lease that goes with each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from flower_gpu.calls.leasing import Attempt, Leasing
+from flower_gpu.gpu.lease import Lease
+from flower_gpu.gpu.tickets import Ticket
+from flower_gpu.isolation import worker
+from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.zygote.caller import Line, Zygote
+
+#: Calls of one worker on a GPU, where the user has not said how many: so a CUDA context (0.2 to 0.5 s) costs
+#: each of them less than what starting its own worker costs on a CPU.
+CALLS_ON_GPU: Final = 16
+
+
+class Slot:
+    """Runs the calls of one thread, one at a time.
+
+    Parameters
+    ----------
+    zygote : Zygote
+        It forks the workers.
+    calls_per_worker : int, optional
+        How many calls one of them runs, at most, before it ends. Default: 1 on the CPU, and
+        :data:`CALLS_ON_GPU` on a GPU.
+
+    Attributes
+    ----------
+    is_used_again : bool
+        Whether the last call had a worker that had run others before.
+    workers_started : int
+        How many workers there were.
+    """
+
+    #: What a client says of its progress is for the trace; the run has its own display.
+    shows_progress = False
+
+    def __init__(self, zygote: Zygote, calls_per_worker: int | None = None) -> None:
+        self._line = Line(zygote)
+        self.calls_per_worker = calls_per_worker
+        self._lease = ExitStack()
+        self._held: tuple[Lease, Ticket] | None = None
+        self.is_used_again = False
+        self.workers_started = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that a worker of this slot was seen to take."""
+        return self._line.peak_bytes
+
+    def run(self, call: Call, start_method: str, **options: Any) -> Any:
+        """Run a call in a worker."""
+        if start_method != "forkserver":
+            self.retire()
+            self.is_used_again = False
+            self.workers_started += 1
+            return worker.run(call, start_method, **options)
+        del options["or_spawn"]
+        most = self.calls_per_worker or (1 if self._held is None else CALLS_ON_GPU)
+        self.is_used_again = self._line.has_worker
+        self.workers_started += not self.is_used_again
+        return self._line.run(call, calls=most, **options)
+
+    @contextmanager
+    def held(self, leasing: Leasing, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
+        """Hold a lease for a call: the one of the worker that is there, or a new one."""
+        if self._held is None or attempt != Attempt() or not self._line.has_worker:
+            self.retire()
+            self._held = self._lease.enter_context(leasing.held(attempt))
+        try:
+            yield self._held
+        finally:
+            if not self._line.has_worker:
+                self._release()
+
+    def retire(self) -> None:
+        """Let the worker that waits for a call end, and give its lease back."""
+        self._line.retire()
+        self._release()
+
+    def cancel(self) -> None:
+        """End the call that runs, from another thread; it fails."""
+        self._line.cancel()
+
+    def close(self) -> None:
+        """End what is left."""
+        self._line.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._held = None
+        self._lease.close()

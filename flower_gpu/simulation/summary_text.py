@@ -1,0 +1,77 @@
+"""The lines at the end of a simulated run, from its summary."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Final
+
+from flower_gpu.simulation.progress import duration, metrics_text
+
+_MOST_FAILURES: Final = 10
+_MOST_ROUNDS: Final = 5
+_MOST_METRICS: Final = 8
+_REASON_CHARACTERS: Final = 120
+
+
+def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
+    """Write what a run has come to.
+
+    Parameters
+    ----------
+    summary : mapping
+        As in ``summary.json``.
+    where : str or None
+        The folder of the results, if there is one.
+
+    Returns
+    -------
+    list of str
+        The lines.
+    """
+    of = f" of {summary['num_rounds']}" if summary["num_rounds"] else ""
+    rate = summary["messages_per_s"]
+    rows = [
+        ("outcome", summary["outcome"]),
+        ("rounds", f"{summary['rounds']}{of}"),
+        ("clients", f"{summary['clients']}, {summary['messages']} messages, {summary['failed']} failed"),
+        ("time", duration(summary["seconds"]) + (f", {rate:.3g} messages/s" if rate else "")),
+    ]
+    if summary.get("workers_started"):
+        rows.append(("workers", f"{summary['workers_started']} started"))
+    if summary.get("peak_memory_bytes"):
+        rows.append(("memory", f"at most {summary['peak_memory_bytes'] / 2**30:.2f} GiB"))
+    for kind, metrics in summary["metrics"].items():
+        if text := metrics_text(metrics, _MOST_METRICS):
+            rows.append((kind, text))
+    if where is not None:
+        rows.append(("results", where))
+    width = max(len(name) for name, _ in rows)
+    return [*(f"{name:{width}}  {text}" for name, text in rows), *_failures(summary)]
+
+
+def _failures(summary: Mapping[str, Any]) -> list[str]:
+    by_client: dict[tuple[Any, str], list[Mapping[str, Any]]] = {}
+    for reason in summary["failures"]:
+        for message in reason["messages"]:
+            by_client.setdefault((message["client"], reason["reason"]), []).append(message)
+    lines = []
+    named = 0
+    rows = sorted(by_client.items(), key=lambda row: (row[0][0] is None, row[0]))
+    for (client, reason), messages in rows[:_MOST_FAILURES]:
+        named += len(messages)
+        kinds = " and ".join(dict.fromkeys(message["type"] for message in messages))
+        rounds = _in_rounds([message["round"] for message in messages])
+        text = textwrap.shorten(reason, _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
+        lines.append(f"  client {client}, {kinds}{rounds}: {text}")
+    if summary["failed"] > named:
+        lines.append(f"  and {summary['failed'] - named} more failed messages")
+    return ["failed:", *lines] if lines else []
+
+
+def _in_rounds(rounds: list[Any]) -> str:
+    numbers = [str(number) for number in dict.fromkeys(rounds) if number is not None]
+    if not numbers:
+        return ""
+    more = f" and {len(numbers) - _MOST_ROUNDS} more" if len(numbers) > _MOST_ROUNDS else ""
+    return f" in round{'s' * (len(numbers) > 1)} {', '.join(numbers[:_MOST_ROUNDS])}{more}"

@@ -1,0 +1,96 @@
+"""How many workers virtual clients have at a time, and what they are forked from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from flwr.clientapp import ClientApp
+
+from flower_gpu.calls.options import CallSettings
+from flower_gpu.config import cores, planned_threads
+from flower_gpu.flower.app_imports import libraries_of
+from flower_gpu.gpu import inventory
+from flower_gpu.isolation import threads
+from flower_gpu.isolation.zygote.caller import ZygoteSettings
+from flower_gpu.simulation.messages import AppReference
+
+#: Messages that ``verify_recycling`` has handled a second time.
+CHECKS: Final = 3
+
+_OURS: Final = ("flower_gpu.simulation.messages", "flower_gpu.simulation.rehearsal")
+_REHEARSAL: Final = "flower_gpu.simulation.rehearsal:rehearse"
+_CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
+_SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
+_WITHOUT_TORCH: Final = {
+    "flwr",
+    "numpy",
+    "flower_gpu",
+    "scipy",
+    "sklearn",
+    "pandas",
+} | sys.stdlib_module_names
+
+
+def concurrency(settings: CallSettings, max_workers: int | None, nodes: int) -> int:
+    """Return how many messages are handled at a time, at most: of cores and shares of GPUs what is more."""
+    if max_workers is not None:
+        return min(max_workers, nodes)
+    shares = 0
+    if settings.gpu.policy.gpu != "never":
+        for gpu in inventory.take(processes=False).gpus:
+            if gpu.is_usable:
+                shares += _shares_of(settings, gpu.total_bytes)
+        inventory.close()
+    return min(max(cores(), shares), nodes)
+
+
+def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:
+    request = settings.gpu.request
+    if request.share:
+        return max(1, int(1 / request.share + 1e-9))
+    if request.memory_bytes and total_bytes:
+        return max(1, total_bytes // request.memory_bytes)
+    return _SHARES
+
+
+def variables(count: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the environment variables of workers of which so many run at a time: they share the cores."""
+    return {_CONCURRENCY: str(count), **(env or {})}
+
+
+def zygote_settings(
+    name: str, app: ClientApp | AppReference, settings: CallSettings, env: Mapping[str, str]
+) -> ZygoteSettings:
+    """Return what an app's workers are forked from: a process with the libraries that the app imports."""
+    libraries: list[str] = []
+    without: frozenset[str] = frozenset()
+    if isinstance(app, AppReference):
+        libraries = libraries_of(app.folder, app.name.partition(":")[0])
+        if not _may_use_torch(app.folder, libraries):
+            without = frozenset({"torch"})
+    return ZygoteSettings(
+        name,
+        env=threads.environment(planned_threads(env), env),
+        setup=threads.SETUP,
+        modules=(*_OURS, *libraries),
+        rehearsal=_REHEARSAL,
+        without=without,
+        preload=settings.worker.preload,
+    )
+
+
+def seed_server(seed: int) -> None:
+    """Seed what a strategy samples nodes by."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _may_use_torch(folder: Path, libraries: list[str]) -> bool:
+    if {name.partition(".")[0] for name in libraries} - _WITHOUT_TORCH:
+        return True  # whoever wrote them may have
+    return any(b"torch" in path.read_bytes() for path in folder.rglob("*.py"))

@@ -1,0 +1,127 @@
+"""A grid that hands over replies as they come, and what its clients do: train in this process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_gpu.flower.rounds import RoundState
+
+
+def reply_of(node: int, content: RecordDict | Error, number: int = 0) -> Message:
+    """Return a reply of a node to a message of its own."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    asked = Message(RecordDict(), dst_node_id=node, message_type="train")
+    asked.metadata.__dict__["_message_id"] = f"message-{number}"
+    return Message(content, reply_to=asked)
+
+
+def content_of(arrays: dict[str, Any], metrics: dict[str, Any]) -> RecordDict:
+    record = ArrayRecord({key: Array(np.asarray(array)) for key, array in arrays.items()})
+    return RecordDict({"arrays": record, "metrics": MetricRecord(metrics)})
+
+
+def train(message: Message) -> RecordDict | Error:
+    """Move each weight by what depends on node and round only; node 13 fails."""
+    node = message.metadata.dst_node_id
+    if node == 13:
+        return Error(code=1, reason="out of luck")
+    server_round = message.content["config"]["server-round"]
+    steps = np.random.default_rng([node, server_round])
+    arrays = {
+        key: np.asarray(array.numpy() + steps.normal(size=array.shape), dtype=array.dtype)
+        for key, array in message.content["arrays"].items()
+    }
+    return content_of(arrays, {"num-examples": 10 + node, "loss": 1.0 / (node * server_round)})
+
+
+class PlainTestGrid(Grid):
+    """Nodes that train one after the other, in an order of their own; replies come in a list.
+
+    Parameters
+    ----------
+    nodes : iterable of int
+        Their ids.
+    order : callable, optional
+        Brings messages into the order in which their replies come.
+    ends_in : int, optional
+        Round in the middle of which the run is ended.
+    """
+
+    run: Any = None
+
+    def __init__(
+        self,
+        nodes: Iterable[int],
+        *,
+        order: Callable[[list[Message]], list[Message]] = list,
+        ends_in: int | None = None,
+    ) -> None:
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+        self._nodes = list(nodes)
+        self._order = order
+        self._ends_in = ends_in
+        self._sent = 0
+        self.lists = 0
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> list[Message]:
+        replies = list(self._replies(messages))
+        self.lists += bool(replies)
+        return replies
+
+    def get_node_ids(self) -> list[int]:
+        return self._nodes
+
+    def _replies(self, messages: Iterable[Message]) -> Iterator[Message]:
+        messages = list(messages)
+        for message in messages:
+            self._sent += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self._sent}"
+        for index, message in enumerate(self._order(messages)):
+            if index == 2 and self._ends_in == message.content["config"]["server-round"]:
+                raise KeyboardInterrupt
+            yield Message(train(message), reply_to=message)
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+class StreamingTestGrid(PlainTestGrid):
+    """The same nodes; replies come one by one, and a run can go on where another one was ended."""
+
+    def __init__(self, nodes: Iterable[int], *, state: RoundState | None = None, **options: Any) -> None:
+        super().__init__(nodes, **options)
+        self._state = state
+        self.finished: list[RoundState] = []
+
+    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        return self._replies(messages)
+
+    def resumed(self) -> RoundState | None:
+        return self._state
+
+    def finished_round(self, state: RoundState) -> None:
+        state.random_state = json.loads(json.dumps(state.random_state))  # as a file would give it back
+        self.finished.append(state)
+
+
+def shuffled(seed: int) -> Callable[[list[Message]], list[Message]]:
+    """Return an order that depends on a seed and leaves the global random state alone."""
+    order = random.Random(seed)
+    return lambda messages: order.sample(messages, len(messages))

@@ -1,0 +1,349 @@
+"""Replies that are summed as they come: the same mean as Flower's, in the memory of one model."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import tracemalloc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from array_records import arrived_from
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp.exception import InconsistentMessageReplies
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streaming_grid import content_of, reply_of
+
+from flower_gpu import FedAvg
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower.averaging import InOrder
+
+FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
+COMPLEX = ["complex64", "complex128"]
+INTEGERS = ["int8", "int64", "uint8", "uint64", "bool"]
+
+
+@st.composite
+def federations(draw: Callable[..., Any]) -> list[Message]:
+    """Replies of a few nodes that trained the same model."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kinds = st.sampled_from(FLOATS + COMPLEX + INTEGERS)
+    shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+    model = draw(st.dictionaries(st.sampled_from("abcd"), st.tuples(kinds, shapes, st.booleans())))
+    weights = draw(
+        st.lists(st.integers(0, 10**6), min_size=1, max_size=6)
+        | st.lists(st.floats(0, 1e6, width=32), min_size=1, max_size=6)
+    )
+    return [
+        reply_of(
+            node,
+            content_of(
+                {key: _random(rng, *like) for key, like in model.items()},
+                {"num-examples": weight, "loss": float(rng.normal()), "each": rng.normal(size=3).tolist()},
+            ),
+        )
+        for node, weight in enumerate(weights, 1)
+    ]
+
+
+def _random(rng: np.random.Generator, kind: str, shape: tuple[int, ...], is_fortran: bool) -> Any:
+    dtype = np.dtype(kind)
+    if dtype.kind in "biu":
+        array = rng.integers(0, 2 if dtype.kind == "b" else 100, shape).astype(dtype)
+    else:
+        real, imaginary = rng.uniform(-9, 9, (2, *shape))
+        array = (real + 1j * imaginary if dtype.kind == "c" else real).astype(dtype)
+    return np.asfortranarray(array) if is_fortran and shape else array
+
+
+@settings(deadline=None)
+@given(replies=federations())
+def test_the_mean_of_a_stream_is_flowers(replies: list[Message]) -> None:
+    if not sum(reply.content["metrics"]["num-examples"] for reply in replies):
+        for strategy, given_replies in (
+            (FlowerFedAvg(), replies),
+            (FedAvg(), replies),
+            (FedAvg(), iter(replies)),
+        ):
+            with pytest.raises(ZeroDivisionError):
+                strategy.aggregate_train(1, given_replies)
+        return
+    wanted, wanted_metrics = FlowerFedAvg().aggregate_train(1, replies)
+    for found, metrics in (
+        FedAvg().aggregate_train(1, iter(replies)),
+        FedAvg().aggregate_train(1, replies),
+        FedAvg(exact_order=True).aggregate_train(1, iter(replies)),
+    ):
+        assert metrics == wanted_metrics
+        assert list(found) == list(wanted)
+        for key, array in found.items():
+            _assert_mean(array.numpy(), wanted[key].numpy(), replies[0].content["arrays"][key].numpy())
+
+
+def _assert_mean(found: Any, wanted: Any, sent: Any) -> None:
+    assert found.shape == sent.shape == wanted.shape
+    assert found.dtype == sent.dtype.newbyteorder("=")
+    if sent.dtype.kind in "biu":
+        assert np.all(np.abs(found - wanted) <= 0.5 + 1e-6)
+    else:
+        tolerance = 1e-6 if sent.dtype != np.float16 else 5e-3  # Flower sums with their 11 bits
+        assert np.allclose(found, wanted, rtol=tolerance, atol=9 * tolerance)
+
+
+def test_the_mean_of_small_floats_is_not_rounded_on_the_way() -> None:
+    values = np.random.default_rng(1).normal(size=(200, 50)).astype(np.float16)
+    replies = (reply_of(node, content_of({"w": row}, {"num-examples": 1})) for node, row in enumerate(values))
+    found, _ = FedAvg().aggregate_train(1, replies)
+    assert np.array_equal(found["w"].numpy(), values.astype(np.float64).mean(axis=0).astype(np.float16))
+
+
+def test_arrays_larger_than_the_scratch_memory_are_summed_whole() -> None:
+    rng = np.random.default_rng(2)
+    models = [rng.normal(size=(700, 700)).astype(np.float32) for _ in range(3)]
+    models[1] = np.asfortranarray(models[1])
+    replies = (
+        reply_of(node, content_of({"w": model}, {"num-examples": node}))
+        for node, model in enumerate(models, 1)
+    )
+    found, _ = FedAvg().aggregate_train(1, replies)
+    wanted = np.average(np.asarray(models, np.float64), axis=0, weights=[1, 2, 3])
+    assert np.allclose(found["w"].numpy(), wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted"),
+    [(("int32", "int64"), "int64"), (("int64", "float32"), "float64"), (("float32", "int64"), "float32")],
+)
+def test_integers_are_rounded_only_if_all_send_integers(kinds: tuple[str, str], wanted: str) -> None:
+    first, second = (np.array([value], kind) for value, kind in zip((1, 2), kinds, strict=True))
+    replies = [reply_of(1, content_of({"w": first}, {"num-examples": 3}))]
+    replies.append(reply_of(2, content_of({"w": second}, {"num-examples": 1})))
+    found, _ = FedAvg().aggregate_train(1, iter(replies))
+    assert found["w"].dtype == wanted
+    assert found["w"].numpy()[0] == (1 if wanted == "int64" else 1.25)
+
+
+@pytest.mark.parametrize("kind", ["int64", "uint64"])
+def test_integers_that_floats_cannot_hold_do_not_leave_their_range(kind: str) -> None:
+    limits = np.iinfo(kind)
+    array = np.array([limits.min, limits.max], kind)
+    replies = (reply_of(node, content_of({"w": array}, {"num-examples": 1})) for node in (1, 2))
+    found, _ = FedAvg().aggregate_train(1, replies)
+    assert np.array_equal(found["w"].numpy(), array)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (np.zeros((2, 3)), np.zeros((3, 2)), r"'w' of node 2 has shape \(3, 2\), and \(2, 3\)"),
+        (np.zeros(2, np.float32), np.zeros(2, complex), "'w' of node 2 has dtype complex128"),
+        (np.array(["a"]), np.array(["b"]), "'w' of node 1 has dtype <U1"),
+    ],
+)
+def test_arrays_that_do_not_go_together_are_named(first: Any, second: Any, told: str) -> None:
+    replies = [reply_of(1, content_of({"w": first}, {"num-examples": 1}))]
+    replies.append(reply_of(2, content_of({"w": second}, {"num-examples": 1})))
+    with pytest.raises((TypeError, ValueError)):  # numpy's, without a name
+        FlowerFedAvg().aggregate_train(1, replies)
+    for given_replies in (replies, iter(replies)):
+        with pytest.raises(InvalidResultError, match=told):
+            FedAvg().aggregate_train(1, given_replies)
+
+
+def _two(second: RecordDict | Error) -> list[RecordDict | Error]:
+    return [content_of({"w": [1.0]}, {"num-examples": 1}), second]
+
+
+def _twice(content: RecordDict, name: str) -> RecordDict:
+    record = content[name]
+    return RecordDict({**content, f"{name} again": record})
+
+
+GOOD = content_of({"w": [3.0]}, {"num-examples": 1})
+CASES = {
+    "no reply": [],
+    "errors only": [Error(1, "no luck"), Error(2, "no disk")],
+    "one error": _two(Error(1, "no luck")),
+    "other keys": _two(content_of({"v": [1.0]}, {"num-examples": 1})),
+    "one key more": _two(content_of({"w": [1.0], "v": [1.0]}, {"num-examples": 1})),
+    "record of another name": _two(RecordDict({"model": GOOD["arrays"], "metrics": GOOD["metrics"]})),
+    "two ArrayRecords": _two(_twice(GOOD, "arrays")),
+    "no ArrayRecord": _two(RecordDict({"metrics": MetricRecord({"num-examples": 1})})),
+    "two MetricRecords": _two(_twice(GOOD, "metrics")),
+    "no MetricRecord": _two(RecordDict({"arrays": GOOD["arrays"]})),
+    "no weight": [content_of({"w": [1.0]}, {"loss": 1}), content_of({"w": [1.0]}, {"loss": 1})],
+    "weight missing once": _two(content_of({"w": [1.0]}, {"loss": 1})),
+    "other metrics": _two(content_of({"w": [1.0]}, {"num-examples": 1, "loss": 1})),
+    "list as weight": _two(content_of({"w": [1.0]}, {"num-examples": [1, 2]})),
+    "fits again": [*_two(content_of({"v": [1.0]}, {"num-examples": 1})), GOOD, Error(1, "no luck")],
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replies_are_checked_and_logged_as_in_flower(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    replies = [reply_of(node, content) for node, content in enumerate(CASES[case], 1)]
+    wanted = _outcome(FlowerFedAvg(), replies, caplog)
+    assert _outcome(FedAvg(), replies, caplog) == wanted
+    assert _outcome(FedAvg(), iter(replies), caplog) == wanted
+    assert _outcome(FedAvg(exact_order=True), iter(replies), caplog) == wanted
+
+
+def _outcome(
+    strategy: FlowerFedAvg, replies: Iterable[Message], caplog: pytest.LogCaptureFixture
+) -> tuple[Any, list[str]]:
+    caplog.clear()
+    found: Any
+    try:
+        arrays, metrics = strategy.aggregate_train(1, replies)
+        found = arrays and arrays["w"].numpy().tolist(), metrics
+    except InconsistentMessageReplies as error:
+        found = str(error)
+    return found, [record.getMessage() for record in caplog.records]
+
+
+def test_a_reply_is_gone_before_the_next_is_asked_for() -> None:
+    alive: list[Any] = []
+
+    def replies() -> Iterator[Message]:
+        for node in range(1, 6):
+            assert not [found for found in alive if found() is not None], f"before node {node}"
+            yield remembered(node)
+
+    def remembered(node: int) -> Message:
+        reply = reply_of(node, content_of({"w": np.ones(9), "v": np.ones(2)}, {"num-examples": 1}))
+        record = reply.content["arrays"]
+        alive.extend(map(weakref.ref, (reply, reply.content, record, record["w"], record["v"])))
+        return reply
+
+    gc.disable()  # not only once the garbage is collected
+    try:
+        FedAvg().aggregate_train(1, replies())
+        FedAvg(exact_order=True).aggregate_train(1, InOrder(replies(), [1, 2, 3, 4, 5]))
+    finally:
+        gc.enable()
+    assert len(alive) == 50
+
+
+@pytest.mark.timeout(60)
+def test_mapped_memory_of_a_reply_is_freed_before_the_next_is_asked_for() -> None:
+    maps: list[int] = []
+
+    def replies() -> Iterator[Message]:
+        for node in range(1, 5):
+            maps.append(_mapped_files())
+            yield reply_of(node, arrived_from(content_of({"w": np.ones(300_000)}, {"num-examples": 1})))
+
+    before = _mapped_files()
+    found, _ = FedAvg().aggregate_train(1, replies())
+    assert maps == [before] * 4
+    assert np.all(found["w"].numpy() == 1)
+    reply = reply_of(1, arrived_from(content_of({"w": np.ones(300_000)}, {"num-examples": 1})))
+    assert _mapped_files() > before  # it is seen there while it lives
+    del reply
+
+
+def _mapped_files() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:flower-gpu")
+
+
+def test_memory_does_not_grow_with_the_number_of_replies() -> None:
+    def peak_bytes(number: int) -> int:
+        model = np.ones(250_000, np.float32)
+        tracemalloc.start()
+        try:
+            FedAvg().aggregate_train(
+                1, (reply_of(node, content_of({"w": model}, {"num-examples": 1})) for node in range(number))
+            )
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(1)  # what is imported on first use
+    assert peak_bytes(40) < peak_bytes(3) + 500_000  # half a model
+
+
+def test_metrics_of_a_stream_come_without_arrays_and_say_so() -> None:
+    seen: list[RecordDict] = []
+
+    def aggregate(contents: list[RecordDict], key: str) -> MetricRecord:
+        seen.extend(contents)
+        return MetricRecord({"clients": len(contents)})
+
+    replies = [reply_of(node, content_of({"w": [1.0]}, {"num-examples": 1})) for node in (1, 2)]
+    strategy = FedAvg(train_metrics_aggr_fn=aggregate)
+    _, metrics = strategy.aggregate_train(1, iter(replies))
+    assert metrics == {"clients": 2} and [content["metrics"]["num-examples"] for content in seen] == [1, 1]
+    assert list(seen[0]["arrays"]) == ["w"] and "already summed" in repr(seen[0])
+    with pytest.raises(AttributeError, match="override aggregate_train"):
+        seen[0]["arrays"]["w"].numpy()
+    strategy.aggregate_train(1, replies)
+    assert seen[2]["arrays"]["w"].numpy() == [1.0]  # a list keeps them anyway
+    assert replies[0].content["arrays"]["w"].numpy() == [1.0]  # and nobody's replies are changed
+
+
+@settings(deadline=None, max_examples=25)
+@given(order=st.permutations(range(1, 9)), late=st.sets(st.integers(1, 8), max_size=3))
+def test_exact_order_gives_the_same_bits_in_any_order_of_arrival(order: list[int], late: set[int]) -> None:
+    def replies(nodes: Iterable[int]) -> Iterator[Message]:
+        return (_noise(node) for node in nodes if node not in late)
+
+    strategy = FedAvg(exact_order=True)
+    wanted = _bits(strategy.aggregate_train(1, list(replies(range(1, 9)))))
+    assert _bits(strategy.aggregate_train(1, list(replies(order)))) == wanted
+    assert _bits(strategy.aggregate_train(1, replies(order))) == wanted
+    assert _bits(strategy.aggregate_train(1, InOrder(replies(order), order))) == wanted
+
+
+def test_without_exact_order_the_last_bits_depend_on_the_order_of_arrival() -> None:
+    orders = itertools.islice(itertools.permutations(range(1, 9)), 0, None, 5000)
+    found = {_bits(FedAvg().aggregate_train(1, map(_noise, nodes))) for nodes in orders}
+    assert len(found) > 1
+
+
+def _noise(node: int) -> Message:
+    rng = np.random.default_rng(node)
+    weight = int(rng.integers(1, 1000))
+    return reply_of(node, content_of({"w": rng.normal(size=100)}, {"num-examples": weight, "l": 0.1 * node}))
+
+
+def _bits(found: tuple[ArrayRecord | None, MetricRecord | None]) -> tuple[bytes, float] | None:
+    arrays, metrics = found
+    return None if arrays is None or metrics is None else (arrays["w"].data, metrics["l"])
+
+
+def test_replies_before_their_turn_are_held_back() -> None:
+    came: list[int] = []
+
+    def replies() -> Iterator[Message]:
+        for number, node in enumerate((4, 1, 2, 2, 5, 3), 1):
+            came.append(node)
+            yield reply_of(node, Error(1, str(number)) if node == 2 else GOOD, number)
+
+    found = InOrder(replies(), [1, 2, 2, 3, 4, 5, 9])
+    seen = [(reply.metadata.src_node_id, len(came)) for reply in found]
+    # Node 2 was sent two; node 9 never answers, which holds back nothing after it but the end.
+    assert seen == [(1, 2), (2, 4), (2, 4), (3, 6), (4, 6), (5, 6)]
+
+
+def test_one_that_never_comes_holds_back_those_after_it_until_the_end() -> None:
+    random_order = random.Random(3).sample(range(2, 30), 28)
+    found = list(InOrder((reply_of(node, GOOD) for node in random_order), range(1, 30)))
+    assert [reply.metadata.src_node_id for reply in found] == list(range(2, 30))
+
+
+def test_what_is_no_finite_number_stays_none_even_at_weight_0() -> None:
+    replies = [reply_of(1, content_of({"w": [np.inf, 0.0, np.nan]}, {"num-examples": 0}))]
+    replies.append(reply_of(2, content_of({"w": [1.0, 1.0, 1.0]}, {"num-examples": 2})))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted, _ = FlowerFedAvg().aggregate_train(1, replies)
+        found, _ = FedAvg().aggregate_train(1, iter(replies))
+    assert np.array_equal(found["w"].numpy(), wanted["w"].numpy(), equal_nan=True)
