@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+_TASK = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def libraries_of(folder: Path, module: str) -> list[str]:
     """Return what an app's module and its other modules import when they are imported.
+
+    Its other modules are those that it imports, and those of tasks that it names.
 
     Parameters
     ----------
@@ -35,7 +40,8 @@ def libraries_of(folder: Path, module: str) -> list[str]:
             found.append(name)
         elif (path := _file(folder, name)) is not None:
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            imported = [each for each in _imported(path, package) if each not in seen]
+            named = [each for each in _named(path) if _file(folder, each) is not None]
+            imported = [each for each in (*_imported(path, package), *named) if each not in seen]
             waiting[:0] = [part for each in imported for part in _with_parents(each)]
     return found
 
@@ -71,6 +77,17 @@ def _imported(path: Path, package: str) -> Iterator[str]:
             if base:
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _named(path: Path) -> Iterator[str]:
+    """Yield the modules of tasks that are given by name, as ``"package.module:function"``."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _TASK.fullmatch(node.value):
+            yield node.value.partition(":")[0]
 
 
 def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,6 @@ from flower_gpu.errors import InvalidResultError
 
 # A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
-
 
 _Record = TypeVar("_Record", ArrayRecord, MetricRecord)
 
@@ -277,6 +276,10 @@ class InOrder:
     def __next__(self) -> Message:
         return next(self._sorted)
 
+    def close(self) -> None:
+        """Give up those held back, and what is still to come."""
+        self._sorted.close()
+
 
 def place(reply: Message) -> tuple[int, int, str]:
     """Return what replies are sorted by: their nodes; then, for grids that count messages, what was sent."""
@@ -284,7 +287,7 @@ def place(reply: Message) -> tuple[int, int, str]:
     return reply.metadata.src_node_id, len(sent), sent
 
 
-def _sort(replies: Iterable[Message], expected: Counter[int]) -> Iterator[Message]:
+def _sort(replies: Iterable[Message], expected: Counter[int]) -> Generator[Message, None, None]:
     early: dict[int, list[Message]] = {}
     turns = iter(sorted(expected))
     turn = next(turns, None)

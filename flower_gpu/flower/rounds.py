@@ -68,6 +68,11 @@ class StreamingGrid(Protocol):
         ...
 
 
+@runtime_checkable
+class _Closeable(Protocol):
+    def close(self) -> None: ...
+
+
 def capture_random_state() -> RandomState:
     """Return the state of Python's and of numpy's global random number generator, for JSON."""
     version, numbers, gauss = random.getstate()
@@ -188,7 +193,12 @@ class _Rounds:
 
     def train(self, server_round: int, config: ConfigRecord) -> None:
         messages = self._strategy.configure_train(server_round, self._arrays, config, self._grid)
-        arrays, metrics = self._strategy.aggregate_train(server_round, self._receive(messages))
+        replies = self._receive(messages)
+        try:
+            arrays, metrics = self._strategy.aggregate_train(server_round, replies)
+        finally:
+            if isinstance(replies, _Closeable):  # after an error nobody waits for the others
+                replies.close()
         if arrays is not None:
             self.result.arrays = self._arrays = arrays
         self._note(server_round, metrics, self.result.train_metrics_clientapp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import select
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
@@ -20,7 +21,7 @@ from flower_gpu.isolation import outcomes, start, transport
 from flower_gpu.isolation import worker as one_call
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.events import Sink
-from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.forkserver import client, sockets
 from flower_gpu.isolation.streams import Stream, Tail, echo
 
 #: How a worker of a zygote was started, for the trace.
@@ -31,7 +32,7 @@ _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.05
 _END_S = 10.0
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
-_TRIES = 3
+_MAX_RENEWALS = 5
 
 
 @dataclass(frozen=True)
@@ -69,34 +70,149 @@ class ZygoteSettings:
 
 
 class Zygote:
-    """A running zygote; another one takes its place when it has ended.
+    """What forks the workers of one caller: one process after another, each with what the last one lacked.
 
     Parameters
     ----------
     settings : ZygoteSettings
-        What it is started with.
+        What the first one is started with.
     """
 
     def __init__(self, settings: ZygoteSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
-        self._thread: threading.Thread | None = None
+        self._current: Process | None = None
+        self._earlier: list[Process] = []
         self._is_closed = False
-        self.generation = 0
-        self.pid = -1
+        self._known = set(settings.modules)
+        self._unfit: set[str] = set()
+        self._renewals = 0
+        self._renewing: threading.Thread | None = None
 
-    def start(self) -> int:
-        """Start it where it is not running; return which one it is."""
+    def process(self) -> Process:
+        """Return the process that forks new workers; start it where there is none.
+
+        Raises
+        ------
+        WorkerStartError
+            If it cannot be started.
+        """
         with self._lock:
             if self._is_closed:
-                raise WorkerStartError("the simulation has ended")
-            if self._connection is not None and sockets.is_closed(self._connection):
-                self._let_go()
-            if self._connection is None:
-                self._start()
-                self.generation += 1
-            return self.generation
+                raise WorkerStartError("this caller wants no more workers")
+            if self._current is not None and self._current.has_ended():
+                self._current.close()
+                self._current = None
+            if self._current is None:
+                self._current = self._start()
+            return self._current
+
+    def imported(self, names: Sequence[str]) -> None:
+        """Take note of libraries that a worker had to import: soon there is a process that has them."""
+        with self._lock:
+            new = [name for name in names if name not in self._known]
+            if (
+                not new
+                or self._is_closed
+                or self._renewals >= _MAX_RENEWALS
+                or (self._renewing is not None and self._renewing.is_alive())
+            ):
+                return
+            self._known.update(new)
+            self._renewals += 1
+            self._settings = replace(self._settings, modules=(*self._settings.modules, *new))
+            self._renewing = threading.Thread(target=self._renew, args=(new,), daemon=True)
+            self._renewing.start()
+
+    def close(self) -> None:
+        """End it and all its workers."""
+        with self._lock:
+            self._is_closed = True
+            processes = [*self._earlier, *([self._current] if self._current is not None else [])]
+        for process in processes:
+            process.close()
+
+    def _renew(self, names: list[str]) -> None:
+        with suppress(WorkerStartError, OSError):  # the one that is there goes on
+            if self._settings.start_method == "forkserver":
+                client.learn(names, self._settings.without)  # it tries whether they survive a fork
+            new = self._start()
+            with self._lock:
+                old, self._current = self._current, new
+                if old is not None:
+                    self._earlier.append(old)
+            if old is not None:
+                old.drain()
+            if self._is_closed:
+                new.close()
+
+    def _start(self) -> Process:
+        while True:
+            modules = [name for name in self._settings.modules if name.partition(".")[0] not in self._unfit]
+            try:
+                return Process(replace(self._settings, modules=modules))
+            except _UnfitError as error:
+                if not error.libraries - self._unfit:
+                    raise WorkerStartError(f"the zygote cannot do without {error}") from error
+                self._unfit |= error.libraries
+
+
+class _UnfitError(Exception):
+    def __init__(self, libraries: set[str]) -> None:
+        super().__init__(", ".join(sorted(libraries)))
+        self.libraries = libraries
+
+
+class Process:
+    """One running zygote.
+
+    Parameters
+    ----------
+    settings : ZygoteSettings
+        What it is started with.
+
+    Raises
+    ------
+    WorkerStartError
+        If it cannot be started.
+    """
+
+    def __init__(self, settings: ZygoteSettings) -> None:
+        self._lock = threading.Lock()
+        self._failed: list[BaseException] = []
+        address = f"flower-gpu-{secrets.token_hex(16)}"
+        call = Call(
+            _PROGRAM,
+            (settings.name,),
+            {"address": address, "modules": list(settings.modules), "rehearsal": settings.rehearsal},
+            env=settings.env,
+            setup=settings.setup,
+            label=f"workers of {settings.name}",
+            preload=settings.preload,
+            without=settings.without,
+        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen(1)
+            self._thread = threading.Thread(
+                target=_run, args=(call, settings.start_method, self._failed), daemon=True
+            )
+            self._thread.start()
+            self._connection = self._accepted(listener)
+        try:
+            self._connection.settimeout(_START_S)
+            said, _ = sockets.receive(self._connection)
+        except sockets.Gone as error:
+            self.close()
+            raise self._error(str(error)) from error
+        if "unfit" in said:
+            self.close()
+            raise _UnfitError(set(said["unfit"]))
+        self.pid: int = said["ready"]
+
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return sockets.is_closed(self._connection)
 
     def open_line(self, descriptors: Sequence[int]) -> None:
         """Give it the workers' ends of a line."""
@@ -107,65 +223,36 @@ class Zygote:
         with suppress(sockets.Gone):
             self._send({"pid": pid, "signal": int(number)})
 
+    def drain(self) -> None:
+        """Let it end when its last line is closed."""
+        with suppress(sockets.Gone):
+            self._send({"drain": True})
+
     def close(self) -> None:
         """End it and all its workers."""
-        with self._lock:
-            self._is_closed = True
-            self._let_go()
+        self._connection.close()
+        self._thread.join(_END_S)
+
+    def _accepted(self, listener: socket.socket) -> socket.socket:
+        listener.settimeout(_POLL_S)
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                if sockets.peer(connection)[1] == os.getuid():
+                    return connection
+                connection.close()
+            if not self._thread.is_alive():
+                raise self._error("it ended at once")
+        raise WorkerStartError(f"no zygote after {_START_S:g} s")
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         with self._lock:
-            if self._connection is None:
-                raise sockets.Gone("it has ended")
             sockets.send(self._connection, message, descriptors)
 
-    def _start(self) -> None:
-        settings = self._settings
-        address = f"flower-gpu-{secrets.token_hex(16)}"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
-            listener.bind(f"\0{address}")
-            listener.listen(1)
-            listener.settimeout(_POLL_S)
-            call = Call(
-                _PROGRAM,
-                (settings.name,),
-                {"address": address, "modules": list(settings.modules), "rehearsal": settings.rehearsal},
-                env=settings.env,
-                setup=settings.setup,
-                label=f"workers of {settings.name}",
-                preload=settings.preload,
-                without=settings.without,
-            )
-            failed: list[BaseException] = []
-            self._thread = threading.Thread(target=_run, args=(call, settings.start_method, failed))
-            self._thread.daemon = True
-            self._thread.start()
-            deadline = time.monotonic() + _START_S
-            while self._connection is None:
-                with suppress(TimeoutError):
-                    connection, _ = listener.accept()
-                    if sockets.peer(connection)[1] == os.getuid():
-                        self._connection = connection
-                    else:
-                        connection.close()
-                if self._connection is None and not self._thread.is_alive():
-                    raise failed[0] if failed else WorkerStartError("the zygote has ended")
-                if time.monotonic() > deadline:
-                    raise WorkerStartError(f"no zygote after {_START_S:g} s")
-        self._connection.settimeout(_START_S)
-        try:
-            self.pid = sockets.receive(self._connection)[0]["ready"]
-        except sockets.Gone as error:
-            self._let_go()
-            raise failed[0] if failed else WorkerStartError(f"the zygote has ended: {error}") from error
-
-    def _let_go(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._thread is not None:
-            self._thread.join(_END_S)
-            self._thread = None
+    def _error(self, text: str) -> BaseException:
+        self._thread.join(_END_S)
+        return self._failed[0] if self._failed else WorkerStartError(f"the zygote has ended: {text}")
 
 
 def _run(call: Call, start_method: str, failed: list[BaseException]) -> None:
@@ -186,7 +273,7 @@ class Line:
 
     def __init__(self, zygote: Zygote) -> None:
         self._zygote = zygote
-        self._generation = -1
+        self._process: Process | None = None
         self._connection: socket.socket | None = None
         self._life = self._stdout = self._stderr = -1
         self._calls = 0  # of the worker that is there
@@ -247,11 +334,12 @@ class Line:
 
     def cancel(self) -> None:
         """End the call that runs, from another thread."""
-        if self._watch is not None and self._watch.pid >= 0:
-            self._zygote.signal(self._watch.pid, signal.SIGKILL)
+        if self._watch is not None:
+            self._watch.cancel()
 
     def close(self) -> None:
         """Let go of the line; a worker on it is ended."""
+        self._calls = 0
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -279,25 +367,28 @@ class Line:
         }
         descriptors = [request, reply, *([call.held] if call.held >= 0 else [])]
         for last in (False, False, True):
-            self._open()
-            assert self._connection is not None
-            watch = self._watch = _Watch(self._connection, self._zygote, on_event, on_start)
-            streams = [
-                Stream(self._stdout, echo(sys.stdout, watch.tail)),
-                Stream(self._stderr, echo(sys.stderr, watch.tail)),
-            ]
+            watch: _Watch | None = None
             try:
+                process = self._open()
+                assert self._connection is not None
+                watch = self._watch = _Watch(self._connection, process, on_event, on_start)
+                streams = [
+                    Stream(self._stdout, echo(sys.stdout, watch.tail)),
+                    Stream(self._stderr, echo(sys.stderr, watch.tail)),
+                ]
                 sockets.send(self._connection, message, descriptors)
                 watch.until(None if timeout_s is None else time.monotonic() + timeout_s, streams)
                 break
             except sockets.Gone as error:  # the zygote has ended, and its workers with it
                 self.close()
-                self._calls = 0
-                if watch.pid >= 0 or last:
-                    if watch.pid < 0:
-                        raise WorkerStartError(f"{call.label}: no worker: {error}") from error
+                if watch is not None and watch.pid >= 0:
                     watch.status = None
                     return watch
+                if last:
+                    raise WorkerStartError(f"{call.label}: no worker: {error}") from error
+        assert watch is not None
+        if watch.imported:
+            self._zygote.imported(watch.imported)
         self._calls = self._calls + 1 if watch.stays else 0
         self.peak_bytes = max(self.peak_bytes, watch.peak_bytes)
         self._env = call.env
@@ -307,25 +398,26 @@ class Line:
             raise WorkerStartError(f"cannot start a worker: {watch.no_worker}")
         return watch
 
-    def _open(self) -> None:
-        generation = self._zygote.start()
-        if self._connection is not None and generation == self._generation:
-            return
+    def _open(self) -> Process:
+        if self._process is not None and self.has_worker and not self._process.has_ended():
+            return self._process
+        process = self._zygote.process()
+        if self._connection is not None and process is self._process:
+            return process
         self.close()
-        self._calls = 0
         with start.start_lock:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             life, self._life = start.life_pipe()
             self._stdout, stdout = os.pipe()
             self._stderr, stderr = os.pipe()
-            self._connection = ours
+            self._connection, self._process = ours, process
             try:
-                self._zygote.open_line([theirs.fileno(), stdout, stderr, life])
+                process.open_line([theirs.fileno(), stdout, stderr, life])
             finally:
                 theirs.close()
                 for descriptor in (stdout, stderr, life):
                     os.close(descriptor)
-        self._generation = generation
+        return process
 
 
 class _Watch:
@@ -334,7 +426,7 @@ class _Watch:
     def __init__(
         self,
         connection: socket.socket,
-        zygote: Zygote,
+        process: Process,
         on_event: Sink | None,
         on_start: Callable[[int, str], None] | None,
     ) -> None:
@@ -343,9 +435,10 @@ class _Watch:
         self.status: int | None = 0
         self.has_result = self.stays = self.is_late = False
         self.no_worker = ""
+        self.imported: list[str] = []
         self.peak_bytes = 0
         self._connection = connection
-        self._zygote = zygote
+        self._process = process
         self._on_event = on_event
         self._on_start = on_start
         self._is_over = False
@@ -365,20 +458,30 @@ class _Watch:
                     deadline = time.monotonic() + _POLL_S
                 elif not asked and not self.has_result:
                     asked = self.is_late = True
-                    self._zygote.signal(self.pid, signal.SIGQUIT)
+                    self._process.signal(self.pid, signal.SIGQUIT)
                     deadline = time.monotonic() + _STACK_DUMP_S
                 else:
-                    self._zygote.signal(self.pid, signal.SIGKILL)
+                    self._process.signal(self.pid, signal.SIGKILL)
                     deadline = None
                 continue
             for descriptor, _ in poll.poll(None if left_s is None else left_s * 1000):
                 if descriptor in of_descriptor:
                     of_descriptor[descriptor].read()
                 else:
-                    self._on_message(sockets.receive(self._connection)[0])
+                    self._on_message(*sockets.receive(self._connection))
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def cancel(self) -> None:
+        """End the worker, from another thread."""
+        if self.pid >= 0:
+            self._process.signal(self.pid, signal.SIGKILL)
+
+    def _on_message(self, message: dict[str, Any], descriptors: list[int]) -> None:
         event = message.get("event")
+        if event == "imported":
+            (names,) = descriptors
+            self.imported = json.loads(os.pread(names, os.fstat(names).st_size, 0))
+        for descriptor in descriptors:
+            os.close(descriptor)
         if event == "started":
             self.pid = message["pid"]
             if self._on_start is not None:
@@ -392,6 +495,8 @@ class _Watch:
             if self.pid in (-1, message["pid"]):
                 self.status, self.peak_bytes = message["status"], message["peak_bytes"]
                 self._is_over = self.pid >= 0
+        elif event == "imported":
+            pass
         elif event == "no_worker":
             self.no_worker = message["error"]
             self._is_over = True

@@ -7,6 +7,7 @@ import os
 import selectors
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 
 from flower_gpu.isolation import child, threads
 from flower_gpu.isolation.call import load_task
-from flower_gpu.isolation.forkserver import libraries, sockets
+from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.native import adopt_orphans, release_openmp_threads
 from flower_gpu.isolation.zygote import worker
 
@@ -43,7 +44,11 @@ def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: st
     connection.connect(f"\0{address}")
     if sockets.peer(connection)[1] != os.getuid():
         raise PermissionError("another user's process listens where the caller should")
-    libraries.import_all(modules)
+    try:
+        libraries.import_all(modules)
+    except libraries.UnfitLibraryError as error:
+        sockets.send(connection, {"unfit": error.libraries})
+        return
     if rehearsal is not None:
         load_task(rehearsal)()
     _Zygote(connection).run()
@@ -87,6 +92,9 @@ class _Zygote:
         self._ended: list[_Line] = []  # whose worker is gone, and not yet its children
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._folders = identity.installed_folders(sys.path)
+        self._modules = 0
+        self._is_draining = False
 
     def run(self) -> None:
         """Serve until the caller is gone or has enough."""
@@ -97,11 +105,12 @@ class _Zygote:
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
         child.forget_exit_functions()
         threads.prepare(os.environ)
+        self._modules = len(sys.modules)
         gc.collect()
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
         sockets.send(self._connection, {"ready": os.getpid()})
         try:
-            while True:
+            while self._lines or not self._is_draining:
                 for key, _ in self._selector.select(_TICK_S if self._ended else None):
                     key.data()
                 self._end_groups()
@@ -117,6 +126,8 @@ class _Zygote:
             connection = socket.socket(fileno=line)
             self._lines.append(_Line(connection, *others))
             self._watch(self._lines[-1])
+        elif "drain" in message:
+            self._is_draining = True
         else:
             self._signal(message)
 
@@ -160,7 +171,8 @@ class _Zygote:
                 other.connection.detach()
                 for descriptor in other.descriptors()[1:]:
                     os.close(descriptor)
-        worker.work(line.connection, line.stdout, line.stderr, line.life)
+        imported = partial(libraries.imported_since, self._modules, self._folders)
+        worker.work(line.connection, line.stdout, line.stderr, line.life, imported)
 
     def _forget(self, line: _Line) -> None:
         self._lines.remove(line)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.native import end_with_parent
 
 
-def work(line: socket.socket, stdout: int, stderr: int, life: int) -> None:
+def work(line: socket.socket, stdout: int, stderr: int, life: int, imported: Callable[[], list[str]]) -> None:
     """Do the calls that come on a line, until one of them was the last.
 
     Parameters
@@ -29,6 +30,8 @@ def work(line: socket.socket, stdout: int, stderr: int, life: int) -> None:
         What takes the place of this process's.
     life : int
         Read end of the caller's life pipe.
+    imported : callable
+        Returns the libraries that calls have imported; the next zygote will have them.
     """
     end_with_parent(os.getppid())
     # Its own description of the pipe: whom the kernel signals belongs to the description.
@@ -50,18 +53,37 @@ def work(line: socket.socket, stdout: int, stderr: int, life: int) -> None:
         with lock:
             sockets.send(line, dict(event))
 
+    count = 0
     while True:
         try:
             message, descriptors = sockets.receive(line)
         except sockets.Gone:
             break
-        if "leave" in message or not _do(message, descriptors, send):
+        if "leave" in message:
+            break
+        stays = _do(message, descriptors, send)
+        count = _tell_imported(line, imported(), count, lock)
+        if stays is not None:
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+            send({"event": "result", "stays": stays, "peak_bytes": peak_bytes})
+        if not stays:
             break
     atexit._run_exitfuncs()
 
 
-def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool:
-    """Do one call; tell whether another one may come."""
+def _tell_imported(line: socket.socket, names: list[str], count: int, lock: threading.Lock) -> int:
+    """Tell the caller what was imported, if that is more than it knows; return how many these are."""
+    if len(names) > count:
+        list_ = os.memfd_create("flower-gpu-imported", os.MFD_CLOEXEC)
+        os.write(list_, json.dumps(names).encode())
+        with lock:
+            sockets.send(line, {"event": "imported"}, [list_])
+        os.close(list_)
+    return len(names)
+
+
+def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool | None:
+    """Do one call; tell whether another one may come, None if this one has no result."""
     request, reply, *_ = descriptors  # what else came is held open until the end of the call
     sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
     send({"event": "started", "pid": os.getpid()})
@@ -69,15 +91,11 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool:
     load = partial(transport.read_request, request)
     outcome = child.run_task(message["env"], message["setup"], load, send)
     if outcome is None:
-        return False
+        return None
     child.leave_reply(outcome, reply)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # After an error much may be different from what the next client expects to find.
-    stays = bool(message["stays"]) and outcome.error_type is None
-    del outcome
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    send({"event": "result", "stays": stays, "peak_bytes": peak_bytes})
     for descriptor in descriptors:
         os.close(descriptor)
-    return stays
+    # After an error much may be different from what the next client expects to find.
+    return bool(message["stays"]) and outcome.error_type is None
