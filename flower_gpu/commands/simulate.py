@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         metavar="N",
         type=non_negative_int,
-        help="of the clients' ids, and so of their order (default: a random one)",
+        help="of the clients' ids, of sampling, and of their random numbers (default: drawn, and written down)",
     )
     workers = parser.add_argument_group("workers")
     workers.add_argument(
@@ -151,13 +151,12 @@ def run(arguments: argparse.Namespace) -> int:
         max_workers=arguments.max_workers,
         calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
         verify_recycling=arguments.verify_recycling,
-        timeout_s=arguments.timeout_s,
         seed=arguments.seed,
-        result_dir=arguments.log_dir,
+        log_dir=arguments.log_dir,
         resume=arguments.resume,
         progress=arguments.progress,
         state_memory=arguments.state_memory,
-        **_call_options(gpu),
+        **_call_options(gpu, arguments.timeout_s),
     )
 
 
@@ -272,8 +271,9 @@ def _set_environment(gpu: GPUOptions) -> None:
     os.environ.update(env)
 
 
-def _call_options(gpu: GPUOptions) -> dict[str, Any]:
+def _call_options(gpu: GPUOptions, timeout_s: float | None) -> dict[str, Any]:
     options = {
+        "timeout_s": timeout_s,
         "gpu": gpu.gpu,
         "gpu_num": None if gpu.gpu_num is None else ",".join(map(str, gpu.gpu_num)),
         "num_gpus": gpu.num_gpus,

@@ -15,6 +15,7 @@ from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
 
 from flower_gpu.calls.options import CallSettings
+from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.simulation.fresh import ProcessState, seed_all
 from flower_gpu.simulation.host_memory import HostMemory
@@ -114,7 +115,9 @@ class MessageHandler:
                 self._verify(message, seed, reply)
         finally:
             with self._lock:
-                self._running.pop(metadata.message_id, None)
+                is_wanted = self._running.pop(metadata.message_id, None) is not None
+        if not is_wanted:  # it was done at the very moment when it was given up
+            raise WorkerDiedError(f"the message to client {message_call.client_of(context)} was given up")
         self._nodes.keep(context)
         return reply
 
@@ -155,11 +158,11 @@ class MessageHandler:
             self._here.slot.retire()
 
     def cancel(self, message: Message) -> None:
-        """End the worker that handles a message."""
+        """End the worker that handles a message; what it did to the node's state is forgotten."""
         with self._lock:
-            slot = self._running.get(message.metadata.message_id)
-        if slot is not None:
-            slot.cancel()
+            slot = self._running.pop(message.metadata.message_id, None)
+            if slot is not None:  # with the lock: the slot cannot have another message meanwhile
+                slot.cancel()
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""

@@ -23,10 +23,13 @@ class OutputAbove:
     ----------
     bar : type
         The class of the bars.
+    bars_stream : TextIO
+        Where they are drawn.
     """
 
-    def __init__(self, bar: type[tqdm[Any]]) -> None:
+    def __init__(self, bar: type[tqdm[Any]], bars_stream: TextIO) -> None:
         self._bar = bar
+        self._bars_stream = bars_stream
         self._streams: list[_Above] = []
         self._handlers: list[tuple[logging.StreamHandler[Any], Any, _Above]] = []
         self._stdout: tuple[TextIO, _Above] | None = None
@@ -56,7 +59,7 @@ class OutputAbove:
         self._handlers, self._stdout, self._streams = [], None, []
 
     def _above(self, stream: Any) -> _Above:
-        above = _Above(stream, self._bar)
+        above = _Above(stream, self._bar, self._bars_stream)
         self._streams.append(above)
         return above
 
@@ -64,9 +67,10 @@ class OutputAbove:
 class _Above:
     """A stream whose lines appear above the bars."""
 
-    def __init__(self, stream: Any, bar: type[tqdm[Any]]) -> None:
+    def __init__(self, stream: Any, bar: type[tqdm[Any]], bars_stream: TextIO) -> None:
         self._stream = stream
         self._bar = bar
+        self._bars_stream = bars_stream
         self._begun = ""  # a line that is not complete
         self._is_on = True
         self._lock = threading.RLock()
@@ -81,7 +85,11 @@ class _Above:
             else:
                 lines, newline, self._begun = (self._begun + text).rpartition("\n")
                 if newline:
-                    self._bar.write(lines, file=self._stream)
+                    # Not the bars' own write(): it knows sys.stdout as the same terminal only while that is
+                    # not replaced.
+                    with self._bar.external_write_mode(file=self._bars_stream):
+                        self._stream.write(lines + newline)
+                        self._stream.flush()
         return len(text)
 
     def end(self) -> None:

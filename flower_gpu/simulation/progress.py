@@ -254,7 +254,7 @@ class _Bars(_View):
 
         self._bar = Bar
         self._stream = sys.stderr
-        self._output = OutputAbove(Bar)
+        self._output = OutputAbove(Bar, sys.stderr)
         self._rounds: tqdm[Any] | None = None
         self._clients: tqdm[Any] | None = None
         self._server_round = 0
@@ -372,7 +372,7 @@ class _Bars(_View):
 
 
 def _make_view() -> _View:
-    if sys.stderr is None:
+    if sys.stderr is None or sys.stderr.closed:
         return _View()
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return _Bars() if is_terminal else _Lines()
@@ -391,7 +391,8 @@ def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
 
 def duration(seconds: float) -> str:
     """Write a time as one would say it."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if seconds < 3599.5:
+        return "{} min {} s".format(*divmod(round(seconds), 60))
+    return "{} h {} min".format(*divmod(round(seconds / 60), 60))

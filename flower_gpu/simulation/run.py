@@ -247,12 +247,12 @@ def simulate(
         stack.callback(handler.close)
         stack.callback(grid.close)
         stack.callback(zygote.close)
+        stack.callback(lambda: report.facts.update(handler.facts()))
         workers.seed_server(seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
         recorded = RecordedGrid(grid, report.recorder)
         found.load_server()(grid=recorded, context=context)
         grid.check_resumed()
-        report.facts.update(handler.facts())
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
 

@@ -17,6 +17,7 @@ from flwr.serverapp.strategy import Result
 from streaming_grid import PlainTestGrid, StreamingTestGrid, shuffled
 
 from flower_gpu import FedAvg, gpu_evaluate
+from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import rounds
 
 NODES = range(1, 13)
@@ -195,3 +196,25 @@ def test_a_method_of_one_object_counts_as_overridden() -> None:
     strategy.aggregate_train = lambda server_round, replies: (None, None)  # type: ignore[method-assign]
     run(strategy, grid, num_rounds=1)
     assert grid.lists == 1
+
+
+@pytest.mark.parametrize("exact_order", [False, True])
+def test_after_an_error_no_more_replies_are_waited_for(exact_order: bool) -> None:
+    asked: list[int] = []
+    given_up: list[bool] = []
+
+    class Grid(StreamingTestGrid):
+        def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+            try:
+                for reply in super().stream(messages, timeout=timeout):
+                    asked.append(reply.metadata.src_node_id)
+                    if reply.metadata.src_node_id == 3:
+                        reply.content["arrays"]["w"] = Array(np.zeros(7, np.float32))
+                    yield reply
+            finally:
+                given_up.append(True)
+
+    with pytest.raises(InvalidResultError, match="'w' of node 3 has shape") as caught:
+        run(FedAvg(exact_order=exact_order), Grid(NODES))
+    assert given_up and caught.value  # while the error, and with it every frame, is still there
+    assert asked[-1] == 3

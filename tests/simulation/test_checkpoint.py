@@ -156,8 +156,8 @@ def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
         states.put(partition, filled(0))
     with states.frozen() as found:
         in_use = sum(entry.size_bytes for entry in found.values())
-    for server_round in range(60):
-        for partition in numbers.sample(range(40), 4):
+    for server_round in range(25):
+        for partition in numbers.sample(range(40), 8):
             states.put(partition, filled(server_round))
             expected[partition] = server_round
         checkpoints.write(round_state(0))
@@ -324,7 +324,7 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 def test_an_index_with_any_other_byte_is_told_or_means_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -391,7 +391,7 @@ def test_killed_at_any_time_the_last_round_or_the_one_before_is_there(
     script = """
 last = least = -1
 numbers = random.Random(0)
-for _ in range(30):
+for _ in range(15):
     reader, ready = os.pipe()
     def write_until_killed():
         first, write = writer()
