@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from flower_gpu.isolation.events import progress
     from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.runner import run_in_worker
+    from flower_gpu.simulation.results import SimulationStoppedError
+    from flower_gpu.simulation.run import SimulationResult, simulate
 
 __version__ = "0.1.0"
 
@@ -65,6 +67,9 @@ _HOME = {
     "gpu_mod": "flower_gpu.flower.mod",
     "progress": "flower_gpu.isolation.events",
     "run_in_worker": "flower_gpu.runner",
+    "SimulationResult": "flower_gpu.simulation.run",
+    "SimulationStoppedError": "flower_gpu.simulation.results",
+    "simulate": "flower_gpu.simulation.run",
     "to_device": "flower_gpu.pytorch.device",
     "to_numpy": "flower_gpu.pytorch.device",
 }
@@ -84,6 +89,8 @@ __all__ = [
     "LeaseTimeoutError",
     "LegacyFedAvg",
     "RoundOverError",
+    "SimulationResult",
+    "SimulationStoppedError",
     "WeightsError",
     "WorkerDiedError",
     "WorkerError",
@@ -96,6 +103,7 @@ __all__ = [
     "gpu_mod",
     "progress",
     "run_in_worker",
+    "simulate",
     "to_device",
     "to_numpy",
 ]

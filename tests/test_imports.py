@@ -56,7 +56,7 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
     found = brought_in[name]
     if layer(name) != "pytorch":
         assert "torch" not in found
-    if layer(name) not in ("flower", "launch"):
+    if layer(name) not in ("flower", "launch", "simulation"):
         assert "flwr" not in found
     light = ("config", "errors", "trace", "isolation", "gpu", "calls", "runner")
     if name == "flower_gpu" or layer(name) in light:
@@ -88,6 +88,7 @@ MAY_IMPORT = {
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},
+    "simulation": {"config", "errors", "trace", "isolation", "gpu", "calls", "runner", "flower", "launch"},
 }
 
 
@@ -108,7 +109,7 @@ def test_library_is_imported_in_one_place(library: str) -> None:
         if any(imported.split(".")[0] == library for imported in imports_of(path))
     }
     if library == "flwr":
-        assert {layer(name) for name in users} <= {"flower", "launch", "monitor"}
+        assert {layer(name) for name in users} <= {"flower", "launch", "simulation"}
     else:
         assert users <= {"flower_gpu.gpu.nvml"}
 

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         metavar="N",
         type=non_negative_int,
-        help="of the clients' ids, of sampling, and of their random numbers (default: drawn, and written down)",
+        help="of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
     )
     workers = parser.add_argument_group("workers")
     workers.add_argument(

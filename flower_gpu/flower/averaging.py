@@ -136,7 +136,7 @@ class _Sum:
             np.add(summed, scaled, out=summed)
 
     def mean(self, total_weight: float) -> NDArray[Any]:
-        mean = np.divide(self._sum, total_weight, out=self._sum)
+        mean: NDArray[Any] = np.divide(self._sum, total_weight, out=self._sum)
         if self._is_integer:
             mean = _rounded(mean, self._dtype)
         elif self._dtype.kind in "biu":  # the first reply's; others sent floats

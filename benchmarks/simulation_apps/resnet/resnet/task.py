@@ -1,0 +1,54 @@
+"""ResNet-18 on images of CIFAR's size; the same for a Flower client and a plain loop."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+Weights = list[np.ndarray]
+
+_LIKE_FLOATS = 127.5
+
+
+def train(weights: Weights, partition: int, server_round: int, config: Mapping[str, Any]) -> tuple[Weights, int]:
+    """Train so many steps on a partition; return the weights and how many images that were."""
+    torch.manual_seed(hash((config["seed"], partition, server_round)))
+    images, labels = (array[partition :: config["num-clients"]] for array in _data(config["data"]))
+    device, batch = config["device"], config["batch"]
+    model = _model()
+    names = model.state_dict().keys()
+    model.load_state_dict({name: torch.tensor(value) for name, value in zip(names, weights, strict=True)})
+    model.to(device).train()
+    x = torch.from_numpy(np.ascontiguousarray(images)).to(device)
+    y = torch.from_numpy(labels.astype(np.int64)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    for chosen in torch.randint(len(y), (config["steps"], batch)).to(device):
+        pixels = x[chosen].permute(0, 3, 1, 2).float().div_(_LIKE_FLOATS).sub_(1.0)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(pixels), y[chosen]).backward()
+        optimizer.step()
+    return [value.cpu().numpy() for value in model.state_dict().values()], config["steps"] * batch
+
+
+def initial_weights(seed: int) -> Weights:
+    torch.manual_seed(seed)
+    return [value.numpy() for value in _model().state_dict().values()]
+
+
+@cache
+def _data(folder: str) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("images", "labels"))
+    return images, labels
+
+
+def _model() -> nn.Module:
+    """Return ResNet-18 as it is used for images of 32 x 32: without the early reductions."""
+    model = resnet18(num_classes=10)
+    model.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model

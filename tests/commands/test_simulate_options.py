@@ -1,0 +1,250 @@
+"""``flower-gpu simulate`` as a user types it: what it refuses, what reaches the run, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command_shell import Shell
+
+pytestmark = pytest.mark.timeout(300)
+
+RUN_TIMEOUT_S = 140  # what a run of a second may take on a busy machine
+PYPROJECT = """
+[project]
+name = "counting"
+version = "1"
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "counting.app:server"
+clientapp = "counting.app:client"
+
+[tool.flwr.app.config]
+num-server-rounds = 2
+num-clients = 7
+mode = "plain"
+folder = ""
+task.rate = 0.5
+
+[tool.flower-gpu.choices]
+mode = ["plain", "raise", "wait"]
+"""
+APP = """
+import os, time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedAvg
+
+server, client = ServerApp(), ClientApp()
+
+
+@server.main()
+def main(grid, context):
+    config = context.run_config
+    (Path(config["folder"]) / "policy").write_text(os.environ.get("FLOWER_GPU_POLICY", "none"))
+    arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
+    FedAvg().start(grid, arrays, num_rounds=config["num-server-rounds"])
+    if config["mode"] == "raise":
+        raise RuntimeError("the server has\\nlost its way")
+
+
+@client.train()
+def train(message, context):
+    config = context.run_config
+    folder = Path(config["folder"])
+    weights = message.content["arrays"]["w"].numpy()
+    if config["mode"] == "wait" and weights[0] >= 1 and not (folder / "go").exists():
+        (folder / "waits").touch()
+        time.sleep(600)
+    arrays = ArrayRecord({"w": Array(weights + np.float32(1))})
+    metrics = MetricRecord({"num-examples": 1, "rate": config["task.rate"]})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    """A Flower app that adds one to its weights."""
+    package = tmp_path / "app" / "counting"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "app.py").write_text(APP)
+    (tmp_path / "app" / "pyproject.toml").write_text(PYPROJECT)
+    return tmp_path / "app"
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "flower_gpu.cli", "simulate", *map(str, arguments)]
+
+
+def simulate(shell: Shell, folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=shell.env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+
+
+def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
+    """Return the line that a command is refused with; nothing may have been made."""
+    before = sorted(folder.rglob("*"))
+    done = simulate(shell, folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("flower-gpu simulate: ") and done.stderr.count("\n") == 1
+    assert [path for path in sorted(folder.rglob("*")) if "pycache" not in str(path)] == before
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "the following arguments are required: --num-supernodes"),
+        (["--num-supernodes", "0"], "must be 1 or more, not 0"),
+        (["--num-supernodes", "many"], "'many' is not a whole number"),
+        (
+            ["--num-supernodes", "3", "--run-config", "lr=0.1"],
+            "--run-config lr: counting declares no such key "
+            "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
+        ),
+        (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
+        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait"),
+        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients is set by --num-supernodes"),
+        (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
+        (["--num-supernodes", "3", "--max-workers", "0"], "must be 1 or more, not 0"),
+        (["--num-supernodes", "3", "--calls-per-worker", "some"], "'some' is not a whole number"),
+        (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "compares nothing"),
+        (["--num-supernodes", "3", "--timeout-s", "0"], "must be above 0"),
+        (["--num-supernodes", "3", "--state-memory", "much"], "--state-memory='much' is no size of memory"),
+        (["--num-supernodes", "3", "--gpu-memory", "much"], "--gpu-memory='much' is no size of memory"),
+        (["--num-supernodes", "3", "--gpu-memory", "1GiB", "--num-gpus", "1"], "not allowed with argument"),
+        (["--num-supernodes", "3", "--gpu", "sometimes"], "invalid choice: 'sometimes'"),
+        (["--num-supernodes", "3", "--gpu-num", "0,,1"], "--gpu-num"),
+        (["--num-supernodes", "3", "--resume", "app", "--log-dir", "x"], "not allowed with argument"),
+        (["--num-supernodes", "3", "--resume", "nothing"], "--resume nothing: there is no such folder"),
+        (["--num-supernodes", "3", "--resume", "app"], "--resume app: it has no config.json"),
+        (["--num-supernodes", "3", "--log-dir", "app/pyproject.toml/x"], "pyproject.toml is not a folder"),
+        (["--num-supernodes", "3", "--faster"], "unknown: --faster"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_line(
+    shell: Shell, app: Path, options: Sequence[str], reason: str
+) -> None:
+    assert reason in refusal(shell, app.parent, "app", *options)
+
+
+def test_a_folder_without_an_app_is_refused(shell: Shell, app: Path) -> None:
+    assert "nothing is not a folder" in refusal(shell, app.parent, "nothing", "--num-supernodes", "3")
+    text = refusal(shell, app.parent, "app/counting", "--num-supernodes", "3")
+    assert "app/counting has no pyproject.toml" in text
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(shell: Shell, app: Path) -> None:
+    (app.parent / "run").mkdir()
+    (app.parent / "run" / "config.json").write_text("{}")
+    assert "it has no checkpoint" in refusal(
+        shell, app.parent, "app", "--num-supernodes", "3", "--resume", "run"
+    )
+
+
+def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:
+    code = """
+import sys
+from flower_gpu import cli
+print(cli.main(["simulate", "app", "--num-supernodes", "3", "-c", "lr=1"]))
+print(sorted({"torch", "flwr", "numpy", "tqdm", "rich"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=app.parent,
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "2\n[]\n", done.stderr
+
+
+def result_of(folder: Path) -> dict[str, object]:
+    result: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return result
+
+
+def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
+    here = app.parent
+    (here / "values.toml").write_text(f"folder = {json.dumps(str(here))}\n[task]\nrate = 0.25\n")
+    options = ["--num-supernodes", "3", "--max-workers", "2", "--calls-per-worker", "2", "--seed", "11"]
+    options += ["--gpu", "never", "--timeout-s", "100", "--log-dir", "logs", "--no-progress"]
+    done = simulate(shell, here, "app", *options, "-c", "values.toml", "-c", "num-server-rounds=3")
+    assert done.returncode == 0, done.stderr
+    assert "rounds" not in done.stdout and "outcome" not in done.stderr
+    (folder,) = (here / "logs").iterdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 2)
+    assert config["run_config"] == {
+        "num-server-rounds": 3,
+        "num-clients": 3,
+        "mode": "plain",
+        "folder": str(here),
+        "task.rate": 0.25,
+    }
+    result = result_of(folder)
+    assert (result["outcome"], result["rounds"], result["messages"]) == ("completed", 3, 9)
+    assert result["metrics"] == {"train": {"rate": 0.25}}
+    assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
+
+
+def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell, app: Path) -> None:
+    here = app.parent
+    values = f"mode='raise' num-server-rounds=1 folder='{here}'"
+    done = simulate(shell, here, "app", "--num-supernodes", "2", "-c", values)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "flower-gpu simulate: RuntimeError: the server has (the traceback is above)"
+    assert "Traceback (most recent call last):" in lines and "RuntimeError: the server has" in lines
+    (folder,) = (here / "runs").iterdir()
+    result = result_of(folder)
+    assert (result["outcome"], result["error"]) == ("failed", "RuntimeError: the server has")
+    assert result["rounds"] == 1
+
+
+def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path) -> None:
+    here = app.parent
+    options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4"]
+    options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where this package is, if it is not installed
+    process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not (here / "waits").exists():  # in round 2
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    (folder,) = (here / "runs").iterdir()
+    assert errors.splitlines()[-1] == (
+        "flower-gpu simulate: interrupted; to go on after the last finished round, add this to the same "
+        f"command: --resume runs/{folder.name}"
+    )
+    assert "Traceback" not in errors
+    assert result_of(folder)["outcome"] == "interrupted"
+
+    (here / "go").touch()
+    done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
+    assert done.returncode == 0, done.stderr
+    result = result_of(folder)
+    assert (result["outcome"], result["rounds"], result["resumed_after_round"]) == ("completed", 3, 1)
+    kinds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in kinds if line["kind"] == "train"] == [1, 2, 3]
