@@ -9,21 +9,20 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower.records import records_of
 
 # A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
 # Sums of small arrays lie together: numpy asks for huge pages from 4 MiB on, which saves faults and time.
 _BLOCK_BYTES = 1 << 24
 _ALIGNMENT = 64
-
-_Record = TypeVar("_Record", ArrayRecord, MetricRecord)
 
 
 class RunningMean:
@@ -220,7 +219,7 @@ class SummedReplies:
         self.rest.append(rest)
 
     def _sum(self, content: RecordDict, source: str) -> None:
-        records = records_of(content, ArrayRecord)
+        records = list(records_of(content, ArrayRecord).values())
         weight = weight_of(content, self._weighted_by_key)
         if len(records) != 1:
             self.misfit = f"The reply of {source} has {len(records)} ArrayRecords instead of one."
@@ -258,18 +257,9 @@ class _SummedArray(Array):
         return f"<array {self.__dict__['name']!r} of a reply, already summed>"
 
 
-def records_of(content: RecordDict, kind: type[_Record]) -> list[_Record]:
-    """Return the records of a kind.
-
-    ``content.array_records`` would keep the content alive until Python's garbage collector runs: what it
-    returns refers to the content and to itself.
-    """
-    return [record for record in content.values() if isinstance(record, kind)]
-
-
 def weight_of(content: RecordDict, key: str) -> float | None:
     """Return a number of a reply's only MetricRecord, or None."""
-    records = records_of(content, MetricRecord)
+    records = list(records_of(content, MetricRecord).values())
     value = records[0].get(key) if len(records) == 1 else None
     return None if isinstance(value, list) else value
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import ClientCallError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
+from flower_gpu.flower.records import records_in
 from flower_gpu.runner import Workers, run_call
 
 #: Key of a node config: which part of the data a client has.
@@ -68,7 +69,7 @@ def call(
     try:
         found = settings()
         label = f"{kind} of client {found.worker.name}"
-        records = message.content.array_records.values() if message.has_content() else ()
+        records = records_in(message, ArrayRecord).values()
         reply: Message
         reply, state = run_call(
             task,
@@ -181,5 +182,6 @@ def text_of(error: Exception) -> str:
 
 
 def _config(message: Message) -> dict[str, Any]:
-    records = message.content.config_records.values() if message.has_content() else ()
-    return {key: value for record in records for key, value in record.items()}
+    return {
+        key: value for record in records_in(message, ConfigRecord).values() for key, value in record.items()
+    }

@@ -33,8 +33,9 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds
-from flower_gpu.flower.averaging import InOrder, RunningMean, SummedReplies, place, records_of, weight_of
+from flower_gpu.flower.averaging import InOrder, RunningMean, SummedReplies, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
+from flower_gpu.flower.records import records_of
 from flower_gpu.isolation.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
@@ -176,7 +177,7 @@ class FedAvg(_MessageFedAvg):
             valid.sort(key=place)
         mean = RunningMean()
         for reply in valid:
-            (record,) = records_of(reply.content, ArrayRecord)
+            (record,) = records_of(reply.content, ArrayRecord).values()
             weight = weight_of(reply.content, self.weighted_by_key)
             assert weight is not None  # it was checked
             mean.add(record, weight, f"node {reply.metadata.src_node_id}")

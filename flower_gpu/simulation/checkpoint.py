@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower.records import records_of
 from flower_gpu.simulation import record_bytes
 from flower_gpu.simulation.places import Place, disk_error, write_all
 from flower_gpu.simulation.record_bytes import Buffer
@@ -259,13 +260,13 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
     from flower_gpu.flower.rounds import RoundState
 
     def metrics(prefix: str) -> dict[int, MetricRecord]:
-        found = records.metric_records.items()
+        found = records_of(records, MetricRecord).items()
         return {int(name[len(prefix) :]): record for name, record in found if name.startswith(prefix)}
 
     return RoundState(
         server_round=content["server_round"],
         # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
-        arrays=ArrayRecord(dict(records.array_records[_MODEL])),
+        arrays=ArrayRecord(dict(records_of(records, ArrayRecord)[_MODEL])),
         train_metrics=metrics(_TRAIN),
         evaluate_metrics=metrics(_EVALUATE),
         random_state=content["random_state"],

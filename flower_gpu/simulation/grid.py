@@ -75,7 +75,7 @@ class LocalGrid(Grid):
         self._cancel: Callable[[Message], None] = getattr(handle, "cancel", lambda message: None)
         self._checkpoints = checkpoints
         self._resumed = resumed
-        self._has_resumed = False
+        self._starts = 0
         self._waiting: queue.SimpleQueue[tuple[Message, _Box] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._boxes: dict[str, _Box] = {}
@@ -145,9 +145,12 @@ class LocalGrid(Grid):
         return self._stream(messages, timeout, self._most_unread)
 
     def resumed(self) -> RoundState | None:
-        """Return where the run goes on; None: at its start."""
-        self._has_resumed = True
-        return self._resumed
+        """Return where the run goes on; None: at its start.
+
+        An app that has its strategy start once more begins anew there, and has no checkpoints of that.
+        """
+        self._starts += 1
+        return self._resumed if self._starts == 1 else None
 
     def check_resumed(self) -> None:
         """Refuse a run that should go on, and begins at its start.
@@ -157,7 +160,7 @@ class LocalGrid(Grid):
         ConfigError
             If the strategy has not asked where to go on.
         """
-        if self._resumed is not None and not self._has_resumed:
+        if self._resumed is not None and self._starts == 0:
             raise ConfigError(
                 "this run cannot go on: only flower_gpu's FedAvg (flower_gpu.FedAvg) can, since it says "
                 "after each round all that the next one needs. Other strategies keep what nobody else knows "
@@ -166,7 +169,7 @@ class LocalGrid(Grid):
 
     def finished_round(self, state: RoundState) -> None:
         """Keep what a run is after a round."""
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and self._starts <= 1:
             self._checkpoints.write(state)
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import Message
+from flwr.app import ConfigRecord, Message, MetricRecord
 
+from flower_gpu.flower.records import records_in
 from flower_gpu.simulation.events import (
     SERVER_EVALUATE,
     Metric,
@@ -261,7 +262,7 @@ def _clean(value: Any) -> Any:
 
 
 def _metrics_in(reply: Message) -> dict[str, Metric]:
-    records = reply.content.metric_records
+    records = records_in(reply, MetricRecord)
     alone = len(records) == 1
     return {
         key if alone else f"{name}.{key}": _clean(value)
@@ -271,10 +272,9 @@ def _metrics_in(reply: Message) -> dict[str, Metric]:
 
 
 def _round_of(message: Message) -> int | None:
-    if message.has_content():
-        for record in message.content.config_records.values():
-            value = record.get(_ROUND_KEY)
-            if isinstance(value, int):
-                return value
+    for record in records_in(message, ConfigRecord).values():
+        value = record.get(_ROUND_KEY)
+        if isinstance(value, int):
+            return value
     group = message.metadata.group_id
     return int(group) if group and group.isdecimal() and len(group) < 10 else None

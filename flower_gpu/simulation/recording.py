@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from flwr.app import ArrayRecord
 from flwr.server import Server
 from flwr.server import strategy as legacy
 from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import Strategy
 
+from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, OnEvent
 from flower_gpu.simulation.recorder import Recorder, clean
@@ -129,7 +131,7 @@ class _Hooks:
                 if is_first and hasattr(context, "strategy"):
                     self._recorder.run_started(type(context.strategy).__name__, context.config.num_rounds)
                 result = method(workflow, grid, context)
-                model = context.state.array_records.get(MAIN_PARAMS_RECORD)
+                model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
                 self._recorder.model = self._recorder.model if model is None else model
                 return result
 

@@ -9,8 +9,10 @@ from logging import WARNING
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.common.logger import log
+
+from flower_gpu.flower.records import records_in
 
 
 @dataclass
@@ -78,7 +80,7 @@ def difference(one: Message, other: Message) -> float:
         0 if they are the same, bit for bit; infinity if there are other arrays.
     """
     largest = 0.0
-    records = [message.content.array_records if message.has_content() else {} for message in (one, other)]
+    records = [records_in(message, ArrayRecord) for message in (one, other)]
     if records[0].keys() != records[1].keys():
         return float("inf")
     for name, arrays in records[0].items():
