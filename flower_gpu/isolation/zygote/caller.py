@@ -31,6 +31,7 @@ _PROGRAM = "flower_gpu.isolation.zygote.program:serve"
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.05
 _END_S = 10.0
+_EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _MAX_RENEWALS = 5
 
@@ -230,7 +231,7 @@ class Process:
 
     def close(self) -> None:
         """End it and all its workers."""
-        self._connection.close()
+        _close(self._connection)
         self._thread.join(_END_S)
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
@@ -253,6 +254,13 @@ class Process:
     def _error(self, text: str) -> BaseException:
         self._thread.join(_END_S)
         return self._failed[0] if self._failed else WorkerStartError(f"the zygote has ended: {text}")
+
+
+def _close(connection: socket.socket) -> None:
+    """Close a socket for the other end to see, even where a fork of this process has it, too."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _run(call: Call, start_method: str, failed: list[BaseException]) -> None:
@@ -327,10 +335,15 @@ class Line:
         if self._calls == 0 or self._connection is None:
             return
         self._calls = 0
-        with suppress(sockets.Gone):
+        self._connection.settimeout(_EXIT_GRACE_S)
+        try:
             sockets.send(self._connection, {"leave": True})
             while sockets.receive(self._connection)[0].get("event") != "exited":
                 pass
+        except sockets.Gone:  # or it takes too long to leave
+            self.close()
+        else:
+            self._connection.settimeout(None)
 
     def cancel(self) -> None:
         """End the call that runs, from another thread."""
@@ -341,7 +354,7 @@ class Line:
         """Let go of the line; a worker on it is ended."""
         self._calls = 0
         if self._connection is not None:
-            self._connection.close()
+            _close(self._connection)
             self._connection = None
             start.close_life_end(self._life)
             for descriptor in (self._stdout, self._stderr):
@@ -386,6 +399,9 @@ class Line:
                     return watch
                 if last:
                     raise WorkerStartError(f"{call.label}: no worker: {error}") from error
+            except BaseException:  # its worker must not answer the next call
+                self.close()
+                raise
         assert watch is not None
         if watch.imported:
             self._zygote.imported(watch.imported)
@@ -437,6 +453,7 @@ class _Watch:
         self.no_worker = ""
         self.imported: list[str] = []
         self.peak_bytes = 0
+        self._deadline: float | None = None
         self._connection = connection
         self._process = process
         self._on_event = on_event
@@ -450,25 +467,29 @@ class _Watch:
         of_descriptor = {stream.descriptor: stream for stream in streams}
         for descriptor in of_descriptor:
             poll.register(descriptor, select.POLLIN)
-        asked = False
+        self._deadline = deadline
         while not self._is_over:
-            left_s = None if deadline is None else deadline - time.monotonic()
+            left_s = None if self._deadline is None else self._deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
-                if self.pid < 0:  # it has only just been asked for
-                    deadline = time.monotonic() + _POLL_S
-                elif not asked and not self.has_result:
-                    asked = self.is_late = True
-                    self._process.signal(self.pid, signal.SIGQUIT)
-                    deadline = time.monotonic() + _STACK_DUMP_S
-                else:
-                    self._process.signal(self.pid, signal.SIGKILL)
-                    deadline = None
+                self._be_late()
                 continue
             for descriptor, _ in poll.poll(None if left_s is None else left_s * 1000):
                 if descriptor in of_descriptor:
                     of_descriptor[descriptor].read()
                 else:
                     self._on_message(*sockets.receive(self._connection))
+
+    def _be_late(self) -> None:
+        now = time.monotonic()
+        if self.pid < 0:  # it has only just been asked for
+            self._deadline = now + _POLL_S
+        elif not self.is_late and not self.has_result:
+            self.is_late = True
+            self._process.signal(self.pid, signal.SIGQUIT)
+            self._deadline = now + _STACK_DUMP_S
+        else:
+            self._process.signal(self.pid, signal.SIGKILL)
+            self._deadline = None
 
     def cancel(self) -> None:
         """End the worker, from another thread."""
@@ -488,6 +509,7 @@ class _Watch:
                 self._on_start(self.pid, START_METHOD)
         elif event == "result":
             self.has_result, self.stays = True, message["stays"]
+            self._deadline = time.monotonic() + _EXIT_GRACE_S
             self.peak_bytes = message["peak_bytes"]
             self._is_over = self.stays
         elif event == "exited":

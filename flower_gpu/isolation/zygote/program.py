@@ -44,11 +44,14 @@ def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: st
     connection.connect(f"\0{address}")
     if sockets.peer(connection)[1] != os.getuid():
         raise PermissionError("another user's process listens where the caller should")
-    try:
-        libraries.import_all(modules)
-    except libraries.UnfitLibraryError as error:
-        sockets.send(connection, {"unfit": error.libraries})
-        return
+    for module in modules:
+        try:
+            libraries.import_all([module])
+        except libraries.UnfitLibraryError as error:
+            sockets.send(connection, {"unfit": error.libraries})
+            return
+        except Exception:  # the worker that imports it will tell
+            continue
     if rehearsal is not None:
         load_task(rehearsal)()
     _Zygote(connection).run()
@@ -168,7 +171,7 @@ class _Zygote:
         os.close(self._wakeup_end)
         for other in self._lines:
             if other is not line:
-                other.connection.detach()
+                other.connection.close()
                 for descriptor in other.descriptors()[1:]:
                     os.close(descriptor)
         imported = partial(libraries.imported_since, self._modules, self._folders)

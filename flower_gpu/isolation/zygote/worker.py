@@ -93,9 +93,13 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     if outcome is None:
         return None
     child.leave_reply(outcome, reply)
+    stays = bool(message["stays"])
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):  # the task has closed or replaced it
+            stays = False
     for descriptor in descriptors:
         os.close(descriptor)
     # After an error much may be different from what the next client expects to find.
-    return bool(message["stays"]) and outcome.error_type is None
+    return stays and outcome.error_type is None
