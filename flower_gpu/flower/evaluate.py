@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from logging import INFO
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from flwr.common import ArrayRecord, MetricRecord
 from flwr.common.logger import log
@@ -26,7 +26,15 @@ _SHOWN = ("loss", "accuracy", "f1")
 
 
 class GPUEvaluate:
-    """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy."""
+    """What :func:`gpu_evaluate` returns: an ``evaluate_fn`` for a Flower strategy.
+
+    Attributes
+    ----------
+    is_shown : bool
+        Whether rounds are shown here. A simulation shows them itself.
+    """
+
+    is_shown: ClassVar[bool] = True
 
     def __init__(
         self, fn: Task, kwargs: Mapping[str, Any], num_rounds: int | None, settings: CallSettings
@@ -69,7 +77,8 @@ class GPUEvaluate:
         if metrics is None:
             return None
         trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=metrics)
-        self._rounds.show(server_round, self.num_rounds, metrics)
+        if self.is_shown:
+            self._rounds.show(server_round, self.num_rounds, metrics)
         if is_message_api:
             return _metric_record(metrics, task_name(self._fn))
         loss = metrics.pop("loss")

@@ -174,6 +174,8 @@ class LocalGrid(Grid):
 
     def close(self) -> None:
         """Give up what is not done, and end the threads."""
+        if self._is_closed:
+            return
         self._is_closed = True
         for box in set(self._boxes.values()):
             self._give_up(box)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _POLL_S = 0.2  # others on the host give memory back, too
+_GROWTH_S = 2.0  # from a worker's start until it has most of its memory
 _RESERVE = 0.05  # of all memory stays free
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -45,6 +48,7 @@ class HostMemory:
         self._changed = threading.Condition()
         self._running = 0
         self._largest_bytes = 0
+        self._started: deque[float] = deque()
         #: How often a worker had to wait.
         self.waits = 0
 
@@ -57,6 +61,7 @@ class HostMemory:
                 while not self._has_room():
                     self._changed.wait(_POLL_S)
             self._running += 1
+            self._started.append(time.monotonic())
         try:
             yield
         finally:
@@ -73,4 +78,7 @@ class HostMemory:
         if found is None:
             return True
         available, total = found
-        return available >= self._largest_bytes + _RESERVE * total
+        while self._started and self._started[0] < time.monotonic() - _GROWTH_S:
+            self._started.popleft()
+        # Those that were let in just now have not taken theirs yet.
+        return available >= self._largest_bytes * (1 + len(self._started)) + _RESERVE * total

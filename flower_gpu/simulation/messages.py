@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
+from flower_gpu.isolation.zygote.worker import leave_after_this_call
 from flower_gpu.simulation.fresh import ProcessState, seed_all
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -108,6 +110,7 @@ class MessageHandler:
             place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {metadata.group_id}"
             seed = f"{place} {self._sent[place]}"
             self._sent[place] += 1
+            slot.begin()
             self._running[metadata.message_id] = slot
         try:
             reply = self._run(message, context, seed, slot)
@@ -198,7 +201,12 @@ def handle(
     """Handle a message; runs in a worker."""
     loaded = _load(app) if isinstance(app, AppReference) else app
     _begin(seed)
-    return message_call.run(loaded, None, message, context, identity)
+    had_torch = "torch" in sys.modules
+    try:
+        return message_call.run(loaded, None, message, context, identity)
+    finally:
+        if "torch" in sys.modules and not had_torch:
+            leave_after_this_call()  # nobody knows what flags it had before this client
 
 
 _loaded: dict[AppReference, ClientApp] = {}

@@ -286,7 +286,6 @@ class _Bars(_View):
             total=phase.total,
             desc=phase.kind if phase.server_round is None else f"round {phase.server_round} {phase.kind}",
             file=self._stream,
-            position=1,
             leave=False,
             dynamic_ncols=True,
             smoothing=0,
@@ -349,7 +348,6 @@ class _Bars(_View):
             total=self.num_rounds,
             desc="rounds",
             file=self._stream,
-            position=0,
             dynamic_ncols=True,
             smoothing=0,
             bar_format="{desc} |{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}"

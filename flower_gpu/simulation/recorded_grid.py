@@ -107,7 +107,7 @@ class RecordedGrid(Grid):
         return state
 
     def finished_round(self, state: Any) -> None:
-        """Note the evaluation on the server, which our strategies do not tell otherwise, and pass on."""
+        """Note the model and the evaluation on the server, and pass on."""
         metrics = state.evaluate_metrics.get(state.server_round)
         if metrics:
             self._recorder.evaluated(state.server_round, dict(metrics))

@@ -24,6 +24,7 @@ from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import Strategy
 
+from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, OnEvent
@@ -57,6 +58,8 @@ def recorded_run(on_event: OnEvent, partition_of: Callable[[int], int] | None = 
         stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
         stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
         stack.enter_context(_replaced(DefaultWorkflow, "__call__", hooks.workflow(DefaultWorkflow.__call__)))
+        stack.enter_context(_replaced(GPUEvaluate, "__call__", hooks.gpu_evaluate(GPUEvaluate.__call__)))
+        stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # there is one bar over the rounds
         try:
             yield recorder
         finally:
@@ -137,6 +140,13 @@ class _Hooks:
 
         return call
 
+    def gpu_evaluate(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def call(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(evaluate, functools.partial(method, evaluate))(*args, **kwargs)
+
+        return call
+
     def _start(self, strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         @_like(method)
         def start(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +157,7 @@ class _Hooks:
                 self._recorder.run_started(type(strategy).__name__, arguments.get("num_rounds"))
                 self._recorder.model = arguments.get("initial_arrays")
                 evaluate = arguments.get("evaluate_fn")
-                # Ours have it run in a worker, and tell the grid what it gives.
+                # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
                 if callable(evaluate) and not isinstance(strategy, FedAvg):
                     arguments.set("evaluate_fn", self._evaluate(strategy, evaluate))
                 result = method(*arguments.args, **arguments.kwargs)

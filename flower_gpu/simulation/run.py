@@ -253,6 +253,7 @@ def simulate(
         recorded = RecordedGrid(grid, report.recorder)
         found.load_server()(grid=recorded, context=context)
         grid.check_resumed()
+        recorded.close()
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
 

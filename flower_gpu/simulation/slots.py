@@ -83,8 +83,12 @@ class Slot:
         self._line.retire()
         self._release()
 
+    def begin(self) -> None:
+        """Take the next call, which :meth:`cancel` means from now on."""
+        self._line.begin()
+
     def cancel(self) -> None:
-        """End the call that runs, from another thread; it fails."""
+        """End the call that was begun, from another thread; it fails."""
         self._line.cancel()
 
     def close(self) -> None:

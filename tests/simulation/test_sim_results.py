@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from recorded_apps import (
 import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.simulation.events import (
     Event,
     PhaseFinished,
@@ -172,6 +173,8 @@ def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() ->
 
     recorded = run_app(main, clients, nodes)
     assert recorded.metrics("server-evaluate") == {n: {"accuracy": n / 10} for n in range(3)}
+    assert len(recorded.phases("server-evaluate")) == 3, "each is told once"
+    assert all(phase.seconds is not None for phase in recorded.phases("server-evaluate"))
     assert [phase.clients for phase in recorded.phases("train")] == [59, 59]
     assert recorded.phases("evaluate") == []
     assert recorded.recorder.model["n"].numpy() == 2
@@ -352,25 +355,30 @@ def test_pushed_messages_are_recorded_when_they_are_pulled() -> None:
 
 def test_clients_that_do_not_reply_in_time_are_named() -> None:
     nodes = new_nodes()
+    is_over = threading.Event()
 
     def handle(message: Message) -> Message:
         if nodes.partition_of(message.metadata.dst_node_id) == 5:
-            time.sleep(1.5)
+            is_over.wait(60)
         return clients(message)
 
     clients = Clients(nodes, has_failing=False)
 
     def main(grid: Any, context: Any) -> None:
-        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1, timeout=1)
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1, timeout=3)
+        is_over.set()
 
     recorded = run_app(main, handle, nodes, threads=CLIENTS)
-    assert [(one.partition, one.error) for one in recorded.failures()] == [(5, "no reply within 1 s")]
+    assert [(one.partition, one.error) for one in recorded.failures()] == [(5, "no reply within 3 s")]
     (phase,) = recorded.phases("train")
     assert (phase.clients, phase.failed) == (CLIENTS - 1, 1)
 
 
+CHANGED = (Strategy, legacy.Strategy, Server, DefaultWorkflow, GPUEvaluate, FedAvg)
+
+
 def state_of_classes() -> list[Any]:
-    return [dict(vars(one)) for one in (Strategy, legacy.Strategy, Server, DefaultWorkflow, FedAvg)]
+    return [dict(vars(one)) for one in CHANGED]
 
 
 def test_classes_of_flower_are_as_before_when_the_run_has_ended_or_failed() -> None:

@@ -188,9 +188,14 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequen
     Gone
         If the other end has closed, or takes nothing.
     """
+    send_bytes(connection, json.dumps(message).encode(), descriptors)
+
+
+def send_bytes(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send a message that is JSON already; see :func:`send`."""
     try:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-        connection.sendmsg([json.dumps(message).encode()], rights if descriptors else [])
+        connection.sendmsg([data], rights if descriptors else [])
     except OSError as error:
         raise Gone(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import select
@@ -16,13 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flower_gpu.errors import WorkerStartError
+from flower_gpu.errors import WorkerDiedError, WorkerStartError
 from flower_gpu.isolation import outcomes, start, transport
 from flower_gpu.isolation import worker as one_call
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.events import Sink
 from flower_gpu.isolation.forkserver import client, sockets
 from flower_gpu.isolation.streams import Stream, Tail, echo
+from flower_gpu.isolation.zygote import wire
 
 #: How a worker of a zygote was started, for the trace.
 START_METHOD = "zygote"
@@ -179,6 +179,7 @@ class Process:
     """
 
     def __init__(self, settings: ZygoteSettings) -> None:
+        self.pid = -1
         self._lock = threading.Lock()
         self._failed: list[BaseException] = []
         address = f"flower-gpu-{secrets.token_hex(16)}"
@@ -199,21 +200,21 @@ class Process:
                 target=_run, args=(call, settings.start_method, self._failed), daemon=True
             )
             self._thread.start()
-            self._connection = self._accepted(listener)
+            self.connection = self._accepted(listener)
         try:
-            self._connection.settimeout(_START_S)
-            said, _ = sockets.receive(self._connection)
+            self.connection.settimeout(_START_S)
+            said, _ = wire.receive(self.connection)
         except sockets.Gone as error:
             self.close()
             raise self._error(str(error)) from error
         if "unfit" in said:
             self.close()
             raise _UnfitError(set(said["unfit"]))
-        self.pid: int = said["ready"]
+        self.pid = said["ready"]
 
     def has_ended(self) -> bool:
         """Whether it is gone."""
-        return sockets.is_closed(self._connection)
+        return sockets.is_closed(self.connection)
 
     def open_line(self, descriptors: Sequence[int]) -> None:
         """Give it the workers' ends of a line."""
@@ -231,8 +232,12 @@ class Process:
 
     def close(self) -> None:
         """End it and all its workers."""
-        _close(self._connection)
+        _close(self.connection)
         self._thread.join(_END_S)
+        if self._thread.is_alive() and self.pid >= 0:  # stopped, or it waits for memory
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._thread.join(_END_S)
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
         listener.settimeout(_POLL_S)
@@ -249,7 +254,7 @@ class Process:
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         with self._lock:
-            sockets.send(self._connection, message, descriptors)
+            wire.send(self.connection, message, descriptors)
 
     def _error(self, text: str) -> BaseException:
         self._thread.join(_END_S)
@@ -287,6 +292,7 @@ class Line:
         self._calls = 0  # of the worker that is there
         self._env: Mapping[str, str] = {}
         self._watch: _Watch | None = None
+        self._is_cancelled = False
         #: The most memory that a worker of this line was seen to take.
         self.peak_bytes = 0
 
@@ -328,6 +334,8 @@ class Line:
             return outcomes.unwrap(call, outcome)
         if watch.is_late and timeout_s is not None:
             raise outcomes.timed_out(call, watch.pid, timeout_s, watch.tail)
+        if watch.lost:
+            raise WorkerDiedError(f"{call.label}: the worker (pid {watch.pid}) is gone: {watch.lost}")
         raise outcomes.died(call, watch.pid, watch.status, time.monotonic() - began, watch.tail)
 
     def retire(self) -> None:
@@ -337,8 +345,8 @@ class Line:
         self._calls = 0
         self._connection.settimeout(_EXIT_GRACE_S)
         try:
-            sockets.send(self._connection, {"leave": True})
-            while sockets.receive(self._connection)[0].get("event") != "exited":
+            wire.send(self._connection, {"leave": True})
+            while wire.receive(self._connection)[0].get("event") != "exited":
                 pass
         except sockets.Gone:  # or it takes too long to leave
             self.close()
@@ -346,9 +354,14 @@ class Line:
             self._connection.settimeout(None)
 
     def cancel(self) -> None:
-        """End the call that runs, from another thread."""
+        """End the call that was begun, from another thread."""
+        self._is_cancelled = True
         if self._watch is not None:
             self._watch.cancel()
+
+    def begin(self) -> None:
+        """Take the next call, which was not cancelled yet."""
+        self._is_cancelled, self._watch = False, None
 
     def close(self) -> None:
         """Let go of the line; a worker on it is ended."""
@@ -385,17 +398,19 @@ class Line:
                 process = self._open()
                 assert self._connection is not None
                 watch = self._watch = _Watch(self._connection, process, on_event, on_start)
+                if self._is_cancelled:
+                    raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
                 streams = [
                     Stream(self._stdout, echo(sys.stdout, watch.tail)),
                     Stream(self._stderr, echo(sys.stderr, watch.tail)),
                 ]
-                sockets.send(self._connection, message, descriptors)
+                wire.send(self._connection, message, descriptors)
                 watch.until(None if timeout_s is None else time.monotonic() + timeout_s, streams)
                 break
             except sockets.Gone as error:  # the zygote has ended, and its workers with it
                 self.close()
-                if watch is not None and watch.pid >= 0:
-                    watch.status = None
+                if watch is not None and (watch.pid >= 0 or watch.is_late):
+                    watch.lost = str(error)
                     return watch
                 if last:
                     raise WorkerStartError(f"{call.label}: no worker: {error}") from error
@@ -448,7 +463,8 @@ class _Watch:
     ) -> None:
         self.tail = Tail()
         self.pid = -1
-        self.status: int | None = 0
+        self.status = 0
+        self.lost = ""
         self.has_result = self.stays = self.is_late = False
         self.no_worker = ""
         self.imported: list[str] = []
@@ -459,11 +475,13 @@ class _Watch:
         self._on_event = on_event
         self._on_start = on_start
         self._is_over = False
+        self._is_cancelled = False
 
     def until(self, deadline: float | None, streams: Sequence[Stream]) -> None:
         """Wait for the worker's end, or for its result if it stays."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
+        poll.register(self._process.connection, 0)  # its end, however that came
         of_descriptor = {stream.descriptor: stream for stream in streams}
         for descriptor in of_descriptor:
             poll.register(descriptor, select.POLLIN)
@@ -473,16 +491,22 @@ class _Watch:
             if left_s is not None and left_s <= 0:
                 self._be_late()
                 continue
-            for descriptor, _ in poll.poll(None if left_s is None else left_s * 1000):
-                if descriptor in of_descriptor:
-                    of_descriptor[descriptor].read()
-                else:
-                    self._on_message(*sockets.receive(self._connection))
+            ready = {number for number, _ in poll.poll(None if left_s is None else left_s * 1000)}
+            for descriptor in ready & of_descriptor.keys():
+                of_descriptor[descriptor].read()
+            if self._connection.fileno() in ready:  # first: it may have said how it ended
+                self._on_message(*wire.receive(self._connection))
+            elif self._process.connection.fileno() in ready:
+                raise sockets.Gone("the process that forks workers has ended")
 
     def _be_late(self) -> None:
         now = time.monotonic()
-        if self.pid < 0:  # it has only just been asked for
-            self._deadline = now + _POLL_S
+        if self.pid < 0 and not self.is_late:  # it has only just been asked for
+            self.is_late = True
+            self._deadline = now + _END_S
+        elif self.pid < 0:
+            threading.Thread(target=self._process.close, daemon=True).start()
+            raise sockets.Gone("the process that forks workers does not answer")
         elif not self.is_late and not self.has_result:
             self.is_late = True
             self._process.signal(self.pid, signal.SIGQUIT)
@@ -493,18 +517,18 @@ class _Watch:
 
     def cancel(self) -> None:
         """End the worker, from another thread."""
+        self._is_cancelled = True
         if self.pid >= 0:
             self._process.signal(self.pid, signal.SIGKILL)
 
     def _on_message(self, message: dict[str, Any], descriptors: list[int]) -> None:
         event = message.get("event")
-        if event == "imported":
-            (names,) = descriptors
-            self.imported = json.loads(os.pread(names, os.fstat(names).st_size, 0))
         for descriptor in descriptors:
             os.close(descriptor)
         if event == "started":
             self.pid = message["pid"]
+            if self._is_cancelled:
+                self.cancel()
             if self._on_start is not None:
                 self._on_start(self.pid, START_METHOD)
         elif event == "result":
@@ -518,7 +542,7 @@ class _Watch:
                 self.status, self.peak_bytes = message["status"], message["peak_bytes"]
                 self._is_over = self.pid >= 0
         elif event == "imported":
-            pass
+            self.imported = message["names"]
         elif event == "no_worker":
             self.no_worker = message["error"]
             self._is_over = True

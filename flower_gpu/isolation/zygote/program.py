@@ -19,9 +19,10 @@ from flower_gpu.isolation import child, threads
 from flower_gpu.isolation.call import load_task
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.native import adopt_orphans, release_openmp_threads
-from flower_gpu.isolation.zygote import worker
+from flower_gpu.isolation.zygote import wire, worker
 
 _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
+_KILLED_GRACE_S = 2.0  # from its SIGKILL
 _TICK_S = 0.02  # while such a group is waited for
 
 
@@ -48,7 +49,7 @@ def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: st
         try:
             libraries.import_all([module])
         except libraries.UnfitLibraryError as error:
-            sockets.send(connection, {"unfit": error.libraries})
+            wire.send(connection, {"unfit": error.libraries})
             return
         except Exception:  # the worker that imports it will tell
             continue
@@ -95,6 +96,7 @@ class _Zygote:
         self._ended: list[_Line] = []  # whose worker is gone, and not yet its children
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._life, self._life_end = os.pipe2(os.O_CLOEXEC)
         self._folders = identity.installed_folders(sys.path)
         self._modules = 0
         self._is_draining = False
@@ -111,7 +113,7 @@ class _Zygote:
         self._modules = len(sys.modules)
         gc.collect()
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
-        sockets.send(self._connection, {"ready": os.getpid()})
+        wire.send(self._connection, {"ready": os.getpid()})
         try:
             while self._lines or not self._is_draining:
                 for key, _ in self._selector.select(_TICK_S if self._ended else None):
@@ -123,7 +125,7 @@ class _Zygote:
             self._end_all()
 
     def _on_message(self) -> None:
-        message, descriptors = sockets.receive(self._connection)
+        message, descriptors = wire.receive(self._connection)
         if "line" in message:
             line, *others = descriptors
             connection = socket.socket(fileno=line)
@@ -156,9 +158,9 @@ class _Zygote:
             line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a virtual client")
         except OSError as error:
             with suppress(sockets.Gone):
-                for descriptor in sockets.receive(line.connection)[1]:
+                for descriptor in wire.receive(line.connection)[1]:
                     os.close(descriptor)
-                sockets.send(line.connection, {"event": "no_worker", "error": str(error)})
+                wire.send(line.connection, {"event": "no_worker", "error": str(error)})
             self._watch(line)
 
     def _work(self, line: _Line) -> None:
@@ -175,7 +177,8 @@ class _Zygote:
                 for descriptor in other.descriptors()[1:]:
                     os.close(descriptor)
         imported = partial(libraries.imported_since, self._modules, self._folders)
-        worker.work(line.connection, line.stdout, line.stderr, line.life, imported)
+        lives = (line.life, self._life)
+        worker.work(line.connection, line.stdout, line.stderr, lives, self._life_end, imported)
 
     def _forget(self, line: _Line) -> None:
         self._lines.remove(line)
@@ -200,10 +203,12 @@ class _Zygote:
     def _end_groups(self) -> None:
         """Let go of workers of which nothing is left; end what has been left for too long."""
         for line in list(self._ended):
+            late_s = time.monotonic() - line.group_deadline
             if _is_left(line.pid):
-                if time.monotonic() < line.group_deadline:
+                if late_s > 0:
+                    os.killpg(line.pid, signal.SIGKILL)  # children of this process: the id is theirs
+                if late_s < _KILLED_GRACE_S:
                     continue
-                os.killpg(line.pid, signal.SIGKILL)  # these are children of this process: the id is theirs
             self._ended.remove(line)
             event = {
                 "event": "exited",
@@ -213,16 +218,20 @@ class _Zygote:
             }
             line.pid = -1
             try:
-                sockets.send(line.connection, event)
+                wire.send(line.connection, event)
                 self._watch(line)
             except sockets.Gone:
                 self._forget(line)
-        with suppress(ChildProcessError):  # orphans of any group that have ended
-            while not self._has_workers() and os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        self._reap_orphans()
 
-    def _has_workers(self) -> bool:
-        return any(line.pid >= 0 for line in self._lines)
+    def _reap_orphans(self) -> None:
+        """Let go of processes that have left their worker's group, and ended."""
+        workers = {line.pid for line in self._lines}
+        with suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid in workers:  # it has ended just now: it has its turn
+                    return
+                os.waitpid(found.si_pid, 0)
 
     def _end_all(self) -> None:
         for line in self._lines:

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from flower_gpu.isolation import child, transport
 from flower_gpu.isolation.forkserver import sockets
-from flower_gpu.isolation.native import end_with_parent
+from flower_gpu.isolation.zygote import wire
+
+# Set by a task after which this process cannot be brought to what another one expects.
+_has_to_leave = False
 
 
-def work(line: socket.socket, stdout: int, stderr: int, life: int, imported: Callable[[], list[str]]) -> None:
+def leave_after_this_call() -> None:
+    """Let no further call have this worker."""
+    global _has_to_leave
+    _has_to_leave = True
+
+
+def work(
+    line: socket.socket,
+    stdout: int,
+    stderr: int,
+    lives: Sequence[int],
+    zygotes_end: int,
+    imported: Callable[[], list[str]],
+) -> None:
     """Do the calls that come on a line, until one of them was the last.
 
     Parameters
@@ -28,16 +43,19 @@ def work(line: socket.socket, stdout: int, stderr: int, life: int, imported: Cal
         Calls come from it, and what they tell goes to it.
     stdout, stderr : int
         What takes the place of this process's.
-    life : int
-        Read end of the caller's life pipe.
+    lives : sequence of int
+        Read ends of the life pipes of caller and zygote: when one of these is gone, so is this process group.
+    zygotes_end : int
+        Write end of the zygote's, which a fork has as well.
     imported : callable
         Returns the libraries that calls have imported; the next zygote will have them.
     """
-    end_with_parent(os.getppid())
-    # Its own description of the pipe: whom the kernel signals belongs to the description.
-    own_life = os.open(f"/proc/self/fd/{life}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    child.die_with_the_caller(own_life)
-    os.close(life)
+    for pipe in lives:
+        # Its own description of the pipe: whom the kernel signals belongs to the description.
+        own = os.open(f"/proc/self/fd/{pipe}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        child.die_with_the_caller(own)
+        os.close(pipe)
+    os.close(zygotes_end)
     os.dup2(stderr, 2)
     os.dup2(stdout, 1)
     for descriptor in (stdout, stderr):
@@ -51,12 +69,12 @@ def work(line: socket.socket, stdout: int, stderr: int, life: int, imported: Cal
 
     def send(event: Mapping[str, Any]) -> None:
         with lock:
-            sockets.send(line, dict(event))
+            wire.send(line, event)
 
     count = 0
     while True:
         try:
-            message, descriptors = sockets.receive(line)
+            message, descriptors = wire.receive(line)
         except sockets.Gone:
             break
         if "leave" in message:
@@ -74,11 +92,8 @@ def work(line: socket.socket, stdout: int, stderr: int, life: int, imported: Cal
 def _tell_imported(line: socket.socket, names: list[str], count: int, lock: threading.Lock) -> int:
     """Tell the caller what was imported, if that is more than it knows; return how many these are."""
     if len(names) > count:
-        list_ = os.memfd_create("flower-gpu-imported", os.MFD_CLOEXEC)
-        os.write(list_, json.dumps(names).encode())
         with lock:
-            sockets.send(line, {"event": "imported"}, [list_])
-        os.close(list_)
+            wire.send(line, {"event": "imported", "names": names})
     return len(names)
 
 
@@ -102,4 +117,4 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     for descriptor in descriptors:
         os.close(descriptor)
     # After an error much may be different from what the next client expects to find.
-    return stays and outcome.error_type is None
+    return stays and outcome.error_type is None and not _has_to_leave

@@ -1,0 +1,85 @@
+"""Runs of `flower-gpu simulate` for tests, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import trace
+
+APPS = Path(__file__).parent / "apps"
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A run that is over."""
+
+    status: int
+    output: str
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """What the trace says of the clients' calls that are over."""
+        events = trace.read(self.folder / "trace.jsonl")
+        return [e for e in events if e["event"] == "worker_finished" and e["client"] != "server"]
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [line for line in map(json.loads, text.splitlines()) if line["kind"] == kind]
+
+
+def command(app: str, nodes: int, *options: str) -> list[str]:
+    simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate"]
+    return [*simulate, str(APPS / app), "--num-supernodes", str(nodes), *options]
+
+
+def run(app: str, nodes: int, log_dir: Path, *options: str) -> Simulation:
+    where = () if "--resume" in options else ("--log-dir", str(log_dir))
+    done = subprocess.run(
+        command(app, nodes, *where, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    folders = sorted(log_dir.iterdir()) if log_dir.is_dir() else []
+    return Simulation(done.returncode, done.stdout, folders[-1] if folders else log_dir)
+
+
+@contextmanager
+def running(app: str, nodes: int, log_dir: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run in a process group of its own; it is killed at the end of the block if it still runs."""
+    with subprocess.Popen(
+        command(app, nodes, "--log-dir", str(log_dir), *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_line(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    """Read until a line begins so; return all that was read."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(beginning):
+            return lines
+    raise AssertionError(f"no line {beginning!r} in:\n{''.join(lines)}")
