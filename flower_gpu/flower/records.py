@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+#: Where Flower's strategies say, in a ConfigRecord, which round it is.
+ROUND_KEY: Final = "server-round"
 
 Record = TypeVar("Record", ArrayRecord, MetricRecord, ConfigRecord)
 
@@ -21,3 +24,13 @@ def records_of(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
 def records_in(message: Message, kind: type[Record]) -> dict[str, Record]:
     """Return a message's records of a kind, by name; none if it has an error in the place of a content."""
     return records_of(message.content, kind) if message.has_content() else {}
+
+
+def round_of(message: Message) -> int | None:
+    """Return the round that a message says it is of, by its config or its group; None if it does not."""
+    for record in records_in(message, ConfigRecord).values():
+        value = record.get(ROUND_KEY)
+        if isinstance(value, int):
+            return value
+    group = message.metadata.group_id
+    return int(group) if group and group.isdecimal() and len(group) < 10 else None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import TYPE_CHECKING, Protocol
 
 from flwr.app import Error, Message, RecordDict
@@ -76,7 +77,8 @@ class LocalGrid(Grid):
         self._checkpoints = checkpoints
         self._resumed = resumed
         self._starts = 0
-        self._waiting: queue.SimpleQueue[tuple[Message, _Box] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting: list[_Box] = []  # with messages that nobody has taken, in the order of their sending
         self._numbers = itertools.count(1)
         self._boxes: dict[str, _Box] = {}
         self._is_closed = False
@@ -116,7 +118,7 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
-        box = _Box()
+        box = _Box(self._changed)
         return [self._push(message, box) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -124,7 +126,10 @@ class LocalGrid(Grid):
         found = []
         for message_id in message_ids:
             box = self._boxes.get(message_id)
-            reply = box.take(message_id) if box is not None else None
+            if box is None:
+                continue
+            with self._changed:
+                reply = box.take(message_id)
             if reply is not None:
                 del self._boxes[message_id]
                 found.append(reply)
@@ -179,8 +184,8 @@ class LocalGrid(Grid):
         self._is_closed = True
         for box in set(self._boxes.values()):
             self._give_up(box)
-        for _ in self._threads:
-            self._waiting.put(None)
+        with self._changed:
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -188,14 +193,15 @@ class LocalGrid(Grid):
         self, messages: Iterable[Message], timeout: float | None, most_unread: int | None
     ) -> Iterator[Message]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        box = _Box(most_unread)
+        box = _Box(self._changed, most_unread)
         ids = set()
         try:
             for message in messages:
                 ids.add(self._push(message, box))
                 del message
             while ids:
-                reply = box.next(None if deadline is None else deadline - time.monotonic())
+                with self._changed:
+                    reply = box.next(None if deadline is None else deadline - time.monotonic())
                 if reply is None:
                     return
                 ids.discard(reply.metadata.reply_to_message_id)
@@ -210,110 +216,124 @@ class LocalGrid(Grid):
 
     def _push(self, message: Message, box: _Box) -> str:
         self.check_resumed()
+        if message.metadata.message_id in self._boxes:  # the same object once more
+            metadata = copy(message.metadata)
+            message = copy(message)
+            message.__dict__["_metadata"] = metadata
         # An own number each: Flower's id is a hash of the content, which all messages of a round share.
         message_id = f"{self._run.run_id:x}-{next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = message_id
         self._boxes[message_id] = box
-        self._waiting.put((message, box))
+        with self._changed:
+            box.waiting.append(message)
+            if len(box.waiting) == 1:
+                self._waiting.append(box)
+            self._changed.notify_all()
         return message_id
 
     def _give_up(self, box: _Box) -> None:
-        for message in box.close():
+        with self._changed:
+            running = box.close()
+            if box in self._waiting:
+                self._waiting.remove(box)
+            self._changed.notify_all()
+        for message in running:
             self._cancel(message)
 
+    def _take(self) -> tuple[Message, _Box] | None:
+        """Return a message whose reply there is room for, if there is any at this moment."""
+        for box in self._waiting:
+            if box.has_room():
+                message = box.waiting.popleft()
+                if not box.waiting:
+                    self._waiting.remove(box)
+                box.running[message.metadata.message_id] = message
+                return message, box
+        return None
+
     def _work(self) -> None:
-        while True:
-            if self._waiting.empty():
-                self._idle()
-            job = self._waiting.get()
+        while not self._is_closed:
+            with self._changed:
+                job = self._take()
             if job is None:
                 self._idle()
-                return
-            self._do(*job)
+                with self._changed:
+                    while job is None and not self._is_closed:
+                        job = self._take()
+                        if job is None:
+                            self._changed.wait()
+            if job is not None:
+                self._do(*job)
             del job
+        self._idle()
 
     def _do(self, message: Message, box: _Box) -> None:
-        if not box.begin(message):
-            return
         reply = None
         try:
+            node = message.metadata.dst_node_id
             try:
-                self._nodes.partition_of(message.metadata.dst_node_id)
+                self._nodes.partition_of(node)
             except KeyError:
-                node = message.metadata.dst_node_id
                 reply = _error(message, ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
                 return
             try:
                 reply = self._handle(message)
-            except Exception as error:
-                if self._is_closed:
-                    return
-                reply = _error(message, _code(error), str(error))
+            except BaseException as error:  # a SystemExit is the client's, not this thread's
+                reply = _error(message, _code(error), str(error) or type(error).__name__)
         finally:
-            box.end(message, reply)
+            with self._changed:
+                box.end(message, reply)
 
 
 class _Box:
-    """The replies to messages that were sent together."""
+    """Messages that were sent together, and the replies to them. Whoever calls its methods has the lock."""
 
-    def __init__(self, most_unread: int | None = None) -> None:
+    def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
+        self.waiting: deque[Message] = deque()
+        self.running: dict[str, Message] = {}
+        self._changed = changed
         self._most_unread = most_unread
         self._replies: dict[str, Message] = {}
-        self._running: dict[str, Message] = {}
-        self._changed = threading.Condition()
         self._is_closed = False
 
-    def begin(self, message: Message) -> bool:
-        """Wait until there is room for one more reply; tell whether it is wanted."""
-        with self._changed:
-            self._changed.wait_for(self._has_room)
-            if not self._is_closed:
-                self._running[message.metadata.message_id] = message
-            return not self._is_closed
+    def has_room(self) -> bool:
+        """Tell whether there is room for the reply to one message more."""
+        return self._most_unread is None or len(self._replies) + len(self.running) < self._most_unread
 
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""
         message_id = message.metadata.message_id
-        with self._changed:
-            self._running.pop(message_id, None)
-            if reply is not None and not self._is_closed:
-                reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
-                self._replies[message_id] = reply
-                self._changed.notify_all()
+        self.running.pop(message_id, None)
+        if reply is not None and not self._is_closed:
+            reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
+            self._replies[message_id] = reply
+        self._changed.notify_all()
 
     def take(self, message_id: str) -> Message | None:
         """Return a reply if it is there, once."""
-        with self._changed:
-            return self._replies.pop(message_id, None)
+        return self._replies.pop(message_id, None)
 
     def next(self, timeout_s: float | None) -> Message | None:
         """Wait for any reply; None where there is none in time."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._replies), timeout_s):
-                return None
-            reply = self._replies.pop(next(iter(self._replies)))
-            self._changed.notify_all()
-            return reply
+        if not self._changed.wait_for(lambda: bool(self._replies), timeout_s):
+            return None
+        reply = self._replies.pop(next(iter(self._replies)))
+        self._changed.notify_all()
+        return reply
 
     def close(self) -> list[Message]:
         """Want no more replies; return the messages that are being handled."""
-        with self._changed:
-            self._is_closed = True
-            self._replies.clear()
-            self._changed.notify_all()
-            return list(self._running.values())
-
-    def _has_room(self) -> bool:
-        if self._is_closed or self._most_unread is None:
-            return True
-        return len(self._replies) + len(self._running) < self._most_unread
+        self._is_closed = True
+        self.waiting.clear()
+        self._replies.clear()
+        return list(self.running.values())
 
 
 def _error(message: Message, code: int, text: str) -> Message:
     return Message(Error(code, text), reply_to=message)
 
 
-def _code(error: Exception) -> int:
+def _code(error: BaseException) -> int:
     if isinstance(error, LoadClientAppError):
         return ErrorCode.LOAD_CLIENT_APP_EXCEPTION
     if isinstance(error, WorkerDiedError):

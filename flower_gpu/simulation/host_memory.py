@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,7 +47,7 @@ class HostMemory:
         self._changed = threading.Condition()
         self._running = 0
         self._largest_bytes = 0
-        self._started: deque[float] = deque()
+        self._started: list[float] = []
         #: How often a worker had to wait.
         self.waits = 0
 
@@ -61,12 +60,14 @@ class HostMemory:
                 while not self._has_room():
                     self._changed.wait(_POLL_S)
             self._running += 1
-            self._started.append(time.monotonic())
+            began = time.monotonic()
+            self._started.append(began)
         try:
             yield
         finally:
             with self._changed:
                 self._running -= 1
+                self._started.remove(began)
                 self._changed.notify()
 
     def learn(self, worker_bytes: int) -> None:
@@ -78,7 +79,6 @@ class HostMemory:
         if found is None:
             return True
         available, total = found
-        while self._started and self._started[0] < time.monotonic() - _GROWTH_S:
-            self._started.popleft()
         # Those that were let in just now have not taken theirs yet.
-        return available >= self._largest_bytes * (1 + len(self._started)) + _RESERVE * total
+        recent = sum(began > time.monotonic() - _GROWTH_S for began in self._started)
+        return available >= self._largest_bytes * (1 + recent) + _RESERVE * total

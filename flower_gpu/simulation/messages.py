@@ -18,6 +18,7 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
+from flower_gpu.flower.records import round_of
 from flower_gpu.isolation.zygote.worker import leave_after_this_call
 from flower_gpu.simulation.fresh import ProcessState, seed_all
 from flower_gpu.simulation.host_memory import HostMemory
@@ -107,7 +108,7 @@ class MessageHandler:
         slot = self._slot()
         with self._lock:
             # The same numbers whatever came before, so that a run that goes on has the same ones, too.
-            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {metadata.group_id}"
+            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {round_of(message)}"
             seed = f"{place} {self._sent[place]}"
             self._sent[place] += 1
             slot.begin()
@@ -223,7 +224,7 @@ def _begin(seed: str) -> None:
     """Bring this process to what the app's first call has found, if there was one."""
     global _found
     if _found is None:
-        _found = ProcessState.now()
+        _found = ProcessState()
     else:
         _found.restore()
     seed_all(seed)

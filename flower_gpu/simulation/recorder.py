@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.app import Message, MetricRecord
 
-from flower_gpu.flower.records import records_in
+from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.simulation.events import (
     SERVER_EVALUATE,
     Metric,
@@ -22,8 +22,6 @@ from flower_gpu.simulation.events import (
     RunResumed,
     RunStarted,
 )
-
-_ROUND_KEY = "server-round"
 
 
 class Phase:
@@ -199,7 +197,7 @@ class Recorder:
             self._announced.clear()
 
     def _other(self, message: Message, kind: str, batch: object) -> Phase:
-        server_round = _round_of(message)
+        server_round = round_of(message)
         # Without a round, messages belong together that are sent together.
         key = (kind, batch if server_round is None else server_round)
         if key not in self._others:
@@ -269,12 +267,3 @@ def _metrics_in(reply: Message) -> dict[str, Metric]:
         for name, record in records.items()
         for key, value in record.items()
     }
-
-
-def _round_of(message: Message) -> int | None:
-    for record in records_in(message, ConfigRecord).values():
-        value = record.get(_ROUND_KEY)
-        if isinstance(value, int):
-            return value
-    group = message.metadata.group_id
-    return int(group) if group and group.isdecimal() and len(group) < 10 else None

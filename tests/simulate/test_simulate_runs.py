@@ -61,14 +61,19 @@ def test_strategies_that_need_all_replies_get_them(strategy: str, tmp_path: Path
 
 
 def test_workers_are_used_again_within_a_round_only(tmp_path: Path) -> None:
-    done = run("plain", 9, tmp_path, "--calls-per-worker", "3", "--max-workers", "1", "--verify-recycling")
+    done = run("plain", 9, tmp_path, "--calls-per-worker", "3", "--max-workers", "1")
     assert done.status == 0, done.output
     pids = [call["pid"] for call in done.calls]
     first, second = pids[: len(pids) // 2], pids[len(pids) // 2 :]
     assert set(first).isdisjoint(second)
     assert Counter(second) == dict.fromkeys(second, 3)
-    found = done.summary["recycling"]
-    assert found["compared"] == 3 and found["different_clients"] == []
+
+
+def test_used_workers_are_compared_with_new_ones(tmp_path: Path) -> None:
+    done = run("plain", 9, tmp_path, "--calls-per-worker", "9", "--max-workers", "1", "--verify-recycling")
+    assert done.status == 0, done.output
+    assert done.summary["recycling"]["compared"] == 3
+    assert done.summary["recycling"]["different_clients"] == []
 
 
 def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -321,7 +321,10 @@ class Line:
         began = time.monotonic()
         request = start.write_request(call, preloaded=bool(call.preload))
         try:
-            reply = transport.create("flower-gpu-reply")
+            try:
+                reply = transport.create("flower-gpu-reply")
+            except OSError as error:
+                raise WorkerStartError(f"cannot start a worker: {error}") from error
             try:
                 watch = self._watched(call, request, reply, timeout_s, on_event, on_start, calls)
                 if watch.has_result:
@@ -436,18 +439,28 @@ class Line:
         if self._connection is not None and process is self._process:
             return process
         self.close()
-        with start.start_lock:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            life, self._life = start.life_pipe()
-            self._stdout, stdout = os.pipe()
-            self._stderr, stderr = os.pipe()
-            self._connection, self._process = ours, process
+        with start.start_lock, ExitStack() as kept, ExitStack() as theirs:
+
+            def pipe() -> tuple[int, int]:
+                read, write = os.pipe()
+                kept.callback(os.close, read)
+                theirs.callback(os.close, write)
+                return read, write
+
             try:
-                process.open_line([theirs.fileno(), stdout, stderr, life])
-            finally:
-                theirs.close()
-                for descriptor in (stdout, stderr, life):
-                    os.close(descriptor)
+                ours, workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                kept.callback(ours.close)
+                theirs.callback(workers_end.close)
+                life, life_end = start.life_pipe()
+                kept.callback(start.close_life_end, life_end)
+                theirs.callback(os.close, life)
+                (stdout, stdout_end), (stderr, stderr_end) = pipe(), pipe()
+            except OSError as error:
+                raise WorkerStartError(f"cannot start a worker: {error}") from error
+            process.open_line([workers_end.fileno(), stdout_end, stderr_end, life])
+            kept.pop_all()
+        self._connection, self._process = ours, process
+        self._life, self._stdout, self._stderr = life_end, stdout, stderr
         return process
 
 

@@ -8,7 +8,6 @@ import resource
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -65,12 +64,8 @@ def work(
         sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
     if hasattr(sys.modules.get("torch"), "default_generator"):
         sys.modules["torch"].default_generator.seed()  # the CPU's; CUDA's is made in the worker
-    lock = threading.Lock()
-
-    def send(event: Mapping[str, Any]) -> None:
-        with lock:
-            wire.send(line, event)
-
+    # Without a lock: each message is sent as a whole, and a child that the task forks could find it taken.
+    send = partial(wire.send, line)
     count = 0
     while True:
         try:
@@ -80,21 +75,16 @@ def work(
         if "leave" in message:
             break
         stays = _do(message, descriptors, send)
-        count = _tell_imported(line, imported(), count, lock)
+        names = imported()
+        if len(names) > count:
+            count = len(names)
+            send({"event": "imported", "names": names})
         if stays is not None:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             send({"event": "result", "stays": stays, "peak_bytes": peak_bytes})
         if not stays:
             break
     atexit._run_exitfuncs()
-
-
-def _tell_imported(line: socket.socket, names: list[str], count: int, lock: threading.Lock) -> int:
-    """Tell the caller what was imported, if that is more than it knows; return how many these are."""
-    if len(names) > count:
-        with lock:
-            wire.send(line, {"event": "imported", "names": names})
-    return len(names)
 
 
 def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool | None:
