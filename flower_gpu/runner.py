@@ -25,6 +25,7 @@ from flower_gpu.progress_display import ProgressDisplay
 #: Name of calls that no client makes: server-side evaluation, initial weights.
 SERVER = "server"
 
+
 class Workers(Protocol):
     """Where a call gets its worker and its lease from.
 
@@ -35,6 +36,9 @@ class Workers(Protocol):
     """
 
     shows_progress: bool
+
+    def choose(self, start_method: str, *, preload: bool = False) -> str:
+        """Choose a start method, as :func:`flower_gpu.isolation.start.choose` does."""
 
     def run(self, call: Call, start_method: str, **options: Any) -> Any:
         """Run a call in a worker, as :func:`flower_gpu.isolation.worker.run` does."""
@@ -47,6 +51,10 @@ class OneEach:
     """Each call has its own worker and its own lease."""
 
     shows_progress = True
+
+    def choose(self, start_method: str, *, preload: bool = False) -> str:
+        """Choose a start method for a worker of this process."""
+        return start.choose(start_method, preload=preload)
 
     def run(self, call: Call, start_method: str, **options: Any) -> Any:
         """Run a call in a worker of its own."""
@@ -114,7 +122,9 @@ def run_call(
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
-    start.choose(settings.worker.start_method)  # one that cannot be is refused before a lease is waited for
+    call.workers.choose(
+        settings.worker.start_method
+    )  # one that cannot be is refused before a lease is waited for
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     if not decision.on_gpu:
@@ -183,7 +193,7 @@ class _Run:
         return self.once(leasing.worker_environment(None, environ))
 
     def _runs_here(self) -> bool:
-        return start.choose(self.settings.worker.start_method) in _HERE
+        return self.workers.choose(self.settings.worker.start_method) in _HERE
 
     def _may_use_cpu(self) -> bool:
         gpu = self.settings.gpu
@@ -211,7 +221,7 @@ class _Run:
     def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
         """Run it in one worker."""
         settings = self.settings.worker
-        method = start.choose(settings.start_method, preload=bool(settings.preload))
+        method = self.workers.choose(settings.start_method, preload=bool(settings.preload))
         if method == "inline" and settings.start_method == "auto" and not gpu_env.get(lease.VARIABLE):
             method = "spawn"  # CUDA has started in this process, so nothing could hide the GPU from the task
         count = threads.of_worker(settings.threads, settings.env, method)

@@ -91,7 +91,13 @@ def test_environment_variables_in_the_code_are_all_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "page"), [("launch", "launch"), ("supernode", "supernode"), ("supernodes", "supernode")]
+    ("command", "page"),
+    [
+        ("launch", "launch"),
+        ("simulate", "simulate"),
+        ("supernode", "supernode"),
+        ("supernodes", "supernode"),
+    ],
 )
 def test_reference_has_every_option(command: str, page: str) -> None:
     page = read(f"docs/reference/{page}.md")

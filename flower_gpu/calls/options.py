@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from flower_gpu.config import WorkerSettings
@@ -124,6 +124,11 @@ class CallSettings:
                 environ={**os.environ, **worker.env},
             ),
         )
+
+
+    def named(self, name: str) -> CallSettings:
+        """Return the same for another client."""
+        return replace(self, worker=replace(self.worker, name=name))
 
 
 def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 # are put together with ours.
 _A_MODULE_MAY_SET = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+_SIGNALS = signal.valid_signals()
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
 
 
@@ -121,16 +122,34 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def fork_process(target: Callable[[], None], name: str) -> int:
-    """Fork this process; the child leads a group of its own, runs ``target`` and exits. Return its pid."""
+def fork_process(
+    target: Callable[[], None], name: str, handled: Iterable[signal.Signals] | None = None
+) -> int:
+    """Fork this process; the child leads a group of its own, runs ``target`` and exits.
+
+    Parameters
+    ----------
+    target : callable
+        What the child runs.
+    name : str
+        Its name.
+    handled : iterable of Signals, optional
+        The signals that this process has handlers of its own for, where the caller knows them.
+
+    Returns
+    -------
+    int
+        Its pid.
+    """
     # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
     # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
     # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
     process = multiprocessing.Process(target=target, name=name, daemon=False)
     # The handlers of this process would act in its name in the child (Flower's report the task as stopped).
     # Looked up here: in a fork each object that is touched is a page to be copied.
-    handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if handled is None:
+        handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         pid = os.fork()
         if pid == 0:

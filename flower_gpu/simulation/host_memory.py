@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_LOOK_S = 0.1  # asking the kernel takes longer than a small message
 _POLL_S = 0.2  # others on the host give memory back, too
 _GROWTH_S = 2.0  # from a worker's start until it has most of its memory
 _RESERVE = 0.05  # of all memory stays free
@@ -47,6 +48,7 @@ class HostMemory:
         self._changed = threading.Condition()
         self._running = 0
         self._largest_bytes = 0
+        self._looked, self._found = -_LOOK_S, available()
         self._started: list[float] = []
         #: How often a worker had to wait.
         self.waits = 0
@@ -75,10 +77,15 @@ class HostMemory:
         self._largest_bytes = max(self._largest_bytes, worker_bytes)
 
     def _has_room(self) -> bool:
-        found = self._available() if self._running else None
+        if not self._running:
+            return True
+        now = time.monotonic()
+        if now > self._looked + _LOOK_S:
+            self._looked, self._found = now, self._available()
+        found = self._found
         if found is None:
             return True
         available, total = found
         # Those that were let in just now have not taken theirs yet.
-        recent = sum(began > time.monotonic() - _GROWTH_S for began in self._started)
+        recent = sum(began > now - _GROWTH_S for began in self._started)
         return available >= self._largest_bytes * (1 + recent) + _RESERVE * total

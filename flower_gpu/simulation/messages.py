@@ -100,6 +100,7 @@ class MessageHandler:
         self._sent: Counter[str] = Counter()
         self._verification = verification
         self._memory = HostMemory()
+        self._resolved: CallSettings | None = None
 
     def __call__(self, message: Message) -> Message:
         """Have a worker handle a message; the node keeps what that did to its state."""
@@ -133,13 +134,19 @@ class MessageHandler:
                 (self._app, seed),
                 message,
                 context,
-                lambda: CallSettings.resolve({**self._options, "context": context}, name=partition),
+                lambda: self._settings(context).named(partition),
                 name=self._name,
                 passed_on=(LoadClientAppError,),
                 workers=slot,
             )
         self._memory.learn(slot.peak_bytes)
         return reply
+
+    def _settings(self, context: Context) -> CallSettings:
+        # The configs of nodes differ by their partition only.
+        if self._resolved is None:
+            self._resolved = CallSettings.resolve({**self._options, "context": context})
+        return self._resolved
 
     def _verify(self, message: Message, seed: str, reply: Message) -> None:
         if self._verification is None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from flower_gpu.calls.leasing import Attempt, Leasing
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import worker
+from flower_gpu.isolation import start, worker
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.zygote.caller import Line, Zygote
 
@@ -44,6 +44,7 @@ class Slot:
         self._line = Line(zygote)
         self.calls_per_worker = calls_per_worker
         self._lease = ExitStack()
+        self._chosen: dict[tuple[str, bool], str] = {}
         self._held: tuple[Lease, Ticket] | None = None
         self.is_used_again = False
         self.workers_started = 0
@@ -52,6 +53,13 @@ class Slot:
     def peak_bytes(self) -> int:
         """The most memory that a worker of this slot was seen to take."""
         return self._line.peak_bytes
+
+    def choose(self, start_method: str, *, preload: bool = False) -> str:
+        """Choose how a worker is started, once for all calls: it is not this process that is forked."""
+        key = (start_method, preload)
+        if key not in self._chosen:
+            self._chosen[key] = start.choose(start_method, preload=preload)
+        return self._chosen[key]
 
     def run(self, call: Call, start_method: str, **options: Any) -> Any:
         """Run a call in a worker."""

@@ -79,6 +79,7 @@ def zygote_settings(
         setup=threads.SETUP,
         modules=(*_OURS, *libraries),
         rehearsal=_REHEARSAL,
+        seeds=False,  # each message has a seed
         without=without,
         preload=settings.worker.preload,
     )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from flower_gpu import config
@@ -37,6 +38,7 @@ _GROWTH_S = 60.0  # at most, for libraries that the worker would have to import 
 _WAIT_S = 0.05
 
 
+@cache
 def is_supported() -> bool:
     """Tell whether this system has what the fork server is built on (Linux 5.3)."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):

@@ -54,6 +54,8 @@ class ZygoteSettings:
         Libraries that it imports before the first fork.
     rehearsal : str, optional
         As for :func:`flower_gpu.isolation.zygote.program.serve`.
+    seeds : bool
+        As there.
     without : frozenset of str
         Top-level names of libraries that its workers have no use for, which makes forks of it cheaper.
     preload : sequence
@@ -66,6 +68,7 @@ class ZygoteSettings:
     setup: str | None = None
     modules: Sequence[str] = ()
     rehearsal: str | None = None
+    seeds: bool = True
     without: frozenset[str] = frozenset()
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
 
@@ -186,7 +189,12 @@ class Process:
         call = Call(
             _PROGRAM,
             (settings.name,),
-            {"address": address, "modules": list(settings.modules), "rehearsal": settings.rehearsal},
+            {
+                "address": address,
+                "modules": list(settings.modules),
+                "rehearsal": settings.rehearsal,
+                "seeds": settings.seeds,
+            },
             env=settings.env,
             setup=settings.setup,
             label=f"workers of {settings.name}",
@@ -214,7 +222,7 @@ class Process:
 
     def has_ended(self) -> bool:
         """Whether it is gone."""
-        return sockets.is_closed(self.connection)
+        return self.connection.fileno() < 0 or sockets.is_closed(self.connection)
 
     def open_line(self, descriptors: Sequence[int]) -> None:
         """Give it the workers' ends of a line."""
@@ -290,6 +298,7 @@ class Line:
         self._connection: socket.socket | None = None
         self._life = self._stdout = self._stderr = -1
         self._calls = 0  # of the worker that is there
+        self._idle_pid = -1  # the same
         self._env: Mapping[str, str] = {}
         self._watch: _Watch | None = None
         self._is_cancelled = False
@@ -368,7 +377,7 @@ class Line:
 
     def close(self) -> None:
         """Let go of the line; a worker on it is ended."""
-        self._calls = 0
+        self._calls, self._idle_pid = 0, -1
         if self._connection is not None:
             _close(self._connection)
             self._connection = None
@@ -400,7 +409,7 @@ class Line:
             try:
                 process = self._open()
                 assert self._connection is not None
-                watch = self._watch = _Watch(self._connection, process, on_event, on_start)
+                watch = self._watch = _Watch(self._connection, process, self._idle_pid, on_event, on_start)
                 if self._is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
                 streams = [
@@ -424,10 +433,13 @@ class Line:
         if watch.imported:
             self._zygote.imported(watch.imported)
         self._calls = self._calls + 1 if watch.stays else 0
+        self._idle_pid = watch.pid if watch.stays else -1
         self.peak_bytes = max(self.peak_bytes, watch.peak_bytes)
         self._env = call.env
         for stream in streams:
             stream.drain()
+        if not watch.has_result:
+            self.close()  # the call may still be there, unread
         if watch.no_worker:
             raise WorkerStartError(f"cannot start a worker: {watch.no_worker}")
         return watch
@@ -471,10 +483,12 @@ class _Watch:
         self,
         connection: socket.socket,
         process: Process,
+        idle_pid: int,
         on_event: Sink | None,
         on_start: Callable[[int, str], None] | None,
     ) -> None:
         self.tail = Tail()
+        self._idle_pid = idle_pid
         self.pid = -1
         self.status = 0
         self.lost = ""
@@ -494,6 +508,8 @@ class _Watch:
         """Wait for the worker's end, or for its result if it stays."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
+        if self._process.has_ended():
+            raise sockets.Gone("the process that forks workers has ended")
         poll.register(self._process.connection, 0)  # its end, however that came
         of_descriptor = {stream.descriptor: stream for stream in streams}
         for descriptor in of_descriptor:
@@ -516,6 +532,10 @@ class _Watch:
         now = time.monotonic()
         if self.pid < 0 and not self.is_late:  # it has only just been asked for
             self.is_late = True
+            self._deadline = now + _END_S
+        elif self.pid < 0 and self._idle_pid >= 0:  # the worker that was there hangs, and not the zygote
+            self._process.signal(self._idle_pid, signal.SIGKILL)
+            self._idle_pid = -1
             self._deadline = now + _END_S
         elif self.pid < 0:
             threading.Thread(target=self._process.close, daemon=True).start()

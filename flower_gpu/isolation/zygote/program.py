@@ -22,11 +22,19 @@ from flower_gpu.isolation.native import adopt_orphans, release_openmp_threads
 from flower_gpu.isolation.zygote import wire, worker
 
 _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
+_HANDLED = (signal.SIGCHLD,)  # here; a worker of the fork server, which this process is, has no others
 _KILLED_GRACE_S = 2.0  # from its SIGKILL
 _TICK_S = 0.02  # while such a group is waited for
 
 
-def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: str | None = None) -> None:
+def serve(
+    name: str,
+    *,
+    address: str,
+    modules: Sequence[str] = (),
+    rehearsal: str | None = None,
+    seeds: bool = True,
+) -> None:
     """Fork workers for a caller, until it closes the connection.
 
     Parameters
@@ -40,6 +48,8 @@ def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: st
     rehearsal : str, optional
         ``"package.module:function"``: does here what each worker will do, so that forks find done whatever
         is done once in a process. A fork has to copy each page that it touches, and does nothing fast.
+    seeds : bool
+        Whether workers get random numbers of their own. Tasks that seed themselves need none.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.connect(f"\0{address}")
@@ -55,7 +65,7 @@ def serve(name: str, *, address: str, modules: Sequence[str] = (), rehearsal: st
             continue
     if rehearsal is not None:
         load_task(rehearsal)()
-    _Zygote(connection).run()
+    _Zygote(connection, seeds).run()
 
 
 @dataclass
@@ -90,8 +100,9 @@ class _Line:
 
 
 class _Zygote:
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, seeds: bool) -> None:
         self._connection = connection
+        self._seeds = seeds
         self._lines: list[_Line] = []
         self._ended: list[_Line] = []  # whose worker is gone, and not yet its children
         self._selector = selectors.DefaultSelector()
@@ -155,7 +166,7 @@ class _Zygote:
             return
         release_openmp_threads()
         try:
-            line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a virtual client")
+            line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
         except OSError as error:
             with suppress(sockets.Gone):
                 for descriptor in wire.receive(line.connection)[1]:
@@ -165,6 +176,8 @@ class _Zygote:
 
     def _work(self, line: _Line) -> None:
         """Be a worker (in the fork)."""
+        if self._seeds:
+            worker.seed()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()

@@ -26,6 +26,14 @@ def leave_after_this_call() -> None:
     _has_to_leave = True
 
 
+def seed() -> None:
+    """Draw a seed for the libraries that would give the same random numbers in each fork."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if hasattr(sys.modules.get("torch"), "default_generator"):
+        sys.modules["torch"].default_generator.seed()  # the CPU's; CUDA's is made in the worker
+
+
 def work(
     line: socket.socket,
     stdout: int,
@@ -60,17 +68,18 @@ def work(
     for descriptor in (stdout, stderr):
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
-    if hasattr(sys.modules.get("torch"), "default_generator"):
-        sys.modules["torch"].default_generator.seed()  # the CPU's; CUDA's is made in the worker
     # Without a lock: each message is sent as a whole, and a child that the task forks could find it taken.
     send = partial(wire.send, line)
     count = 0
     while True:
         try:
+            # First this, then the message: if this process is killed in between, the message is still there,
+            # and the caller knows whom it had.
+            if not line.recv(1, socket.MSG_PEEK):
+                break
+            send({"event": "started", "pid": os.getpid()})
             message, descriptors = wire.receive(line)
-        except sockets.Gone:
+        except (sockets.Gone, OSError):
             break
         if "leave" in message:
             break
@@ -91,7 +100,6 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     """Do one call; tell whether another one may come, None if this one has no result."""
     request, reply, *_ = descriptors  # what else came is held open until the end of the call
     sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
-    send({"event": "started", "pid": os.getpid()})
     os.environ.update(message["env"])
     load = partial(transport.read_request, request)
     outcome = child.run_task(message["env"], message["setup"], load, send)

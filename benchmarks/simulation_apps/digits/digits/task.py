@@ -16,7 +16,9 @@ _BATCH = 8
 _FEWEST = 2  # images of a client
 
 
-def train(weights: Weights, partition: int, server_round: int, config: Mapping[str, Any]) -> tuple[Weights, int]:
+def train(
+    weights: Weights, partition: int, server_round: int, config: Mapping[str, Any]
+) -> tuple[Weights, int]:
     """Train on a partition; return the weights and how many images it has."""
     torch.manual_seed(hash((config["seed"], partition, server_round)))
     images, labels = _data()

@@ -15,7 +15,9 @@ Weights = list[np.ndarray]
 _LIKE_FLOATS = 127.5
 
 
-def train(weights: Weights, partition: int, server_round: int, config: Mapping[str, Any]) -> tuple[Weights, int]:
+def train(
+    weights: Weights, partition: int, server_round: int, config: Mapping[str, Any]
+) -> tuple[Weights, int]:
     """Train so many steps on a partition; return the weights and how many images that were."""
     torch.manual_seed(hash((config["seed"], partition, server_round)))
     images, labels = (array[partition :: config["num-clients"]] for array in _data(config["data"]))

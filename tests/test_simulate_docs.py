@@ -1,0 +1,203 @@
+"""The pages on simulations: their commands and examples run, and the results are what they say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "how-to" / "simulate.md").read_text()
+REFERENCE = (DOCS / "reference" / "simulate.md").read_text()
+
+# Instead of the numbers of clients, rounds and megabytes in the page.
+SMALL = ((r"\b1000\b", "3"), (r"num-server-rounds=\d+", "num-server-rounds=1"), (r"\d+MiB", "1MiB"))
+A_RUN = "runs/2026-01-31_12-00-00"
+RUN_TIMEOUT_S = 150  # what a run of a second may take on a busy machine
+
+PYPROJECT = """
+[project]
+name = "my-app"
+version = "1"
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "my_app.app:server"
+clientapp = "my_app.app:client"
+
+[tool.flwr.app.config]
+num-server-rounds = 1
+learning-rate = 0.5
+"""
+APP = """
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedAvg
+
+server, client = ServerApp(), ClientApp()
+
+
+@server.main()
+def main(grid, context):
+    arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
+    FedAvg(exact_order=True).start(grid, arrays, num_rounds=context.run_config["num-server-rounds"])
+
+
+@client.train()
+def train(message, context):
+    partition, of = context.node_config["partition-id"], context.node_config["num-partitions"]
+    if partition == 1 and context.run_config["learning-rate"] > 1:
+        raise ValueError("no data")
+    context.state["last"] = MetricRecord({"partition": partition})
+    w = message.content["arrays"]["w"].numpy()
+    w = w + context.run_config["learning-rate"] * (partition / of + np.random.rand(3) - w)
+    arrays = ArrayRecord({"w": Array(w.astype(np.float32))})
+    metrics = MetricRecord({"num-examples": 1, "loss": float(np.sum(w**2))})
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+"""
+
+Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def commands() -> list[str]:
+    return [
+        line.partition("  #")[0].strip()
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if "flower-gpu" in line
+    ]
+
+
+def small(text: str) -> str:
+    for pattern, replacement in SMALL:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with an app and a file of values."""
+    package = tmp_path / "my-app" / "my_app"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "app.py").write_text(APP)
+    (tmp_path / "my-app" / "pyproject.toml").write_text(PYPROJECT)
+    (tmp_path / "values.toml").write_text("learning-rate = 0.25\n")
+    return tmp_path
+
+
+@pytest.fixture
+def run(here: Path) -> Run:
+    """Run a program there to its end."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
+
+    def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+        variables = {}
+        while re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words[0].partition("=")
+            variables[name], words = value, words[1:]
+        if words[0] == "flower-gpu":
+            words = [sys.executable, "-m", "flower_gpu.cli", *words[1:]]
+        done = subprocess.run(
+            words, cwd=here, env=kept | variables, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run
+
+
+def newest(here: Path) -> Path:
+    return max((here / "runs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+
+
+def summary(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_of_the_page_runs(command: str, here: Path, run: Run) -> None:
+    words = shlex.split(small(command))
+    resumed = A_RUN in words
+    if resumed:
+        place = words.index(A_RUN)
+        run([*words[: place - 1], *words[place + 1 :]])  # the run before
+        words[place] = str(newest(here))
+    run(words)
+    found = summary(newest(here))
+    assert (found["outcome"], found["failed"]) == ("completed", 0)
+    assert found["resumed_after_round"] == (1 if resumed else None)
+    if "--verify-recycling" in words:
+        assert found["recycling"]["different_clients"] == []  # type: ignore[index]
+
+
+def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) -> None:
+    examples = blocks("python")
+    outputs = []
+    for number, example in enumerate(examples):
+        (here / f"example_{number}.py").write_text(small(example))
+        outputs.append(run([sys.executable, f"example_{number}.py"]).stdout)
+    of_script = next(
+        output for example, output in zip(examples, outputs, strict=True) if "client_app)," in example
+    )
+    assert of_script.strip().endswith("[2. 2. 2.]"), "two rounds, each of which adds the mean of 0, 1 and 2"
+    assert "{'w': (3,)}" in outputs[-1]
+
+
+def test_a_seed_gives_the_same_metrics_again_with_any_number_of_workers(here: Path, run: Run) -> None:
+    tables = []
+    for options in (
+        ["--max-workers", "1"],
+        ["--max-workers", "3"],
+        ["--max-workers", "2", "--calls-per-worker", "3"],
+    ):
+        run(["flower-gpu", "simulate", "my-app", "--num-supernodes", "5", "--seed", "7", *options])
+        tables.append((newest(here) / "metrics.csv").read_text())
+    assert len(list(csv.DictReader(tables[0].splitlines()))) == 1
+    assert len({*tables}) == 1
+
+
+def test_the_reference_names_every_file_and_key_of_a_run(here: Path, run: Run) -> None:
+    values = "learning-rate=2.0 num-server-rounds=1"
+    options = [
+        "--num-supernodes",
+        "4",
+        "--run-config",
+        values,
+        "--calls-per-worker",
+        "2",
+        "--verify-recycling",
+    ]
+    done = run(["flower-gpu", "simulate", "my-app", *options])
+    assert "  client 1, train in round 1: ValueError: no data" in done.stderr
+    folder = newest(here)
+    first_column = " ".join(re.findall(r"^\| (.+?) \|", REFERENCE, re.MULTILINE))
+    for path in folder.iterdir():
+        assert f"`{path.name}{'/' * path.is_dir()}`" in first_column, path.name
+    for name in ("config.json", "summary.json"):
+        for key in json.loads((folder / name).read_text()):
+            assert f"`{key}`" in first_column, f"{key} of {name}"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in lines} == {"failure", "train"}
+    for key in {key for line in lines for key in line}:
+        assert f"`{key}`" in REFERENCE, key
