@@ -122,9 +122,8 @@ def run_call(
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(leasing.worker_environment(leasing.of_this_process(), environ))
-    call.workers.choose(
-        settings.worker.start_method
-    )  # one that cannot be is refused before a lease is waited for
+    # What cannot be is refused before a lease is waited for.
+    call.workers.choose(settings.worker.start_method)
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     if not decision.on_gpu:

@@ -125,7 +125,6 @@ class CallSettings:
             ),
         )
 
-
     def named(self, name: str) -> CallSettings:
         """Return the same for another client."""
         return replace(self, worker=replace(self.worker, name=name))

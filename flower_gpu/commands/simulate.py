@@ -8,7 +8,7 @@ import signal
 import sys
 import tomllib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
 from flower_gpu.launch.folder import short
 from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.option_types import folder, non_negative_int, positive_float, positive_int, text_value
-from flower_gpu.launch.options import NUM_CLIENTS_KEY
 
 HELP = "run a Flower app with up to thousands of virtual clients on this machine"
 DESCRIPTION = """\
@@ -47,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("app_dir", metavar="APP_DIR", type=folder, help="folder of the Flower app")
     federation = parser.add_argument_group("federation")
     federation.add_argument(
-        "--num-supernodes", metavar="N", type=positive_int, required=True, help="how many virtual clients"
+        "--num-supernodes",
+        metavar="N",
+        type=positive_int,
+        help="how many virtual clients (with --resume by default as many as before)",
     )
     federation.add_argument(
         "-c",
@@ -68,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-workers",
         metavar="N",
         type=positive_int,
-        help="how many messages are handled at a time, at most (default: one for each core)",
+        help="how many messages are handled at a time, at most (default: as many as there are cores, or "
+        "shares of GPUs if these are more)",
     )
     workers.add_argument(
         "--calls-per-worker",
@@ -132,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
         If an option cannot be used; then nothing was started or written.
     """
     app = FlowerApp.load(arguments.app_dir)
-    run_config = checked_run_config(app, given_run_config(arguments.run_config), arguments.num_supernodes)
+    num_supernodes, run_config = _federation(arguments)
+    app.simulated(run_config, num_supernodes)
     memory_bytes(arguments.state_memory, "--state-memory")
     if arguments.verify_recycling and arguments.calls_per_worker == 1:
         raise ConfigError(
@@ -140,13 +144,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     gpu = GPUOptions.from_arguments(arguments)
     _set_environment(gpu)
-    if arguments.resume is not None:
-        _check_resume(arguments.resume)
-    else:
+    if arguments.resume is None:
         _check_log_dir(arguments.log_dir)
     return _simulate(
         app.path,
-        arguments.num_supernodes,
+        num_supernodes,
         run_config=run_config,
         max_workers=arguments.max_workers,
         calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
@@ -158,6 +160,20 @@ def run(arguments: argparse.Namespace) -> int:
         state_memory=arguments.state_memory,
         **_call_options(gpu, arguments.timeout_s),
     )
+
+
+def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
+    """Return the number of nodes and the run config; what is not given is as in the run that goes on."""
+    given = given_run_config(arguments.run_config)
+    if arguments.resume is None:
+        if arguments.num_supernodes is None:
+            raise ConfigError("--num-supernodes N is missing: how many virtual clients are there?")
+        return arguments.num_supernodes, given
+    _check_resume(arguments.resume)
+    from flower_gpu.simulation.results import ResultFolder
+
+    before = ResultFolder.reopen(arguments.resume).read_config()
+    return arguments.num_supernodes or before["num_supernodes"], {**before["run_config"], **given}
 
 
 def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
@@ -180,44 +196,6 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
         else:
             values.update(parse_pairs("--run-config", [text]))
     return values
-
-
-def checked_run_config(
-    app: FlowerApp, given: Mapping[str, ConfigValue], num_supernodes: int
-) -> dict[str, ConfigValue]:
-    """Check values against what an app declares.
-
-    Parameters
-    ----------
-    app : FlowerApp
-        The app.
-    given : mapping
-        Values by key.
-    num_supernodes : int
-        How many clients there are.
-
-    Returns
-    -------
-    dict
-        The values, and the number of clients where the app declares ``num-clients``.
-
-    Raises
-    ------
-    ConfigError
-        If the app has no such key, or says what it knows and this is something else.
-    """
-    for key, value in given.items():
-        if key not in app.run_config:
-            known = ", ".join(sorted(app.run_config)) or "none"
-            raise ConfigError(f"--run-config {key}: {app.name} declares no such key (its keys: {known})")
-        allowed = app.choices.get(key)
-        if allowed and str(value) not in allowed:
-            raise ConfigError(f"--run-config {key}={value}: {app.name} knows {', '.join(allowed)}")
-    if NUM_CLIENTS_KEY not in app.run_config:
-        return dict(given)
-    if given.get(NUM_CLIENTS_KEY, num_supernodes) != num_supernodes:
-        raise ConfigError(f"--run-config {NUM_CLIENTS_KEY} is set by --num-supernodes")
-    return {**given, NUM_CLIENTS_KEY: num_supernodes}
 
 
 def _simulate(app: Path, num_supernodes: int, **settings: Any) -> int:

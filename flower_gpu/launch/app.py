@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.config_values import ConfigValue, flatten
+
+#: The key of a run config by which an app that has it learns how many clients there are.
+NUM_CLIENTS_KEY: Final = "num-clients"
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,38 @@ class FlowerApp:
     clientapp: str
     run_config: Mapping[str, ConfigValue]
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def simulated(self, given: Mapping[str, Any], num_supernodes: int) -> dict[str, Any]:
+        """Return the run config of a simulation: the app's own, with what is given in its place.
+
+        Parameters
+        ----------
+        given : mapping
+            Values by key.
+        num_supernodes : int
+            How many nodes there are; ``num-clients`` gets that where the app declares it.
+
+        Raises
+        ------
+        ConfigError
+            If the app has no such key, or says what it knows and this is something else.
+        """
+        for key, value in given.items():
+            if key not in self.run_config:
+                known = ", ".join(sorted(self.run_config)) or "none"
+                raise ConfigError(f"run config: {self.name} declares no {key} (its keys: {known})")
+            allowed = self.choices.get(key)
+            if allowed and str(value) not in allowed:
+                raise ConfigError(f"run config: {self.name} knows {', '.join(allowed)}, not {key}={value}")
+        values = {**self.run_config, **given}
+        if NUM_CLIENTS_KEY in values:
+            if given.get(NUM_CLIENTS_KEY, num_supernodes) != num_supernodes:
+                raise ConfigError(
+                    f"run config: {NUM_CLIENTS_KEY}={given[NUM_CLIENTS_KEY]}, but there are {num_supernodes} "
+                    "SuperNodes; leave it out"
+                )
+            values[NUM_CLIENTS_KEY] = num_supernodes
+        return values
 
     @classmethod
     def load(cls, folder: Path) -> FlowerApp:

@@ -60,8 +60,6 @@ class RunConfigOption:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
-#: Key of the number of clients: set by the launcher itself wherever an app declares it.
-NUM_CLIENTS_KEY: Final = "num-clients"
 CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
 NUM_ROUNDS_KEY: Final = "num-server-rounds"
 

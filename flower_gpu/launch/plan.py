@@ -11,13 +11,12 @@ from typing import Final, TypeGuard
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import client as forkserver
 from flower_gpu.launch import environment, ports
-from flower_gpu.launch.app import FlowerApp
+from flower_gpu.launch.app import NUM_CLIENTS_KEY, FlowerApp
 from flower_gpu.launch.config_values import ConfigValue
 from flower_gpu.launch.gpu_check import check as check_gpus
 from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
-    NUM_CLIENTS_KEY,
     NUM_ROUNDS_KEY,
     RUN_CONFIG_OPTIONS,
     LaunchOptions,

@@ -26,10 +26,13 @@ class RunStarted:
         Name of its class.
     num_rounds : int or None
         How many rounds there will be, where it says so.
+    can_resume : bool
+        Whether it writes checkpoints, and goes on from one.
     """
 
     strategy: str
     num_rounds: int | None
+    can_resume: bool = False
 
 
 @dataclass(frozen=True)

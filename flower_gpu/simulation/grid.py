@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
@@ -22,6 +22,10 @@ from flower_gpu.simulation.nodes import VirtualNodes
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.checkpoint import Checkpoints
+
+
+#: Flower's strategies ask once in a second until there are as many nodes as they want.
+_MOST_QUESTIONS: Final = 4
 
 
 class Handler(Protocol):
@@ -77,6 +81,8 @@ class LocalGrid(Grid):
         self._checkpoints = checkpoints
         self._resumed = resumed
         self._starts = 0
+        self._app_thread = threading.get_ident()
+        self._asked = 0  # for the nodes, since the last message
         self._changed = threading.Condition()
         self._waiting: list[_Box] = []  # with messages that nobody has taken, in the order of their sending
         self._numbers = itertools.count(1)
@@ -113,7 +119,21 @@ class LocalGrid(Grid):
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
-        """Return the ids of all nodes."""
+        """Return the ids of all nodes.
+
+        Raises
+        ------
+        ConfigError
+            If the ServerApp waits for more nodes than there are: it asks again and again.
+        """
+        if threading.get_ident() == self._app_thread and not self._boxes:
+            self._asked += 1
+            if self._asked > _MOST_QUESTIONS:
+                raise ConfigError(
+                    f"the ServerApp waits for more nodes than the {len(self._nodes.ids)} that there are: "
+                    "raise the number of SuperNodes, or lower what the strategy asks for (min_available_nodes, "
+                    "min_train_nodes)"
+                )
         return list(self._nodes.ids)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -156,21 +176,6 @@ class LocalGrid(Grid):
         """
         self._starts += 1
         return self._resumed if self._starts == 1 else None
-
-    def check_resumed(self) -> None:
-        """Refuse a run that should go on, and begins at its start.
-
-        Raises
-        ------
-        ConfigError
-            If the strategy has not asked where to go on.
-        """
-        if self._resumed is not None and self._starts == 0:
-            raise ConfigError(
-                "this run cannot go on: only flower_gpu's FedAvg (flower_gpu.FedAvg) can, since it says "
-                "after each round all that the next one needs. Other strategies keep what nobody else knows "
-                "of: run the app anew"
-            )
 
     def finished_round(self, state: RoundState) -> None:
         """Keep what a run is after a round."""
@@ -215,7 +220,7 @@ class LocalGrid(Grid):
                 self._give_up(box)
 
     def _push(self, message: Message, box: _Box) -> str:
-        self.check_resumed()
+        self._asked = 0
         if message.metadata.message_id in self._boxes:  # the same object once more
             metadata = copy(message.metadata)
             message = copy(message)

@@ -47,7 +47,8 @@ class HostMemory:
         self._available = available
         self._changed = threading.Condition()
         self._running = 0
-        self._largest_bytes = 0
+        #: The most that a worker took so far.
+        self.largest_bytes = 0
         self._looked, self._found = -_LOOK_S, available()
         self._started: list[float] = []
         #: How often a worker had to wait.
@@ -74,7 +75,7 @@ class HostMemory:
 
     def learn(self, worker_bytes: int) -> None:
         """Take note of what a worker has taken."""
-        self._largest_bytes = max(self._largest_bytes, worker_bytes)
+        self.largest_bytes = max(self.largest_bytes, worker_bytes)
 
     def _has_room(self) -> bool:
         if not self._running:
@@ -88,4 +89,4 @@ class HostMemory:
         available, total = found
         # Those that were let in just now have not taken theirs yet.
         recent = sum(began > now - _GROWTH_S for began in self._started)
-        return available >= self._largest_bytes * (1 + recent) + _RESERVE * total
+        return available >= self.largest_bytes * (1 + recent) + _RESERVE * total

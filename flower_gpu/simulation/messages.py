@@ -179,6 +179,7 @@ class MessageHandler:
         """Return what the summary is to hold of this."""
         facts: dict[str, Any] = {
             "workers_started": sum(slot.workers_started for slot in self._slots),
+            "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
         }
         if self._verification is not None:

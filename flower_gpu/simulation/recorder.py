@@ -86,6 +86,8 @@ class Recorder:
     def __init__(self, on_event: OnEvent, partition_of: Callable[[int], int] | None = None) -> None:
         self.model: Any = None
         self._on_event = on_event
+        #: How many messages are handled at a time, where that is known.
+        self.concurrency: int | None = None
         self._partition_of = partition_of
         self._lock = threading.RLock()
         self._announced: dict[str, Phase] = {}
@@ -95,12 +97,12 @@ class Recorder:
 
     # What a strategy does
 
-    def run_started(self, strategy: str, num_rounds: int | None) -> None:
+    def run_started(self, strategy: str, num_rounds: int | None, can_resume: bool = False) -> None:
         """Note that a strategy starts."""
         with self._lock:
             self._told.clear()
             self._resumed_round = -1
-            self._on_event(RunStarted(strategy, num_rounds))
+            self._on_event(RunStarted(strategy, num_rounds, can_resume))
 
     def run_resumed(self, server_round: int) -> None:
         """Note that it goes on after a round."""

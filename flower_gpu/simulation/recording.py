@@ -120,6 +120,8 @@ class _Hooks:
                 if is_first:
                     num_rounds = _Arguments(method, args, kwargs).get("num_rounds")
                     self._recorder.run_started(type(server.strategy).__name__, num_rounds)
+                    if server.max_workers is None:  # it has one thread for each message that is on its way
+                        server.set_max_workers(self._recorder.concurrency)
                 result = method(*args, **kwargs)
                 if server.parameters.tensors:
                     self._recorder.model = server.parameters
@@ -154,7 +156,8 @@ class _Hooks:
                 if not is_first:
                     return method(*args, **kwargs)
                 arguments = _Arguments(method, args, kwargs)
-                self._recorder.run_started(type(strategy).__name__, arguments.get("num_rounds"))
+                name, can_resume = type(strategy).__name__, isinstance(strategy, FedAvg)
+                self._recorder.run_started(name, arguments.get("num_rounds"), can_resume)
                 self._recorder.model = arguments.get("initial_arrays")
                 evaluate = arguments.get("evaluate_fn")
                 # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.

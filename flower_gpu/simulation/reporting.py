@@ -8,13 +8,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.simulation.events import Event
+from flower_gpu.errors import ConfigError
+from flower_gpu.simulation.events import Event, RunStarted
 from flower_gpu.simulation.progress import Progress
 from flower_gpu.simulation.recorder import Recorder
 from flower_gpu.simulation.recording import recorded_run
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
 from flower_gpu.simulation.summary_text import summary_lines
 from flower_gpu.simulation.totals import Totals
+
+_CANNOT_RESUME = (
+    "this run cannot go on with {}: only flower_gpu's FedAvg (flower_gpu.FedAvg) says after each round all "
+    "that the next one needs. Other strategies keep what nobody else knows of: run the app anew"
+)
 
 
 @dataclass
@@ -71,11 +77,20 @@ def reported_run(
         In the place of a KeyboardInterrupt.
     """
     totals = Totals(clients)
-    if folder is not None and resumed_round is not None:
-        totals.restore(folder.cut(resumed_round))
+    refused = False
+    has_resumed: list[bool] = []
     shown = Progress(is_shown=progress)
 
     def on_event(event: Event) -> None:
+        nonlocal refused
+        if isinstance(event, RunStarted) and resumed_round is not None and not has_resumed:
+            if not event.can_resume:
+                refused = True
+                raise ConfigError(_CANNOT_RESUME.format(event.strategy))
+            has_resumed.append(True)
+            # Only now: nothing is changed in the folder of a run that cannot go on.
+            assert folder is not None
+            totals.restore(folder.cut(resumed_round))
         totals.on_event(event)
         if folder is not None:
             folder.on_event(event)
@@ -97,7 +112,7 @@ def reported_run(
         raise
     finally:
         shown.close()
-        if report is not None:
+        if report is not None and not refused:
             report.summary = totals.as_dict(outcome, **report.facts)
             if error_text is not None:
                 report.summary["error"] = error_text

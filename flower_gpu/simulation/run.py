@@ -25,6 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import flower_gpu
 from flower_gpu import config
+from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import message_call
@@ -49,8 +50,8 @@ STATE_MEMORY: Final = "1GiB"
 
 _RUN_DIR: Final = "FLOWER_GPU_RUN_DIR"
 _SEEDS: Final = 1 << 31
-# What a run that goes on must have in common with the run before; all of it comes from there.
-_KEPT: Final = ("app", "num_supernodes", "run_config", "seed")
+# What a run that goes on must have in common with the run before.
+_KEPT: Final = ("app", "num_supernodes", "seed")
 
 
 @dataclass(frozen=True)
@@ -86,22 +87,17 @@ class _App:
     run_config: Mapping[str, Any]
 
     @classmethod
-    def of(cls, app: str | Path | tuple[ServerApp, ClientApp], run_config: Mapping[str, Any]) -> _App:
+    def of(
+        cls, app: str | Path | tuple[ServerApp, ClientApp], run_config: Mapping[str, Any], num_supernodes: int
+    ) -> _App:
         if isinstance(app, tuple):
             server, client = app
             if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
                 raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
             return cls("app", server, client, None, dict(run_config))
         found = FlowerApp.load(Path(app))
-        unknown = sorted(run_config.keys() - found.run_config.keys())
-        if unknown:
-            known = ", ".join(sorted(found.run_config)) or "none"
-            raise ConfigError(
-                f"run config: {found.name} has no {', '.join(unknown)}; its pyproject.toml declares {known}"
-            )
-        values = {**found.run_config, **run_config}
-        reference = AppReference(found.path, found.clientapp)
-        return cls(found.name, found.serverapp, reference, found.path, values)
+        values = found.simulated(run_config, num_supernodes)
+        return cls(found.name, found.serverapp, AppReference(found.path, found.clientapp), found.path, values)
 
     def load_server(self) -> ServerApp:
         if isinstance(self.server, ServerApp):
@@ -187,20 +183,30 @@ def simulate(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is a number from 1 on, not {value}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
-    found = _App.of(app, run_config or {})
+    found = _App.of(app, run_config or {}, num_supernodes)
+    on_gpu = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env}).on_gpu
+    if verify_recycling and calls_per_worker in (None, 1) and not on_gpu:
+        raise ConfigError(
+            "there is nothing to verify: each worker handles one message here. Give calls_per_worker, 2 or "
+            "more"
+        )
     earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
     if earlier is not None and seed is None:
         seed = earlier.read_config().get("seed")
     seed = secrets.randbelow(_SEEDS) if seed is None else seed
     concurrency = workers.concurrency(settings, max_workers, num_supernodes)
     plan = {
-        "app": found.name if found.folder is None else str(found.folder),
+        "app": found.name,
+        "app_folder": found.folder,
         "num_supernodes": num_supernodes,
         "run_config": dict(found.run_config),
         "seed": seed,
         "max_workers": concurrency,
         "calls_per_worker": calls_per_worker,
-        "options": {name: repr(value) for name, value in options.items()},
+        "verify_recycling": verify_recycling,
+        "state_memory": state_memory,
+        "options": {name: _plain(value) for name, value in options.items()},
+        "gpus": [gpu.name for gpu in workers.gpus()],
         "cores": config.cores(),
         "versions": {name: version(name) for name in ("flwr", "numpy")}
         | {"flower-gpu": flower_gpu.__version__, "python": sys.version.split()[0]},
@@ -233,6 +239,7 @@ def simulate(
         )
         call_options = {**options, "env": workers.variables(concurrency, options.get("env"))}
         zygote = Zygote(workers.zygote_settings(found.name, found.client, settings, call_options["env"]))
+        report.recorder.concurrency = concurrency
         handler = MessageHandler(
             found.client,
             nodes,
@@ -252,7 +259,6 @@ def simulate(
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
         recorded = RecordedGrid(grid, report.recorder)
         found.load_server()(grid=recorded, context=context)
-        grid.check_resumed()
         recorded.close()
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
@@ -268,6 +274,10 @@ def _identity(run_id: int) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(TaskIdentity, name, value)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:

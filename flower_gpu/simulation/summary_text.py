@@ -38,9 +38,19 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         ("time", duration(summary["seconds"]) + (f", {rate:.3g} messages/s" if rate else "")),
     ]
     if summary.get("workers_started"):
-        rows.append(("workers", f"{summary['workers_started']} started"))
-    if summary.get("peak_memory_bytes"):
-        rows.append(("memory", f"at most {summary['peak_memory_bytes'] / 2**30:.2f} GiB"))
+        text = f"{summary['workers_started']} started"
+        if summary.get("peak_worker_bytes"):
+            text += f", with {summary['peak_worker_bytes'] / 2**20:.0f} MiB at most"
+        rows.append(("workers", text))
+    if compared := summary.get("recycling"):
+        different = ", ".join(compared["different_clients"])
+        rows.append(
+            (
+                "recycling",
+                f"{compared['compared']} messages compared with new workers: "
+                + (f"other weights for clients {different}" if different else "the same weights"),
+            )
+        )
     for kind, metrics in summary["metrics"].items():
         if text := metrics_text(metrics, _MOST_METRICS):
             rows.append((kind, text))

@@ -22,6 +22,7 @@ _MOST_NAMED: Final = 100  # of one reason; metrics.jsonl names them all
 _OTHER_REASONS: Final = "other reasons"
 # What message_call puts in front: without it, the same failure of many clients is one.
 _LABEL: Final = re.compile(r"^\S+ of client \S+: ")
+_PID = re.compile(r" \(pid \d+\)")
 
 
 @dataclass
@@ -115,7 +116,7 @@ class Totals:
 
     def _fail(self, server_round: int | None, kind: str, client: int | None, error: str) -> None:
         self._failed += 1
-        reason = _LABEL.sub("", error)
+        reason = _PID.sub("", _LABEL.sub("", error))  # else each worker's would be another one
         if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
             reason = _OTHER_REASONS
         found = self._reasons.setdefault(reason, _Reason())

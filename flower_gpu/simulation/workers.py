@@ -15,6 +15,7 @@ from flower_gpu.calls.options import CallSettings
 from flower_gpu.config import cores, planned_threads
 from flower_gpu.flower.app_imports import libraries_of
 from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU
 from flower_gpu.isolation import threads
 from flower_gpu.isolation.zygote.caller import ZygoteSettings
 from flower_gpu.simulation.messages import AppReference
@@ -42,11 +43,16 @@ def concurrency(settings: CallSettings, max_workers: int | None, nodes: int) -> 
         return min(max_workers, nodes)
     shares = 0
     if settings.gpu.policy.gpu != "never":
-        for gpu in inventory.take(processes=False).gpus:
-            if gpu.is_usable:
-                shares += _shares_of(settings, gpu.total_bytes)
-        inventory.close()
+        shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus())
     return min(max(cores(), shares), nodes)
+
+
+def gpus() -> list[GPU]:
+    """Return the GPUs of this host that can be used."""
+    try:
+        return [gpu for gpu in inventory.take(processes=False).gpus if gpu.is_usable]
+    finally:
+        inventory.close()  # it holds their device files
 
 
 def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:

@@ -114,6 +114,28 @@ def test_other_strategies_are_refused_at_the_start_of_a_resume(tmp_path: Path) -
     assert "no checkpoint" in again.output and "FedAvg" in again.output
 
 
+def test_a_refused_resume_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> None:
+    folder = run("plain", 4, tmp_path).folder
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    again = run("plain", 4, tmp_path, "--run-config", "strategy='fedavg'", "--resume", str(folder))
+    assert again.status == 2 and "only flower_gpu's FedAvg" in again.output
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_is_complete_goes_on_for_more_rounds(tmp_path: Path) -> None:
+    folder = run("plain", 4, tmp_path / "short", "--seed", "2").folder
+    more = ("--run-config", "num-server-rounds=4")
+    again = run("plain", 4, tmp_path / "short", *more, "--resume", str(folder))
+    assert again.status == 0, again.output
+    at_once = run("plain", 4, tmp_path / "long", "--seed", "2", *more)
+    assert model(folder).tobytes() == model(at_once.folder).tobytes()
+
+
+def test_a_strategy_that_waits_for_more_nodes_is_told(tmp_path: Path) -> None:
+    done = run("plain", 1, tmp_path)
+    assert done.status == 2 and "more nodes than the 1" in done.output
+
+
 def test_another_number_of_nodes_cannot_resume_a_run(tmp_path: Path) -> None:
     first = run("plain", 4, tmp_path)
     again = run("plain", 5, tmp_path, "--resume", str(first.folder))
