@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,7 +51,7 @@ class _Setting:
     @classmethod
     def of(cls, get: Callable[[], Any], set_: Callable[[Any], object]) -> Iterator[_Setting]:
         # What torch has two names for cannot be read by one when it was set by the other.
-        with suppress(RuntimeError, AttributeError):
+        with suppress(RuntimeError, AttributeError, TypeError):
             yield cls(get, set_, get())
 
     def restore(self) -> None:
@@ -158,6 +159,13 @@ def _of_torch() -> Iterator[_Setting]:
         get = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
         if get is not None:
             yield from _Setting.of(get, getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+    for device in ("cpu", "cuda"):
+        yield from _Setting.of(
+            partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
+        )
+        yield from _Setting.of(
+            partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
+        )
     multiprocessing = sys.modules.get("torch.multiprocessing")
     if multiprocessing is not None:
         yield from _Setting.of(multiprocessing.get_sharing_strategy, multiprocessing.set_sharing_strategy)

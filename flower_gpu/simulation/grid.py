@@ -131,8 +131,8 @@ class LocalGrid(Grid):
             if self._asked > _MOST_QUESTIONS:
                 raise ConfigError(
                     f"the ServerApp waits for more nodes than the {len(self._nodes.ids)} that there are: "
-                    "raise the number of SuperNodes, or lower what the strategy asks for (min_available_nodes, "
-                    "min_train_nodes)"
+                    "raise the number of SuperNodes, or lower what the strategy asks for "
+                    "(min_available_nodes, min_train_nodes)"
                 )
         return list(self._nodes.ids)
 

@@ -152,6 +152,7 @@ class MessageHandler:
         if self._verification is None:
             return
         context = self._nodes.context_of(message.metadata.dst_node_id)  # as it was: it is kept later
+        self._slot().retire()  # its lease may be all that there is
 
         def again() -> Message:
             slot = self._new_slot()
@@ -208,6 +209,7 @@ def handle(
     identity: Mapping[str, Any],
 ) -> tuple[Message, RecordDict]:
     """Handle a message; runs in a worker."""
+    seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
     loaded = _load(app) if isinstance(app, AppReference) else app
     _begin(seed)
     had_torch = "torch" in sys.modules

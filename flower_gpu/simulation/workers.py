@@ -27,6 +27,8 @@ _OURS: Final = ("flower_gpu.simulation.messages", "flower_gpu.simulation.rehears
 _REHEARSAL: Final = "flower_gpu.simulation.rehearsal:rehearse"
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
+# What an optimizer imports when it is made, which takes seconds.
+_WITH_TORCH: Final = ("torch", "torch._dynamo")
 _WITHOUT_TORCH: Final = {
     "flwr",
     "numpy",
@@ -79,6 +81,8 @@ def zygote_settings(
         libraries = libraries_of(app.folder, app.name.partition(":")[0])
         if not _may_use_torch(app.folder, libraries):
             without = frozenset({"torch"})
+        else:
+            libraries = [*libraries, *_WITH_TORCH]
     return ZygoteSettings(
         name,
         env=threads.environment(planned_threads(env), env),

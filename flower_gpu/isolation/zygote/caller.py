@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flower_gpu.errors import WorkerDiedError, WorkerStartError
+from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
 from flower_gpu.isolation import outcomes, start, transport
 from flower_gpu.isolation import worker as one_call
 from flower_gpu.isolation.call import Call
@@ -124,7 +124,6 @@ class Zygote:
                 return
             self._known.update(new)
             self._renewals += 1
-            self._settings = replace(self._settings, modules=(*self._settings.modules, *new))
             self._renewing = threading.Thread(target=self._renew, args=(new,), daemon=True)
             self._renewing.start()
 
@@ -137,24 +136,37 @@ class Zygote:
             process.close()
 
     def _renew(self, names: list[str]) -> None:
-        with suppress(WorkerStartError, OSError):  # the one that is there goes on
-            if self._settings.start_method == "forkserver":
-                client.learn(names, self._settings.without)  # it tries whether they survive a fork
-            new = self._start()
-            with self._lock:
-                old, self._current = self._current, new
-                if old is not None:
-                    self._earlier.append(old)
+        settings = replace(self._settings, modules=(*self._settings.modules, *names))
+        try:
+            if settings.start_method == "forkserver":
+                client.learn(names, settings.without)  # it tries whether they survive a fork
+            new = self._started(settings)
+        except (FlowerGPUError, OSError):  # one of them ends a process: the one that is there goes on without
+            return
+        with self._lock:
+            self._settings = settings
+            old, self._current = self._current, new
             if old is not None:
-                old.drain()
-            if self._is_closed:
-                new.close()
+                self._earlier.append(old)
+        if old is not None:
+            old.drain()
+        if self._is_closed:
+            new.close()
 
     def _start(self) -> Process:
+        try:
+            return self._started(self._settings)
+        except WorkerDiedError:
+            if not self._settings.modules:
+                raise
+        self._settings = replace(self._settings, modules=(), rehearsal=None)
+        return self._started(self._settings)
+
+    def _started(self, settings: ZygoteSettings) -> Process:
         while True:
-            modules = [name for name in self._settings.modules if name.partition(".")[0] not in self._unfit]
+            modules = [name for name in settings.modules if name.partition(".")[0] not in self._unfit]
             try:
-                return Process(replace(self._settings, modules=modules))
+                return Process(replace(settings, modules=modules))
             except _UnfitError as error:
                 if not error.libraries - self._unfit:
                     raise WorkerStartError(f"the zygote cannot do without {error}") from error
@@ -358,12 +370,14 @@ class Line:
         self._connection.settimeout(_EXIT_GRACE_S)
         try:
             wire.send(self._connection, {"leave": True})
-            while wire.receive(self._connection)[0].get("event") != "exited":
+            while (message := wire.receive(self._connection)[0]).get("event") != "exited":
                 pass
         except sockets.Gone:  # or it takes too long to leave
             self.close()
-        else:
-            self._connection.settimeout(None)
+            return
+        self._connection.settimeout(None)
+        if message["status"] != 0:  # it was killed before, and what was sent is still there
+            self.close()
 
     def cancel(self) -> None:
         """End the call that was begun, from another thread."""

@@ -61,7 +61,7 @@ def serve(
         except libraries.UnfitLibraryError as error:
             wire.send(connection, {"unfit": error.libraries})
             return
-        except Exception:  # the worker that imports it will tell
+        except (Exception, SystemExit):  # the worker that imports it will tell
             continue
     if rehearsal is not None:
         load_task(rehearsal)()

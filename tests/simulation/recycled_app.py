@@ -1,0 +1,44 @@
+"""A ClientApp that remembers in its module what it has seen."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+calls = 0
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    global calls
+    calls += 1
+    config = message.content["config"]
+    task = str(config["task"])
+    if task == "hang":
+        Path(str(config["file"])).touch()
+        time.sleep(600)
+    state = context.state.setdefault("seen", MetricRecord({"times": 0}))
+    state["times"] += 1
+    if task == "fail":
+        raise ValueError("of the app")
+    if task == "die":
+        os._exit(3)
+    drawn = random.random() + float(np.random.rand())
+    arrays = [np.full(4, drawn + (calls if task == "remember" else 0), np.float64)]
+    facts = {"pid": os.getpid(), "calls": calls, "times": state["times"], "drawn": drawn}
+    os.environ["OF_A_CLIENT"] = "1"
+    os.chdir("/")
+    return Message(
+        RecordDict({"arrays": ArrayRecord(arrays), "facts": MetricRecord(facts)}), reply_to=message
+    )
+
+
+def content(task: str, file: str = "") -> RecordDict:
+    return RecordDict({"config": ConfigRecord({"task": task, "file": file})})

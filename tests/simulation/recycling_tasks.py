@@ -1,0 +1,190 @@
+"""What workers that are used again are asked, and what they are made to do to their process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from flower_gpu.simulation import messages
+
+
+def _torch(path: str) -> tuple[Any, str]:
+    """Return the owner and the name of something of torch's."""
+    import torch
+
+    owner: Any = torch
+    *owners, name = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _attribute(path: str) -> Callable[[], Any]:
+    return lambda: getattr(*_torch(path))
+
+
+def _call(path: str, *arguments: Any) -> Callable[[], Any]:
+    return lambda: getattr(*_torch(path))(*arguments)
+
+
+def _set(path: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(*_torch(path), value)
+
+
+def _dtype(name: str) -> Any:
+    return getattr(*_torch(name))
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+def _replace_stdout() -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+#: How to look at something, and how to change it.
+OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "cudnn.enabled": (
+        _attribute("backends.cudnn.enabled"),
+        _set("backends.cudnn.enabled", False),
+    ),
+    "cudnn.benchmark": (
+        _attribute("backends.cudnn.benchmark"),
+        _set("backends.cudnn.benchmark", True),
+    ),
+    "cudnn.deterministic": (
+        _attribute("backends.cudnn.deterministic"),
+        _set("backends.cudnn.deterministic", True),
+    ),
+    "cudnn.allow_tf32": (
+        _attribute("backends.cudnn.allow_tf32"),
+        _set("backends.cudnn.allow_tf32", False),
+    ),
+    "matmul.allow_tf32": (
+        _attribute("backends.cuda.matmul.allow_tf32"),
+        _set("backends.cuda.matmul.allow_tf32", True),
+    ),
+    "matmul.allow_fp16_reduced": (
+        _attribute("backends.cuda.matmul.allow_fp16_reduced_precision_reduction"),
+        _set("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", False),
+    ),
+    "matmul.allow_bf16_reduced": (
+        _attribute("backends.cuda.matmul.allow_bf16_reduced_precision_reduction"),
+        _set("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", False),
+    ),
+    "float32 matmul precision": (
+        _call("get_float32_matmul_precision"),
+        _call("set_float32_matmul_precision", "medium"),
+    ),
+    "flash attention": (
+        _call("backends.cuda.flash_sdp_enabled"),
+        _call("backends.cuda.enable_flash_sdp", False),
+    ),
+    "deterministic algorithms": (
+        _call("are_deterministic_algorithms_enabled"),
+        _call("use_deterministic_algorithms", True),
+    ),
+    "default dtype": (
+        _call("get_default_dtype"),
+        lambda: _call("set_default_dtype", _dtype("float64"))(),
+    ),
+    "default device": (
+        _call("get_default_device"),
+        _call("set_default_device", "meta"),
+    ),
+    "threads": (_call("get_num_threads"), _call("set_num_threads", 3)),
+    "gradients": (_call("is_grad_enabled"), _call("set_grad_enabled", False)),
+    "anomalies": (
+        _call("is_anomaly_enabled"),
+        _call("autograd.set_detect_anomaly", True),
+    ),
+    "autocast": (
+        _call("is_autocast_enabled", "cpu"),
+        _call("set_autocast_enabled", "cpu", True),
+    ),
+    "sharing strategy": (
+        _call("multiprocessing.get_sharing_strategy"),
+        _call("multiprocessing.set_sharing_strategy", "file_system"),
+    ),
+}
+#: Since torch 2.9, beside the flags above.
+OF_NEW_TORCH: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    f"{name}.fp32_precision": (
+        _attribute(f"{name}.fp32_precision"),
+        _set(f"{name}.fp32_precision", value),
+    )
+    for name, value in (
+        ("backends", "tf32"),
+        ("backends.cuda.matmul", "tf32"),
+        ("backends.cudnn", "ieee"),
+        ("backends.cudnn.conv", "ieee"),
+        ("backends.mkldnn.matmul", "bf16"),
+    )
+}
+OF_PYTHON: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "variables": (
+        lambda: sorted(os.environ.items()),
+        lambda: (os.environ.update(OF_A_CLIENT="1"), os.environ.pop("PATH")),
+    ),
+    "folder": (os.getcwd, lambda: os.chdir("/")),
+    "umask": (_umask, lambda: os.umask(0o77)),
+    "numpy errors": (np.geterr, lambda: np.seterr(all="raise")),
+    "collector": (gc.isenabled, gc.disable),
+    "warnings": (lambda: len(warnings.filters), lambda: warnings.filterwarnings("error", "of a client")),
+    "timer": (
+        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        lambda: signal.setitimer(signal.ITIMER_REAL, 600),
+    ),
+    "cores": (
+        lambda: sorted(os.sched_getaffinity(0)),
+        lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    ),
+    "output": (lambda: sys.stdout.fileno(), _replace_stdout),
+}
+ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON}
+
+
+def look_and_change(name: str) -> tuple[int, str, str]:
+    """Begin as a client does; return this process, what is there, and what is there after a change."""
+    messages._begin("a seed")
+    look, change = ALL[name]
+    before = repr(look())
+    change()
+    return os.getpid(), before, repr(look())
+
+
+def look_at(names: list[str]) -> dict[str, str]:
+    """Begin as a client does; return what is there."""
+    messages._begin("a seed")
+    return {name: repr(ALL[name][0]()) for name in names}
+
+
+def numbers(seed: str) -> tuple[int, list[float]]:
+    """Begin as a client does; return this process and random numbers of all kinds."""
+    messages._begin(seed)
+    drawn = [random.random(), float(np.random.rand())]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        drawn += [float(torch.rand(())), float(torch.randn(()))]
+    return os.getpid(), drawn
+
+
+def import_torch_late() -> tuple[int, str]:
+    """Begin as a client does, whose function imports torch and then has it count in another way."""
+    messages._begin("a seed")
+    import torch
+
+    before = str(torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64)
+    return os.getpid(), before

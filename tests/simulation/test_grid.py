@@ -1,0 +1,248 @@
+"""The grid of a simulation: who is answered, who is given up, and what waits for what."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.supercore.task_identity import TaskIdentity
+from grid_handlers import RUN_ID, GridUnderTest, until
+
+from flower_gpu.flower import message_call
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    """Flower lets only the SuperLink's side of a run make messages."""
+    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, 1
+    yield
+    for name, value in before.items():
+        setattr(TaskIdentity, name, value)
+
+
+@pytest.fixture
+def new_grid() -> Iterator[Callable[..., GridUnderTest]]:
+    made: list[GridUnderTest] = []
+
+    def new(threads: int = 2) -> GridUnderTest:
+        made.append(GridUnderTest(threads))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.close()
+
+
+def in_time(function: Callable[[], object], timeout_s: float = 20) -> object:
+    """Return what a function returns that might wait for ever."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "it waits for ever"
+    return found[0]
+
+
+def test_each_message_has_its_reply(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(3)
+    sent = one.messages(20)
+    replies = list(one.grid.send_and_receive(sent))
+    assert len({message.metadata.message_id for message in sent}) == 20
+    assert {reply.metadata.reply_to_message_id for reply in replies} == {
+        message.metadata.message_id for message in sent
+    }
+    by_id = {message.metadata.message_id: message for message in sent}
+    for reply in replies:
+        message = by_id[reply.metadata.reply_to_message_id]
+        assert reply.metadata.src_node_id == message.metadata.dst_node_id
+    assert one.handling.most <= 3
+    assert not one.grid._boxes
+
+
+def test_push_and_pull(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    ids = list(one.grid.push_messages(one.messages(5)))
+    assert len(set(ids)) == 5
+    found: list[Message] = []
+    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or len(found) == 5))
+    assert [reply.metadata.reply_to_message_id for reply in found] == ids
+    assert list(one.grid.pull_messages(ids)) == []  # each once
+    assert list(one.grid.pull_messages(["unknown"])) == []
+    assert not one.grid._boxes
+
+
+def test_pull_returns_what_is_there(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    ids = list(one.grid.push_messages([*one.messages(1, "gate"), *one.messages(1)]))
+    found: list[Message] = []
+    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or found))
+    assert [reply.metadata.reply_to_message_id for reply in found] == [ids[1]]
+    one.handling.gate.set()
+    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or len(found) == 2))
+
+
+def test_unknown_node(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid()
+    stranger = next(number for number in itertools.count(2) if number not in one.nodes.ids)
+    sent = [*one.messages(1), Message(RecordDict(), stranger, "train")]
+    replies = {reply.metadata.src_node_id: reply for reply in one.grid.send_and_receive(sent)}
+    assert not replies[one.nodes.ids[0]].has_error()
+    assert replies[stranger].error.code == ErrorCode.NODE_UNAVAILABLE
+    assert str(stranger) in replies[stranger].error.reason
+
+
+@pytest.mark.parametrize(
+    ("group", "code", "text"),
+    [
+        ("error", ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "of the app"),
+        ("died", ErrorCode.CLIENT_APP_CRASHED, "killed"),
+    ],
+)
+def test_errors_are_replies(group: str, code: int, text: str, new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    replies = list(one.grid.send_and_receive([*one.messages(1, group), *one.messages(2)]))
+    assert [reply.has_error() for reply in replies] == [True, False, False]
+    assert (replies[0].error.code, replies[0].error.reason) == (code, text)
+
+
+def test_no_error_ends_a_thread(new_grid: Callable[..., GridUnderTest]) -> None:
+    """An app that is run in this process may call ``sys.exit``."""
+    one = new_grid(1)
+    for _ in range(2):
+        replies = list(one.grid.send_and_receive(one.messages(1, "exit"), timeout=10))
+        assert [reply.has_error() for reply in replies] == [True]
+    assert len(list(one.grid.send_and_receive(one.messages(1), timeout=10))) == 1
+
+
+def test_what_is_late_is_given_up(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    sent = [*one.messages(3, "wait"), *one.messages(3)]
+    assert list(one.grid.send_and_receive(sent, timeout=1)) == []
+    # Two had begun, and are ended; the others never begin.
+    assert until(lambda: len(one.handling.done) == 2)
+    assert sorted(one.handling.cancelled) == sorted(one.handling.begun)
+    replies = list(one.grid.send_and_receive(one.messages(4), timeout=20))
+    assert [reply.has_error() for reply in replies] == [False] * 4
+    assert len(one.handling.begun) == 6
+    assert not one.grid._boxes
+
+
+def test_replies_in_time_are_kept_when_others_are_late(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    sent = [*one.messages(1, "wait"), *one.messages(3)]
+    replies = list(one.grid.send_and_receive(sent, timeout=1))
+    assert len(replies) == 3
+    assert len(one.handling.cancelled) == 1
+
+
+def test_no_time_at_all(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    assert list(one.grid.send_and_receive(one.messages(2, "wait"), timeout=0)) == []
+    assert list(one.grid.send_and_receive([], timeout=None)) == []
+    assert len(list(one.grid.send_and_receive(one.messages(1)))) == 1
+
+
+def test_a_stream_yields_what_is_there(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    stream = one.grid.stream([*one.messages(1, "gate"), *one.messages(2)])
+    assert len([next(stream), next(stream)]) == 2
+    one.handling.gate.set()
+    assert len(list(stream)) == 1
+
+
+def test_a_stream_waits_for_its_reader(new_grid: Callable[..., GridUnderTest]) -> None:
+    """Else replies would fill the memory; each that is read makes room for one more."""
+    one = new_grid(2)
+    stream = one.grid.stream(one.messages(30))
+    for number in range(1, 30):
+        next(stream)
+        assert until(lambda: one.handling.running == 0)
+        assert len(one.handling.begun) <= number + 2 * 2
+    assert len(list(stream)) == 1
+
+
+def test_who_reads_no_further_gives_the_rest_up(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    stream = one.grid.stream([*one.messages(1), *one.messages(20, "wait")])
+    next(stream)
+    assert until(lambda: len(one.handling.begun) == 2)
+    stream.close()
+    assert until(lambda: len(one.handling.done) == 2)
+    assert len(one.handling.cancelled) == 1
+    assert len(list(one.grid.send_and_receive(one.messages(2)))) == 2
+
+
+def test_messages_within_the_loop_over_a_stream(new_grid: Callable[..., GridUnderTest]) -> None:
+    """The stream's replies wait for the loop; what the loop sends must not wait for them."""
+    one = new_grid(1)
+
+    def loop() -> list[int]:
+        found = []
+        for _ in one.grid.stream(one.messages(8)):
+            found.append(len(list(one.grid.send_and_receive(one.messages(2)))))
+        return found
+
+    assert in_time(loop) == [2] * 8
+
+
+def test_two_streams_at_once(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+
+    def alternate() -> int:
+        streams = [one.grid.stream(one.messages(9)) for _ in range(2)]
+        return sum(1 for pair in zip(*streams, strict=True) for _ in pair)
+
+    assert in_time(alternate) == 18
+
+
+def test_threads_without_messages_let_go_of_their_workers(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    assert until(lambda: one.handling.idles >= 2)
+    before = one.handling.idles
+    list(one.grid.send_and_receive(one.messages(3)))
+    assert until(lambda: one.handling.idles >= before + 1)
+
+
+def test_close_gives_up_what_runs(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    ids = list(one.grid.push_messages(one.messages(5, "wait")))
+    assert until(lambda: one.handling.running == 2)
+    in_time(one.grid.close)
+    assert sorted(one.handling.cancelled) == sorted(one.handling.begun)
+    assert len(one.handling.begun) == 2
+    assert not any(thread.is_alive() for thread in one.grid._threads)
+    assert list(one.grid.pull_messages(ids)) == []
+    in_time(one.grid.close)  # once more does no harm
+
+
+def test_close_with_a_stream_that_nobody_reads(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    stream = one.grid.stream(one.messages(30))
+    next(stream)
+    in_time(one.grid.close)
+    stream.close()
+    assert not any(thread.is_alive() for thread in one.grid._threads)
+
+
+def test_many_senders(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(4)
+    counts: list[int] = []
+
+    def send() -> None:
+        for _ in range(10):
+            counts.append(len(list(one.grid.send_and_receive(one.messages(7)))))
+
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert counts == [7] * 60
+    assert not one.grid._boxes
