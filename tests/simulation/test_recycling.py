@@ -247,20 +247,20 @@ def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[.
 def test_verification_tells_what_depends_on_earlier_messages(new_handler: Callable[..., Handler]) -> None:
     verification = Verification(2)
     handler = new_handler(10, verification)
-    for node in range(4):
-        handler(node, "remember")
+    for number in range(8):
+        handler(number % 4, "remember")
     facts = verification.facts()
     assert facts["compared"] == 2
-    assert facts["different_clients"] == ["1", "2"]
+    assert len(facts["different_clients"]) == 2
     assert facts["largest_relative_difference"] > 0
-    assert [handler.times(node) for node in range(4)] == [1] * 4  # the second look leaves no trace
+    assert [handler.times(node) for node in range(4)] == [2] * 4  # the second look leaves no trace
 
 
 def test_verification_finds_nothing_where_nothing_is(new_handler: Callable[..., Handler]) -> None:
     verification = Verification(3)
     handler = new_handler(10, verification)
-    for node in range(4):
-        handler(node)
+    for number in range(8):
+        handler(number % 4)
     assert verification.facts() == {
         "compared": 3,
         "different_clients": [],
