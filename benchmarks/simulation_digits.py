@@ -82,7 +82,7 @@ def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
         "runs": len(done),
         "total_s": round(median(each.total_s for each in done), 2),
         "round_s": round(median(each.round_s for each in done), 3),
-        "peak_tree_mb": round(median(each.memory.peak_mb for each in done), 1),
+        "peak_tree_mb": round(done[-1].peak_mb, 1),
         "all_total_s": [round(each.total_s, 2) for each in done],
         "all_rounds_s": [[round(value, 3) for value in each.figures["rounds_s"]] for each in done],
     }

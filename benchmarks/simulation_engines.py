@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -70,8 +71,8 @@ class Done:
     ----------
     total_s : float
         From the start of the command to its end.
-    memory : Sampler
-        Of all processes of the run.
+    memory : Sampler, optional
+        Of all processes of the run, if it was watched. That takes time from runs of many small processes.
     figures : dict
         What the app has written down: ``rounds_s``, one for each round.
     model : list of arrays
@@ -83,11 +84,17 @@ class Done:
     """
 
     total_s: float
-    memory: Sampler
+    memory: Sampler | None
     figures: dict[str, Any]
     model: list[NDArray[Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     replied: list[float] = field(default_factory=list)
+
+    @property
+    def peak_mb(self) -> float:
+        """The most memory that the tree was seen to take."""
+        assert self.memory is not None
+        return self.memory.peak_mb
 
     @property
     def round_s(self) -> float:
@@ -105,16 +112,28 @@ def available(asked: Sequence[str]) -> list[str]:
 
 
 def in_turn(ways: Mapping[str, Run], runs: int) -> dict[str, list[Done]]:
-    """Run all ways one after the other, every other time from the last to the first."""
+    """Run all ways one after the other, every other time from the last to the first.
+
+    Their memory is looked at in one run more, the last of each.
+    """
     done: dict[str, list[Done]] = {name: [] for name in ways}
     for number in range(runs):
         for name in ways if number % 2 == 0 else reversed(ways):
-            done[name].append(perform(ways[name]))
+            done[name].append(perform(ways[name], is_watched=False))
+    for name in ways:
+        done[name][-1] = replace(done[name][-1], memory=perform(ways[name]).memory)
     return done
 
 
-def perform(run: Run) -> Done:
+def perform(run: Run, *, is_watched: bool = True) -> Done:
     """Run an app once, with nothing left of the runs before.
+
+    Parameters
+    ----------
+    run : Run
+        What to run.
+    is_watched : bool
+        Whether its memory is looked at meanwhile.
 
     Raises
     ------
@@ -132,7 +151,7 @@ def perform(run: Run) -> Done:
         }
         command, env = _COMMANDS[run.engine](run, config, folder)
         try:
-            total_s, memory, status = _timed(command, env, folder)
+            total_s, memory, status = _timed(command, env, folder, is_watched)
         finally:
             _end_what_is_left()
         log = (folder / "log").read_text(errors="replace")
@@ -148,8 +167,11 @@ def perform(run: Run) -> Done:
         )
 
 
-def _timed(command: Sequence[str], env: Mapping[str, str], folder: Path) -> tuple[float, Sampler, int]:
-    with (folder / "log").open("wb") as log, Sampler() as memory:
+def _timed(
+    command: Sequence[str], env: Mapping[str, str], folder: Path, is_watched: bool
+) -> tuple[float, Sampler | None, int]:
+    watching = Sampler() if is_watched else nullcontext()
+    with (folder / "log").open("wb") as log, watching as memory:
         began = time.perf_counter()
         process = subprocess.Popen(
             command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -10,6 +10,7 @@ Importing this module is enough for ``Array`` and all that holds one (``ArrayRec
 from __future__ import annotations
 
 import io
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,49 @@ def _plain(array: FlowerArray) -> tuple[Any, ...]:
     return object.__new__, (FlowerArray,), state
 
 
+def view_of(array: FlowerArray) -> NDArray[Any]:
+    """Return an array's values for reading: without a copy where it came from another process."""
+    region: Region | None = array.__dict__.get("_region")
+    if region is not None and array.stype == SType.NUMPY:
+        found = _described(region)
+        if found is not None:
+            return aligned(_at(region.memory.toreadonly(), *found))
+    return array.numpy()
+
+
 def _read_npy(region: Region) -> NDArray[Any] | None:
     """Return the array of a ``.npy`` file, or None for the kinds that are left to numpy."""
-    file = io.BytesIO(region.memory[:_HEADER_BYTES])
+    found = _described(region)
+    if found is None:
+        return None
+    mapped = region.take()
+    if mapped is None:
+        return _at(region.memory, *found).copy(order="K")
+    return aligned(_at(mapped, *found))
+
+
+def _at(
+    memory: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any], order: Any, start: int
+) -> NDArray[Any]:
+    array: NDArray[Any] = np.ndarray(shape, dtype, memory, start, order=order)
+    return array
+
+
+def _described(region: Region) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
+    """Return shape, type, order and first byte of the array in a ``.npy`` file."""
+    found = _header(bytes(region.memory[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n")
+    if found is None:
+        return None
+    shape, dtype, _, start = found
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return None if dtype.hasobject or start + size != region.memory.nbytes else found
+
+
+@lru_cache(maxsize=1024)  # the arrays of a model come again with each reply
+def _header(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
+    file = io.BytesIO(header)
     try:
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -87,15 +128,7 @@ def _read_npy(region: Region) -> NDArray[Any] | None:
             return None
     except ValueError:  # numpy's own reader says it better
         return None
-    start, size = file.tell(), dtype.itemsize
-    for length in shape:
-        size *= length
-    if dtype.hasobject or start + size != region.memory.nbytes:
-        return None
-    mapped = region.take()
-    memory = region.memory if mapped is None else mapped
-    array: NDArray[Any] = np.ndarray(shape, dtype, memory, start, order="F" if is_fortran else "C")
-    return array.copy(order="K") if mapped is None else aligned(array)
+    return shape, dtype, "F" if is_fortran else "C", file.tell()
 
 
 def _rebuild(dtype: str, shape: tuple[int, ...], stype: str, region: Region) -> Array:

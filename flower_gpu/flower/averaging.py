@@ -16,6 +16,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.records import records_of
 
 # A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
@@ -60,7 +61,7 @@ class RunningMean:
             If an array cannot be averaged with those before.
         """
         for key, value in record.items():
-            array = value.numpy()
+            array = view_of(value)
             try:
                 if self._count == 0:
                     self._sums[key] = _Sum(array, self._zeros)

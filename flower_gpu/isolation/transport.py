@@ -34,6 +34,8 @@ _ALIGNMENT = 64  # a cache line
 _MAPPED_BYTES = 1 << 20  # results with less beside their pickle are copied, which is cheaper than a map
 _CHECKED_BYTES = 1 << 20  # of the pickle, which is rarely as long
 
+_INDEX_BYTES = 8192  # read at once: what is before the arrays is rarely longer
+
 _NAMES = ("task", "args", "kwargs")  # of a request, for messages
 _FOREIGN = "a memory file between worker and caller holds something else"
 _SHORT = "a memory file between worker and caller ends too early"
@@ -156,7 +158,7 @@ def _write_file(
     table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
     header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all), reached, *origin)
     checksum = _CHECKSUM.pack(_checksum(header, table, head))
-    memory.write(descriptor, head, memory.write(descriptor, header + checksum + table, 0))
+    memory.write(descriptor, b"".join((header, checksum, table, head)), 0)
     for part in parts.all:
         if part.where == HERE:
             memory.write(descriptor, part.view, part.offset)
@@ -188,19 +190,22 @@ class _Index:
 
 
 def _read_index(descriptor: int) -> _Index:
+    start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly all of it
     try:
-        header = bytes(memory.read(descriptor, _HEADER.size, 0))
+        header = start[: _HEADER.size]
         magic, size, head_size, count, reached, *origin = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise WorkerError(_FOREIGN)
         if size != os.fstat(descriptor).st_size:
             raise EOFError
-        offset = _HEADER.size
-        table = bytes(memory.read(descriptor, _CHECKSUM.size + count * _REGION.size, offset))
-        head = bytes(memory.read(descriptor, head_size, offset + len(table)))
-    except EOFError:
+        table_end = _HEADER.size + _CHECKSUM.size + count * _REGION.size
+        if table_end + head_size > len(start):
+            start = bytes(memory.read(descriptor, table_end + head_size, 0))
+    except (EOFError, struct.error):
         raise WorkerError(_SHORT) from None
-    (checksum,), table = _CHECKSUM.unpack_from(table), table[_CHECKSUM.size :]
+    (checksum,) = _CHECKSUM.unpack_from(start, _HEADER.size)
+    table = start[_HEADER.size + _CHECKSUM.size : table_end]
+    head = start[table_end : table_end + head_size]
     if checksum != _checksum(header, table, head):
         raise WorkerError(_FOREIGN)
     entries = [_Entry(*fields) for fields in _REGION.iter_unpack(table)]
