@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-workers",
         metavar="N",
         type=positive_int,
-        help="how many messages are handled at a time, at most (default: as many as there are cores, or "
-        "shares of GPUs if these are more)",
+        help="how many messages are handled at a time, at most (default: one more than there are cores, or "
+        "the shares of GPUs if these are more)",
     )
     workers.add_argument(
         "--calls-per-worker",

@@ -138,8 +138,8 @@ def simulate(
     run_config : mapping, optional
         Values in the place of the app's own.
     max_workers : int, optional
-        How many messages are handled at a time, at most. Default: as many as there are cores, or shares of
-        the GPUs. Leases and memory may let fewer run.
+        How many messages are handled at a time, at most. Default: one more than there are cores, or as many
+        as there are shares of the GPUs. Leases and memory may let fewer run.
     calls_per_worker : int, optional
         How many messages a worker handles before it ends, at most. Default: 1 on the CPU; on a GPU a few, so
         that CUDA is not started for each.
@@ -238,6 +238,8 @@ def simulate(
             )
         )
         call_options = {**options, "env": workers.variables(concurrency, options.get("env"))}
+        if not on_gpu and not workers.gpus():
+            call_options["gpu"] = "never"  # there is none: it need not be looked for with each message
         zygote = Zygote(workers.zygote_settings(found.name, found.client, settings, call_options["env"]))
         report.recorder.concurrency = concurrency
         handler = MessageHandler(

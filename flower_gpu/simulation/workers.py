@@ -40,13 +40,17 @@ _WITHOUT_TORCH: Final = {
 
 
 def concurrency(settings: CallSettings, max_workers: int | None, nodes: int) -> int:
-    """Return how many messages are handled at a time, at most: of cores and shares of GPUs what is more."""
+    """Return how many messages are handled at a time, at most: of cores and shares of GPUs what is more.
+
+    On the CPU one more than there are cores: while a worker computes, this process and the zygote hand over
+    other messages.
+    """
     if max_workers is not None:
         return min(max_workers, nodes)
     shares = 0
     if settings.gpu.policy.gpu != "never":
         shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus())
-    return min(max(cores(), shares), nodes)
+    return min(max(cores() + 1, shares), nodes)
 
 
 def gpus() -> list[GPU]:
@@ -68,7 +72,7 @@ def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:
 
 def variables(count: int, env: Mapping[str, str] | None) -> dict[str, str]:
     """Return the environment variables of workers of which so many run at a time: they share the cores."""
-    return {_CONCURRENCY: str(count), **(env or {})}
+    return {_CONCURRENCY: str(min(count, cores())), **(env or {})}
 
 
 def zygote_settings(
