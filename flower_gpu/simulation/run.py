@@ -31,7 +31,7 @@ from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import message_call
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
-from flower_gpu.isolation.zygote.caller import Zygote
+from flower_gpu.isolation.zygote.zygote import Zygote
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.checkpoint import Checkpoints

@@ -11,7 +11,8 @@ from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
 from flower_gpu.isolation import start, worker
 from flower_gpu.isolation.call import Call
-from flower_gpu.isolation.zygote.caller import Line, Zygote
+from flower_gpu.isolation.zygote.line import Line
+from flower_gpu.isolation.zygote.zygote import Zygote
 
 #: Calls of one worker on a GPU, where the user has not said how many: so a CUDA context (0.2 to 0.5 s) costs
 #: each of them less than what starting its own worker costs on a CPU.

@@ -17,7 +17,7 @@ from flower_gpu.flower.app_imports import libraries_of
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.isolation import threads
-from flower_gpu.isolation.zygote.caller import ZygoteSettings
+from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.simulation.messages import AppReference
 
 #: Messages that ``verify_recycling`` has handled a second time.

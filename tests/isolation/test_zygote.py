@@ -93,7 +93,8 @@ def test_result_counts(task: str, calls: int, caller: Caller) -> None:
 
 @pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
 def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.isolation.zygote.caller._EXIT_GRACE_S", 0.3)
+    for module in ("watch", "line"):
+        monkeypatch.setattr(f"flower_gpu.isolation.zygote.{module}._EXIT_GRACE_S", 0.3)
     assert caller.run(f"plain_tasks:{task}") == 42
     assert caller.run(f"plain_tasks:{task}", calls=2) == 42
     caller.lines[0].retire()  # which waits no longer
@@ -238,7 +239,9 @@ def test_no_room_for_descriptors(write_script: Callable[[str], Path], run_script
         import os, resource, sys
         from flower_gpu.errors import WorkerStartError
         from flower_gpu.isolation.call import Call
-        from flower_gpu.isolation.zygote.caller import Line, Zygote, ZygoteSettings
+        from flower_gpu.isolation.zygote.line import Line
+        from flower_gpu.isolation.zygote.process import ZygoteSettings
+        from flower_gpu.isolation.zygote.zygote import Zygote
 
         zygote = Zygote(ZygoteSettings("full", "spawn"))
         zygote.process()

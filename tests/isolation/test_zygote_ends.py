@@ -25,7 +25,9 @@ KILLED = """
     import os, sys, threading, time
     import tasks_zygote
     from flower_gpu.isolation.call import Call
-    from flower_gpu.isolation.zygote.caller import Line, Zygote, ZygoteSettings
+    from flower_gpu.isolation.zygote.line import Line
+    from flower_gpu.isolation.zygote.process import ZygoteSettings
+    from flower_gpu.isolation.zygote.zygote import Zygote
 
     zygote = Zygote(ZygoteSettings("killed", sys.argv[1]))
     def say(pid):  # in one piece: others write as well
@@ -134,7 +136,8 @@ def test_zygote_is_killed_while_nothing_runs(caller: Caller) -> None:
 
 def test_zygote_is_stopped(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call with a time limit does not wait for it for ever."""
-    monkeypatch.setattr("flower_gpu.isolation.zygote.caller._END_S", 0.5)
+    for module in ("watch", "process"):
+        monkeypatch.setattr(f"flower_gpu.isolation.zygote.{module}._END_S", 0.5)
     zygote = caller.zygote_pid()
     os.kill(zygote, signal.SIGSTOP)
     errors = waits_for(lambda: caller.run("tasks_zygote:count", timeout_s=0.5))
@@ -147,7 +150,8 @@ def test_a_stopped_worker_costs_only_its_own_call(
     caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others have the same zygote: that has to stay."""
-    monkeypatch.setattr("flower_gpu.isolation.zygote.caller._END_S", 0.3)
+    for module in ("watch", "process"):
+        monkeypatch.setattr(f"flower_gpu.isolation.zygote.{module}._END_S", 0.3)
     zygote = caller.zygote_pid()
     other = caller.line()
     file = tmp_path / "go on"

@@ -94,7 +94,8 @@ def test_killed_between_two_calls(caller: Caller) -> None:
 
 def test_stopped_between_two_calls(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call ends with its time, or has another worker; so has the next one in any case."""
-    monkeypatch.setattr("flower_gpu.isolation.zygote.caller._END_S", 0.3)
+    for module in ("watch", "process"):
+        monkeypatch.setattr(f"flower_gpu.isolation.zygote.{module}._END_S", 0.3)
     pid, _ = caller.run("tasks_zygote:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
     with suppress(WorkerTimeoutError, WorkerDiedError):
@@ -104,7 +105,8 @@ def test_stopped_between_two_calls(caller: Caller, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.isolation.zygote.caller._EXIT_GRACE_S", 0.3)
+    for module in ("watch", "line"):
+        monkeypatch.setattr(f"flower_gpu.isolation.zygote.{module}._EXIT_GRACE_S", 0.3)
     pid, _ = caller.run("tasks_zygote:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
     caller.lines[0].retire()

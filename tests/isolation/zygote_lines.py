@@ -10,7 +10,9 @@ from typing import Any
 from processes import Status, all_processes, wait_until, zombies_of
 
 from flower_gpu.isolation.call import Call, Task
-from flower_gpu.isolation.zygote.caller import Line, Zygote, ZygoteSettings
+from flower_gpu.isolation.zygote.line import Line
+from flower_gpu.isolation.zygote.process import ZygoteSettings
+from flower_gpu.isolation.zygote.zygote import Zygote
 
 
 class Caller:

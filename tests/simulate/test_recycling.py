@@ -19,7 +19,9 @@ from grid_handlers import until
 from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.isolation.call import Call
-from flower_gpu.isolation.zygote.caller import Line, Zygote, ZygoteSettings
+from flower_gpu.isolation.zygote.line import Line
+from flower_gpu.isolation.zygote.process import ZygoteSettings
+from flower_gpu.isolation.zygote.zygote import Zygote
 from flower_gpu.simulation.messages import AppReference, MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot

@@ -1,0 +1,186 @@
+"""One running zygote, on its caller's side: started, spoken to, ended."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from flower_gpu.errors import WorkerStartError
+from flower_gpu.isolation import worker as one_call
+from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.zygote import wire
+
+_PROGRAM = "flower_gpu.isolation.zygote.program:serve"
+_START_S = 300.0  # imports on a busy machine take their time
+_POLL_S = 0.05
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class ZygoteSettings:
+    """What a zygote is started with.
+
+    Parameters
+    ----------
+    name : str
+        What its calls are of.
+    start_method : str
+        ``"forkserver"`` or ``"spawn"``.
+    env : mapping of str to str
+        Environment variables that all its workers have.
+    setup : str, optional
+        As of a :class:`~flower_gpu.isolation.call.Call`.
+    modules : sequence of str
+        Libraries that it imports before the first fork.
+    rehearsal : str, optional
+        As for :func:`flower_gpu.isolation.zygote.program.serve`.
+    seeds : bool
+        As there.
+    without : frozenset of str
+        Top-level names of libraries that its workers have no use for, which makes forks of it cheaper.
+    preload : sequence
+        As of a call.
+    """
+
+    name: str
+    start_method: str = "forkserver"
+    env: Mapping[str, str] = field(default_factory=dict)
+    setup: str | None = None
+    modules: Sequence[str] = ()
+    rehearsal: str | None = None
+    seeds: bool = True
+    without: frozenset[str] = frozenset()
+    preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
+
+
+class UnfitError(Exception):
+    """A zygote could not import libraries and stay what can be forked."""
+
+    def __init__(self, libraries: set[str]) -> None:
+        super().__init__(", ".join(sorted(libraries)))
+        self.libraries = libraries
+
+
+class Process:
+    """One running zygote.
+
+    Parameters
+    ----------
+    settings : ZygoteSettings
+        What it is started with.
+
+    Raises
+    ------
+    WorkerStartError
+        If it cannot be started.
+    """
+
+    def __init__(self, settings: ZygoteSettings) -> None:
+        self.pid = -1
+        self._lock = threading.Lock()
+        self._failed: list[BaseException] = []
+        address = f"flower-gpu-{secrets.token_hex(16)}"
+        call = Call(
+            _PROGRAM,
+            (settings.name,),
+            {
+                "address": address,
+                "modules": list(settings.modules),
+                "rehearsal": settings.rehearsal,
+                "seeds": settings.seeds,
+            },
+            env=settings.env,
+            setup=settings.setup,
+            label=f"workers of {settings.name}",
+            preload=settings.preload,
+            without=settings.without,
+        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
+            listener.bind(f"\0{address}")
+            listener.listen(1)
+            self._thread = threading.Thread(
+                target=_run, args=(call, settings.start_method, self._failed), daemon=True
+            )
+            self._thread.start()
+            self.connection = self._accepted(listener)
+        try:
+            self.connection.settimeout(_START_S)
+            said, _ = wire.receive(self.connection)
+        except sockets.Gone as error:
+            self.close()
+            raise self._error(str(error)) from error
+        if "unfit" in said:
+            self.close()
+            raise UnfitError(set(said["unfit"]))
+        self.pid = said["ready"]
+
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return self.connection.fileno() < 0 or sockets.is_closed(self.connection)
+
+    def open_line(self, descriptors: Sequence[int]) -> None:
+        """Give it the workers' ends of a line."""
+        self._send({"line": True}, descriptors)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a worker, and with SIGKILL to all of its group; nothing happens if it is gone."""
+        with suppress(sockets.Gone):
+            self._send({"pid": pid, "signal": int(number)})
+
+    def drain(self) -> None:
+        """Let it end when its last line is closed."""
+        with suppress(sockets.Gone):
+            self._send({"drain": True})
+
+    def close(self) -> None:
+        """End it and all its workers."""
+        close_socket(self.connection)
+        self._thread.join(_END_S)
+        if self._thread.is_alive() and self.pid >= 0:  # stopped, or it waits for memory
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._thread.join(_END_S)
+
+    def _accepted(self, listener: socket.socket) -> socket.socket:
+        listener.settimeout(_POLL_S)
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                if sockets.peer(connection)[1] == os.getuid():
+                    return connection
+                connection.close()
+            if not self._thread.is_alive():
+                raise self._error("it ended at once")
+        raise WorkerStartError(f"no zygote after {_START_S:g} s")
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        with self._lock:
+            wire.send(self.connection, message, descriptors)
+
+    def _error(self, text: str) -> BaseException:
+        self._thread.join(_END_S)
+        return self._failed[0] if self._failed else WorkerStartError(f"the zygote has ended: {text}")
+
+
+def close_socket(connection: socket.socket) -> None:
+    """Close a socket for the other end to see, even where a fork of this process has it, too."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def _run(call: Call, start_method: str, failed: list[BaseException]) -> None:
+    try:
+        one_call.run(call, start_method, or_spawn=True)
+    except BaseException as error:
+        failed.append(error)
