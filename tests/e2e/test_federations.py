@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import APPS, QUICKSTART, Launch
+from launched import QUICKSTART, Launch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+APPS = Path(__file__).parent
 
 
 @pytest.mark.parametrize("engine", ["superlink", "start-client"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import APPS, QUICKSTART, REPOSITORY, Launch, Launched, assert_nothing_left
+from launched import QUICKSTART, REPOSITORY, Launch, Launched, assert_nothing_left
 from ledger_observer import observed
 from nvml_stub import GIB, Host
 
@@ -23,6 +23,7 @@ from flower_gpu.gpu.settings import RESERVE_BYTES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+APPS = Path(__file__).parent
 DEVICE_POLICY = REPOSITORY / "examples" / "device-policy"
 
 
