@@ -71,7 +71,7 @@ def test_two_runs_side_by_side(launch: Launch, tmp_path: Path) -> None:
     )
     try:
         done = launch(APPS / "numpy_app", "--clients", "3", "--engine", "start-client")
-        assert beside.wait(120) == 0
+        assert beside.wait(280) == 0
     finally:
         beside.kill()
         beside.wait()
