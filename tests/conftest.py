@@ -34,6 +34,16 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(STATE_DIR)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side, files whose tests may take long come first: one at the end would leave others idle."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist
+        longest_s: dict[Path, float] = {}
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            longest_s[item.path] = max(longest_s.get(item.path, 0), marker.args[0] if marker else 0)
+        items.sort(key=lambda item: -longest_s[item.path])
+
+
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -240,9 +240,13 @@ class CallsHost:
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended."""
+    """Tell whether a process has ended: runs no more, whatever the kernel still has to clear away.
+
+    It lets go of files, and so of locks, shortly before it takes a process for dead.
+    """
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX"
+    exiting = 0x4  # include/linux/sched.h: PF_EXITING
+    return fields[0] in "ZX" or bool(int(fields[6]) & exiting)

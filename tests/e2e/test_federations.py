@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import APPS, QUICKSTART, Launch
+from launched import QUICKSTART, Launch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+APPS = Path(__file__).parent
 
 
 @pytest.mark.parametrize("engine", ["superlink", "start-client"])
 def test_quickstart_trains_in_processes_of_their_own(engine: str, launch: Launch, tmp_path: Path) -> None:
-    done = launch(QUICKSTART, "--engine", engine, "--clients", "3", "--rounds", "2")
+    done = launch(QUICKSTART, "--engine", engine, "--clients", "2", "--rounds", "2")
     assert done.code == 0, done.output + done.logs()
     rounds, workers = done.result["rounds"], done.result["workers"]
     assert [entry["round"] for entry in rounds] == [1, 2]
@@ -26,13 +28,13 @@ def test_quickstart_trains_in_processes_of_their_own(engine: str, launch: Launch
     pids = [worker["pid"] for worker in workers]
     assert len(set(pids)) == len(pids), "each call has a process of its own"
     fits = [worker for worker in workers if worker["task"] == "fit"]
-    assert sorted(worker["client"] for worker in fits) == ["0", "0", "1", "1", "2", "2"]
+    assert sorted(worker["client"] for worker in fits) == ["0", "0", "1", "1"]
     assert {worker["start_method"] for worker in fits} == {"fork" if engine == "superlink" else "forkserver"}
     evaluations = [worker for worker in workers if worker["task"] == "evaluate"]
     assert [worker["client"] for worker in evaluations] == ["server"] * 3, "clients do not evaluate"
 
     if engine == "start-client":
-        for client in range(3):
+        for client in range(2):
             assert "torch imported: no" in done.log(f"client-{client}")
 
     from safetensors.torch import load_file
@@ -55,7 +57,7 @@ def test_a_dying_worker_does_not_stop_the_run(engine: str, launch: Launch) -> No
 
 
 def test_message_api(launch: Launch) -> None:
-    done = launch(APPS / "message_app", "--clients", "3")
+    done = launch(APPS / "message_app", "--clients", "2")
     assert done.code == 0, done.output + done.logs()
     assert [entry["loss"] for entry in done.result["rounds"]] == [1.0, 2.0]
     assert "steps: 2 int64; evaluated by clients: 0" in done.log("run")
@@ -69,7 +71,7 @@ def test_two_runs_side_by_side(launch: Launch, tmp_path: Path) -> None:
     )
     try:
         done = launch(APPS / "numpy_app", "--clients", "3", "--engine", "start-client")
-        assert beside.wait(120) == 0
+        assert beside.wait(280) == 0
     finally:
         beside.kill()
         beside.wait()

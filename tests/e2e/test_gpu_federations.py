@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import APPS, QUICKSTART, REPOSITORY, Launch, Launched, assert_nothing_left
+from launched import QUICKSTART, REPOSITORY, Launch, Launched, assert_nothing_left
 from ledger_observer import observed
 from nvml_stub import GIB, Host
 
@@ -23,6 +23,7 @@ from flower_gpu.gpu.settings import RESERVE_BYTES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+APPS = Path(__file__).parent
 DEVICE_POLICY = REPOSITORY / "examples" / "device-policy"
 
 
@@ -182,7 +183,8 @@ def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
 
 def five_free_ports() -> int:
     """Return the first of five ports, one after the other, that nobody listens on."""
-    for first in range(21000, 32000, 5):
+    begin = 5 * (os.getpid() % 2000)  # tests of another clone look for some, too
+    for first in (*range(21000 + begin, 32000, 5), *range(21000, 21000 + begin, 5)):
         sockets = [socket.socket() for _ in range(5)]
         try:
             for number, probe in enumerate(sockets):

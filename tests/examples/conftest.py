@@ -1,3 +1,13 @@
 """The examples are run by the launcher, as users run them."""
 
-from e2e.conftest import launch as launch
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launched import Launch, launcher
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return launcher(tmp_path)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from e2e.conftest import REPOSITORY, Launch
+from launched import REPOSITORY, Launch
 
 from flower_gpu import trace
 

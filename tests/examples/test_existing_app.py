@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.conftest import REPOSITORY, Launch
+from launched import REPOSITORY, Launch
 
 from flower_gpu import trace
 

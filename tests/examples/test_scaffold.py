@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from e2e.conftest import REPOSITORY, Launch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
+from launched import REPOSITORY, Launch
 from torch.nn.functional import cross_entropy
 
 from flower_gpu import trace

@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import descriptors, running_in_group, wait_until, zombies_of
+from processes import (
+    SHARED_MEMORY,
+    descriptors,
+    new_in_shared_memory,
+    running_in_group,
+    wait_until,
+    zombies_of,
+)
+from traced import Run
 
-from flower_gpu import run_in_worker, trace
+from flower_gpu import run_in_worker
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.native import initialized_cuda_devices
-
-SHARED_MEMORY = Path("/dev/shm")
-
-#: Environment in which a script finds the modules of this folder.
-WITH_TASKS = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-}
 
 
 @pytest.fixture(params=["forkserver", "spawn", "fork"])
@@ -29,20 +29,6 @@ def start_method(request: pytest.FixtureRequest) -> str:
     if request.param == "fork" and initialized_cuda_devices() is not None:
         pytest.skip("an earlier test has initialised CUDA in this process")
     return str(request.param)
-
-
-@dataclass
-class Run:
-    """The calls of one test and what they may leave behind."""
-
-    folder: Path
-    temporary: Path
-
-    def events(self, event: str) -> list[dict[str, Any]]:
-        return [line for line in trace.read(self.folder / trace.FILE_NAME) if line["event"] == event]
-
-    def pids(self) -> list[int]:
-        return [line["pid"] for line in self.events("worker_started")]
 
 
 @pytest.fixture(scope="session")
@@ -67,15 +53,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
 
     yield this
 
-    def new_in_shared_memory() -> set[Path]:
-        return set(SHARED_MEMORY.iterdir()) - shared
-
     assert zombies_of(os.getpid()) == []
     for pid in this.pids():
         assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
     kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}
     assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
-    assert wait_until(lambda: not new_in_shared_memory()), new_in_shared_memory()
+    assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
     assert list(temporary.iterdir()) == []
     methods = {line["start_method"] for line in this.events("worker_started")}
     for method in methods & {"forkserver", "spawn", "fork"}:

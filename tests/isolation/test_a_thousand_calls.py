@@ -12,7 +12,14 @@ import forkservers
 import numpy as np
 import pytest
 from forkservers import only_server
-from processes import all_processes, children_of, wait_until, zombies_of
+from processes import (
+    SHARED_MEMORY,
+    all_processes,
+    children_of,
+    new_in_shared_memory,
+    wait_until,
+    zombies_of,
+)
 
 from flower_gpu import run_in_worker
 from flower_gpu.isolation.forkserver import client
@@ -86,7 +93,7 @@ def call_in_threads(calls: int) -> set[int]:
 def test_nothing_is_left(server: int, calls: int, in_threads: bool) -> None:
     caller = os.getpid()
     before = {pid: settled(pid) for pid in (caller, server)}
-    shared = set(Path("/dev/shm").iterdir())
+    shared = set(SHARED_MEMORY.iterdir())
     processes = {process.pid for process in all_processes() if process.parent in before}
     calls_before = only_server().calls
 
@@ -104,7 +111,7 @@ def test_nothing_is_left(server: int, calls: int, in_threads: bool) -> None:
         assert after.descriptors <= before[pid].descriptors
         assert after.resident_mb < before[pid].resident_mb + SLACK_MB, (before[pid], after)
         assert after.maps <= before[pid].maps + 20, (before[pid], after)
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
 
 
 def settled(pid: int) -> Held:

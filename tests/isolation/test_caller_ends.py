@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Run
 from processes import children_of, is_running, wait_until
+from traced import Run
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import crash_tasks
 import pytest
-from conftest import Run
 from crash_cases import CRASHES, HANGS, Crash
 from processes import running_in_group, wait_until
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import (

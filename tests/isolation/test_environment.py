@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError

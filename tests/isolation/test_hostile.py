@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import WITH_TASKS, Run
+from forkservers import WITH_TASKS
 from processes import is_running, wait_until
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError

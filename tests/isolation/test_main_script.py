@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WITH_TASKS, Run
+from forkservers import WITH_TASKS
+from traced import Run
 
 from flower_gpu import run_in_worker
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Run
+from traced import Run
 
 import flower_gpu
 from flower_gpu import run_in_worker

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import Run
 from processes import children_of, descriptors
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing

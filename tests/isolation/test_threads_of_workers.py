@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WITH_TASKS, Run
+from forkservers import WITH_TASKS
 from hypothesis import given
 from hypothesis import strategies as st
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.config import WorkerSettings, cores, openmp_threads, planned_threads

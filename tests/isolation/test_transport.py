@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import plain_tasks
 import pytest
-from conftest import Run
 from processes import descriptors
+from traced import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import InvalidResultError, WorkerStartError

@@ -15,6 +15,9 @@ from launch_helpers import processes_of, wait_until
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 
+#: The fork servers of the tests are none of the user's.
+KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
+
 COMMAND = [sys.executable, "-P", "-m", "flower_gpu.cli", "launch"]
 
 
@@ -38,7 +41,11 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
-            env={key: value for key, value in os.environ.items() if key[:10] != "FLOWER_GPU"},
+            env={
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith("FLOWER_GPU") or key in KEPT
+            },
         )
         started.append(process)
         return process

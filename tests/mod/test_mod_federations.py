@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.conftest import COMMAND, Launch, assert_nothing_left
+from launched import COMMAND, Launch, assert_nothing_left
 from mod_host import FOLDER, ModHost, events_of
 from nvml_stub import GIB
 

@@ -6,14 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import nvml_stub
 import pytest
-from simulation_host import SimulationHost, until
-
-NewHost = Callable[..., SimulationHost]
+from simulation_host import NewHost, SimulationHost, until
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

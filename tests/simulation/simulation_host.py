@@ -142,6 +142,9 @@ class SimulationHost:
         shutil.rmtree(self.ray, ignore_errors=True)
 
 
+NewHost = Callable[..., SimulationHost]
+
+
 class Program:
     """A program in a process group of its own, as a shell starts it, whose output goes to a file."""
 

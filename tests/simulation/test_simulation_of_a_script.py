@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NewHost
 from nvml_stub import GIB
-from simulation_host import FOLDER, SimulationHost, notes
+from simulation_host import FOLDER, NewHost, SimulationHost, notes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

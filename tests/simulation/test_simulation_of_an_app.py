@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import NewHost
 from nvml_stub import GIB
-from simulation_host import FOLDER, SimulationHost, notes
+from simulation_host import FOLDER, NewHost, SimulationHost, notes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

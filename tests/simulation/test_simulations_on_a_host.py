@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NewHost
 from nvml_stub import GIB
-from simulation_host import FOLDER, Program, SimulationHost, notes, until
+from simulation_host import FOLDER, NewHost, Program, SimulationHost, notes, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
