@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
-    """Return the number of nodes and the run config; what is not given is as in the run that goes on."""
+    """Return the number of nodes, by default that of the run that goes on, and the values of a run config."""
     given = given_run_config(arguments.run_config)
     if arguments.resume is None:
         if arguments.num_supernodes is None:
@@ -173,7 +173,7 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
     from flower_gpu.simulation.results import ResultFolder
 
     before = ResultFolder.reopen(arguments.resume).read_config()
-    return arguments.num_supernodes or before["num_supernodes"], {**before["run_config"], **given}
+    return arguments.num_supernodes or before["num_supernodes"], given
 
 
 def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,13 +212,8 @@ def handle(
     """Handle a message; runs in a worker."""
     seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
     loaded = _load(app) if isinstance(app, AppReference) else app
-    _begin(seed)
-    had_torch = "torch" in sys.modules
-    try:
+    with as_first(seed):
         return message_call.run(loaded, None, message, context, identity)
-    finally:
-        if "torch" in sys.modules and not had_torch:
-            leave_after_this_call()  # nobody knows what flags it had before this client
 
 
 _loaded: dict[AppReference, ClientApp] = {}
@@ -230,11 +226,24 @@ def _load(app: AppReference) -> ClientApp:
     return _loaded[app]
 
 
-def _begin(seed: str) -> None:
-    """Bring this process to what the app's first call has found, if there was one."""
+@contextmanager
+def as_first(seed: str) -> Iterator[None]:
+    """Let a client find, in the block, what the first one of this process has found, but for the modules.
+
+    Parameters
+    ----------
+    seed : str
+        Of its random numbers.
+    """
     global _found
     if _found is None:
         _found = ProcessState()
     else:
         _found.restore()
     seed_all(seed)
+    had_torch = "torch" in sys.modules
+    try:
+        yield
+    finally:
+        if "torch" in sys.modules and not had_torch:
+            leave_after_this_call()  # nobody knows what flags it had before this client

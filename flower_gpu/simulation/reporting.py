@@ -83,8 +83,8 @@ def reported_run(
 
     def on_event(event: Event) -> None:
         nonlocal refused
-        if isinstance(event, RunStarted) and resumed_round is not None and not has_resumed:
-            if not event.can_resume:
+        if resumed_round is not None and not has_resumed:
+            if isinstance(event, RunStarted) and not event.can_resume:
                 refused = True
                 raise ConfigError(_CANNOT_RESUME.format(event.strategy))
             has_resumed.append(True)

@@ -150,7 +150,8 @@ def simulate(
     log_dir : str or Path, optional
         Where the folder with the results is made; None keeps none.
     resume : str or Path, optional
-        The folder of an earlier run: goes on after its last finished round.
+        The folder of an earlier run: goes on after its last finished round, with its run config and seed
+        where these are not given.
     progress : bool
         Whether progress and a summary are shown on stderr.
     state_memory : int or str
@@ -183,16 +184,16 @@ def simulate(
         if value is not None and value < 1:
             raise ConfigError(f"{name} is a number from 1 on, not {value}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
-    found = _App.of(app, run_config or {}, num_supernodes)
+    earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
+    before = earlier.read_config() if earlier is not None else {}
+    found = _App.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
     on_gpu = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env}).on_gpu
     if verify_recycling and calls_per_worker in (None, 1) and not on_gpu:
         raise ConfigError(
             "there is nothing to verify: each worker handles one message here. Give calls_per_worker, 2 or "
             "more"
         )
-    earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
-    if earlier is not None and seed is None:
-        seed = earlier.read_config().get("seed")
+    seed = before.get("seed") if seed is None else seed
     seed = secrets.randbelow(_SEEDS) if seed is None else seed
     concurrency = workers.concurrency(settings, max_workers, num_supernodes)
     plan = {

@@ -111,17 +111,17 @@ def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "the following arguments are required: --num-supernodes"),
+        ([], "--num-supernodes N is missing"),
         (["--num-supernodes", "0"], "must be 1 or more, not 0"),
         (["--num-supernodes", "many"], "'many' is not a whole number"),
         (
             ["--num-supernodes", "3", "--run-config", "lr=0.1"],
-            "--run-config lr: counting declares no such key "
+            "run config: counting declares no lr "
             "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
         ),
         (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
         (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait"),
-        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients is set by --num-supernodes"),
+        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 SuperNodes"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
         (["--num-supernodes", "3", "--max-workers", "0"], "must be 1 or more, not 0"),
         (["--num-supernodes", "3", "--calls-per-worker", "some"], "'some' is not a whole number"),

@@ -157,34 +157,34 @@ ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON}
 
 def look_and_change(name: str) -> tuple[int, str, str]:
     """Begin as a client does; return this process, what is there, and what is there after a change."""
-    messages._begin("a seed")
     look, change = ALL[name]
-    before = repr(look())
-    change()
-    return os.getpid(), before, repr(look())
+    with messages.as_first("a seed"):
+        before = repr(look())
+        change()
+        return os.getpid(), before, repr(look())
 
 
 def look_at(names: list[str]) -> dict[str, str]:
     """Begin as a client does; return what is there."""
-    messages._begin("a seed")
-    return {name: repr(ALL[name][0]()) for name in names}
+    with messages.as_first("a seed"):
+        return {name: repr(ALL[name][0]()) for name in names}
 
 
 def numbers(seed: str) -> tuple[int, list[float]]:
     """Begin as a client does; return this process and random numbers of all kinds."""
-    messages._begin(seed)
-    drawn = [random.random(), float(np.random.rand())]
-    torch: Any = sys.modules.get("torch")
-    if torch is not None:
-        drawn += [float(torch.rand(())), float(torch.randn(()))]
-    return os.getpid(), drawn
+    with messages.as_first(seed):
+        drawn = [random.random(), float(np.random.rand())]
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            drawn += [float(torch.rand(())), float(torch.randn(()))]
+        return os.getpid(), drawn
 
 
 def import_torch_late() -> tuple[int, str]:
     """Begin as a client does, whose function imports torch and then has it count in another way."""
-    messages._begin("a seed")
-    import torch
+    with messages.as_first("a seed"):
+        import torch
 
-    before = str(torch.get_default_dtype())
-    torch.set_default_dtype(torch.float64)
-    return os.getpid(), before
+        before = str(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        return os.getpid(), before

@@ -249,7 +249,7 @@ def summary_of(failures: list[Replied], **facts: Any) -> dict[str, Any]:
 
 def test_the_summary_has_what_one_wants_to_know() -> None:
     lines = summary_lines(
-        summary_of([], workers_started=12, peak_memory_bytes=3 << 30), "runs/2026-01-31_12-00-00"
+        summary_of([], workers_started=12, peak_worker_bytes=300 << 20), "runs/2026-01-31_12-00-00"
     )
     shown = dict(line.split(maxsplit=1) for line in lines)
     assert shown.pop("time").startswith("0.0 s, ")
@@ -257,8 +257,7 @@ def test_the_summary_has_what_one_wants_to_know() -> None:
         "outcome": "completed",
         "rounds": "2 of 5",
         "clients": "100, 200 messages, 0 failed",
-        "workers": "12 started",
-        "memory": "at most 3.00 GiB",
+        "workers": "12 started, with 300 MiB at most",
         "train": "loss 0.25",
         "server-evaluate": "accuracy 0.875, loss 0.5",
         "results": "runs/2026-01-31_12-00-00",
