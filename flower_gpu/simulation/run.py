@@ -18,8 +18,6 @@ from flwr.clientapp import ClientApp
 from flwr.common import Parameters
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
-from flwr.serverapp.server_app import LoadServerAppError
-from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -27,16 +25,17 @@ import flower_gpu
 from flower_gpu import config
 from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallSettings
-from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
+from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.isolation.zygote.zygote import Zygote
-from flower_gpu.launch.app import FlowerApp
 from flower_gpu.simulation import workers
+from flower_gpu.simulation.app import SimulatedApp
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
-from flower_gpu.simulation.messages import AppReference, MessageHandler
+from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recorded_grid import RecordedGrid
 from flower_gpu.simulation.reporting import reported_run
@@ -50,8 +49,6 @@ STATE_MEMORY: Final = "1GiB"
 
 _RUN_DIR: Final = "FLOWER_GPU_RUN_DIR"
 _SEEDS: Final = 1 << 31
-# What a run that goes on must have in common with the run before.
-_KEPT: Final = ("app", "num_supernodes", "seed")
 
 
 @dataclass(frozen=True)
@@ -74,38 +71,6 @@ class SimulationResult:
     model: ArrayRecord | Parameters | None
     summary: Mapping[str, Any]
     folder: Path | None
-
-
-@dataclass(frozen=True)
-class _App:
-    """What is to run."""
-
-    name: str
-    server: ServerApp | str
-    client: ClientApp | AppReference
-    folder: Path | None
-    run_config: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, app: str | Path | tuple[ServerApp, ClientApp], run_config: Mapping[str, Any], num_supernodes: int
-    ) -> _App:
-        if isinstance(app, tuple):
-            server, client = app
-            if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
-                raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
-            return cls("app", server, client, None, dict(run_config))
-        found = FlowerApp.load(Path(app))
-        values = found.simulated(run_config, num_supernodes)
-        return cls(found.name, found.serverapp, AppReference(found.path, found.clientapp), found.path, values)
-
-    def load_server(self) -> ServerApp:
-        if isinstance(self.server, ServerApp):
-            return self.server
-        loaded = load_app(self.server, LoadServerAppError, self.folder)
-        if not isinstance(loaded, ServerApp):
-            raise ConfigError(f"{self.server} is a {type(loaded).__name__}, not a ServerApp")
-        return loaded
 
 
 def simulate(
@@ -178,93 +143,137 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
     """
-    if num_supernodes < 1:
-        raise ConfigError(f"a simulation needs one node or more, not {num_supernodes}")
-    for name, value in (("max_workers", max_workers), ("calls_per_worker", calls_per_worker)):
+    counts = {
+        "num_supernodes": num_supernodes,
+        "max_workers": max_workers,
+        "calls_per_worker": calls_per_worker,
+    }
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is a number from 1 on, not {value}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
     earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
     before = earlier.read_config() if earlier is not None else {}
-    found = _App.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
+    found = SimulatedApp.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
+    seed = before.get("seed") if seed is None else seed
     on_gpu = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env}).on_gpu
     if verify_recycling and calls_per_worker in (None, 1) and not on_gpu:
         raise ConfigError(
             "there is nothing to verify: each worker handles one message here. Give calls_per_worker, 2 or "
             "more"
         )
-    seed = before.get("seed") if seed is None else seed
-    seed = secrets.randbelow(_SEEDS) if seed is None else seed
-    concurrency = workers.concurrency(settings, max_workers, num_supernodes)
-    plan = {
-        "app": found.name,
-        "app_folder": found.folder,
-        "num_supernodes": num_supernodes,
-        "run_config": dict(found.run_config),
-        "seed": seed,
-        "max_workers": concurrency,
-        "calls_per_worker": calls_per_worker,
-        "verify_recycling": verify_recycling,
-        "state_memory": state_memory,
-        "options": {name: _plain(value) for name, value in options.items()},
-        "gpus": [gpu.name for gpu in workers.gpus()],
-        "cores": config.cores(),
-        "versions": {name: version(name) for name in ("flwr", "numpy")}
-        | {"flower-gpu": flower_gpu.__version__, "python": sys.version.split()[0]},
-    }
+    plan = _Plan(
+        found,
+        num_supernodes,
+        secrets.randbelow(_SEEDS) if seed is None else seed,
+        workers.concurrency(settings, max_workers, num_supernodes),
+        calls_per_worker,
+        verify_recycling,
+        memory_bytes(state_memory, "state_memory"),
+        settings,
+        options,
+    )
     with ExitStack() as stack:
         folder = earlier
         if folder is None and log_dir is not None:
-            folder = ResultFolder.create(Path(log_dir), plan)
+            folder = ResultFolder.create(Path(log_dir), plan.described())
         if folder is not None:
             stack.enter_context(borrowed([_RUN_DIR]))
             os.environ[_RUN_DIR] = str(folder.path)
-        states = StateStore(_state_folder(folder, stack), memory_bytes(state_memory, "state_memory"))
+        states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
         stack.callback(states.close)
         checkpoints = state = None
         if folder is not None:
-            kept = {name: plan[name] for name in _KEPT}
-            checkpoints = Checkpoints(folder.checkpoint, states, kept)
+            checkpoints = Checkpoints(folder.checkpoint, states, plan.identity())
             state = checkpoints.read() if earlier is not None else None
         run_id = secrets.randbits(63)
-        nodes = VirtualNodes(num_supernodes, seed, run_id, found.run_config, states=states)
+        nodes = VirtualNodes(num_supernodes, plan.seed, run_id, found.run_config, states=states)
         stack.enter_context(_identity(run_id))
+        resumed_round = None if state is None else state.server_round
         report = stack.enter_context(
             reported_run(
-                folder,
-                num_supernodes,
-                nodes.partition_of,
-                progress=progress,
-                resumed_round=None if state is None else state.server_round,
+                folder, num_supernodes, nodes.partition_of, progress=progress, resumed_round=resumed_round
             )
         )
-        call_options = {**options, "env": workers.variables(concurrency, options.get("env"))}
-        if not on_gpu and not workers.gpus():
-            call_options["gpu"] = "never"  # there is none: it need not be looked for with each message
-        zygote = Zygote(workers.zygote_settings(found.name, found.client, settings, call_options["env"]))
-        report.recorder.concurrency = concurrency
-        handler = MessageHandler(
-            found.client,
-            nodes,
-            call_options,
-            found.name,
-            seed,
-            lambda: Slot(zygote, calls_per_worker),
-            Verification(workers.CHECKS) if verify_recycling else None,
-        )
-        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
+        report.recorder.concurrency = plan.concurrency
+        zygote = Zygote(plan.zygote_settings())
+        handler = plan.handler(nodes, zygote)
+        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, plan.concurrency, checkpoints, state)
         # Last in, first out: workers end at once, then the threads that wait for them.
         stack.callback(handler.close)
         stack.callback(grid.close)
         stack.callback(zygote.close)
         stack.callback(lambda: report.facts.update(handler.facts()))
-        workers.seed_server(seed)
+        workers.seed_server(plan.seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
         recorded = RecordedGrid(grid, report.recorder)
         found.load_server()(grid=recorded, context=context)
         recorded.close()
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a run is started with, resolved."""
+
+    app: SimulatedApp
+    num_supernodes: int
+    seed: int
+    concurrency: int
+    calls_per_worker: int | None
+    verify_recycling: bool
+    state_memory_bytes: int
+    settings: CallSettings
+    options: Mapping[str, Any]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a run that goes on must have in common with the run before."""
+        return {"app": self.app.name, "num_supernodes": self.num_supernodes, "seed": self.seed}
+
+    def described(self) -> dict[str, Any]:
+        """Return all of it, for people."""
+        versions = {name: version(name) for name in ("flwr", "numpy")}
+        return {
+            **self.identity(),
+            "app_folder": self.app.folder,
+            "run_config": dict(self.app.run_config),
+            "max_workers": self.concurrency,
+            "calls_per_worker": self.calls_per_worker,
+            "verify_recycling": self.verify_recycling,
+            "state_memory_bytes": self.state_memory_bytes,
+            "options": {name: _plain(value) for name, value in self.options.items()},
+            "gpus": [gpu.name for gpu in workers.gpus()],
+            "cores": config.cores(),
+            "versions": {
+                "flower-gpu": flower_gpu.__version__,
+                **versions,
+                "python": sys.version.split()[0],
+            },
+        }
+
+    def zygote_settings(self) -> ZygoteSettings:
+        """Return what workers are forked from."""
+        return workers.zygote_settings(self.app.name, self.app.client, self.settings, self._variables())
+
+    def handler(self, nodes: VirtualNodes, zygote: Zygote) -> MessageHandler:
+        """Make what handles the messages."""
+        options = {**self.options, "env": self._variables()}
+        if not workers.gpus():
+            options["gpu"] = "never"  # there is none: it need not be looked for with each message
+        verification = Verification(workers.CHECKS) if self.verify_recycling else None
+        return MessageHandler(
+            self.app.client,
+            nodes,
+            options,
+            self.app.name,
+            self.seed,
+            lambda: Slot(zygote, self.calls_per_worker),
+            verification,
+        )
+
+    def _variables(self) -> dict[str, str]:
+        return workers.variables(self.concurrency, self.options.get("env"))
 
 
 @contextmanager
@@ -287,6 +296,3 @@ def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:
     if folder is not None:
         return folder.path / "states"
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-states-")))
-
-
-__all__ = ["FlowerGPUError", "SimulationResult", "simulate"]
