@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.launch import gpu_options
@@ -208,7 +208,7 @@ def _simulate(app: Path, num_supernodes: int, **settings: Any) -> int:
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return 128 + signal.SIGINT
-    except ConfigError:
+    except (ConfigError, GPUUnavailableError):
         raise
     except Exception as error:
         traceback.print_exc()

@@ -1,0 +1,122 @@
+"""Simulations on a host with stub GPUs: who holds which lease, and for how long."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nvml_stub import Host
+from simulations import TIMEOUT_S, Simulation, command
+
+from flower_gpu import trace
+from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.gpu.ledger_folder import LedgerFolder
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class StubHost:
+    """A host with stub GPUs and a ledger of its own."""
+
+    def __init__(self, folder: Path, gpus: int) -> None:
+        self.host = Host(folder / "host", gpus=gpus)
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir()
+        self.logs = folder / "runs"
+        # What PyTorch asks NVML would be told of a GPU that only NVML has.
+        self.env = {
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+            "FLOWER_GPU_POLICY": "offer",
+        }
+
+    def simulate(self, nodes: int, *options: str) -> Simulation:
+        done = subprocess.run(
+            command("plain", nodes, "--log-dir", str(self.logs), *options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            env={**os.environ, **self.host.env, **self.env},
+        )
+        return Simulation(done.returncode, done.stdout, max(self.logs.iterdir()))
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> StubHost:
+    return StubHost(tmp_path, gpus=1)
+
+
+def events(done: Simulation, *names: str) -> list[dict[str, Any]]:
+    """Return what the trace says of clients."""
+    found = trace.read(done.folder / trace.FILE_NAME)
+    return [e for e in found if e["event"] in names and e["client"] != "server"]
+
+
+def most_leases_at_a_time(done: Simulation) -> int:
+    held: set[str] = set()
+    most = 0
+    for event in events(done, "lease_granted", "lease_released"):
+        (held.add if event["event"] == "lease_granted" else held.discard)(event["lease"])
+        most = max(most, len(held))
+    return most
+
+
+def test_a_used_worker_keeps_its_lease_until_it_ends(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(8, "--num-gpus", "0.5", "--calls-per-worker", "3", "--gpu", "require")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    calls = [call for call in done.calls if "lease" in call]
+    assert len(calls) == 16
+    pids_of: dict[str, set[int]] = {}
+    for call in calls:
+        pids_of.setdefault(call["lease"], set()).add(call["pid"])
+    assert all(len(pids) == 1 for pids in pids_of.values())
+    assert max(Counter(call["lease"] for call in calls).values()) == 3
+    granted, released = (
+        Counter(e["lease"] for e in events(done, n)) for n in ("lease_granted", "lease_released")
+    )
+    assert granted == released == Counter(dict.fromkeys(pids_of, 1))
+    assert 1 <= most_leases_at_a_time(done) <= 2
+
+
+def test_a_gpu_is_empty_between_rounds(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(4, "--num-gpus", "0.5")
+    assert done.status == 0, done.output
+    leases = [{call["lease"] for call in part} for part in (done.calls[:4], done.calls[4:])]
+    assert leases[0].isdisjoint(leases[1])
+    assert len(leases[0]) < 4, "on a GPU a worker handles several messages, if nothing else is said"
+
+
+def test_one_call_per_worker_is_one_lease_per_call(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(5, "--num-gpus", "1", "--calls-per-worker", "1")
+    assert done.status == 0, done.output
+    assert len({call["lease"] for call in done.calls}) == len({call["pid"] for call in done.calls}) == 10
+    assert most_leases_at_a_time(done) == 1
+
+
+def test_verifying_needs_no_second_gpu(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(6, "--num-gpus", "1", "--calls-per-worker", "6", "--verify-recycling")
+    assert done.status == 0, done.output
+    assert done.summary["recycling"]["compared"] == 3
+    assert done.summary["recycling"]["different_clients"] == []
+
+
+def test_no_lease_is_left(one_gpu: StubHost) -> None:
+    one_gpu.simulate(4, "--num-gpus", "0.25")
+    assert Ledger(LedgerFolder(one_gpu.ledger)).status().holders == ()
+
+
+def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    host = StubHost(tmp_path, gpus=0)
+    done = subprocess.run(
+        command("plain", 3, "--log-dir", str(host.logs), "--gpu", "require"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 1 and "GPU" in done.stderr and len(done.stderr.splitlines()) < 6
+    assert not host.logs.exists()
