@@ -77,20 +77,24 @@ class ProcessState:
             setting.restore()
 
 
-def seed_all(seed: str) -> None:
+def seed_of(place: str) -> int:
+    """Return the seed for one place in a run: another one for each text, and always the same for one."""
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=4 * _SEED_WORDS).digest(), "little")
+
+
+def seed_all(seed: int) -> None:
     """Seed the random number generators of Python, numpy and, where it is imported, PyTorch.
 
     Parameters
     ----------
-    seed : str
-        Any text; another one gives other numbers.
+    seed : int
+        As :func:`seed_of` returns it.
     """
-    digest = hashlib.blake2b(seed.encode(), digest_size=4 * _SEED_WORDS).digest()
-    random.seed(digest)
-    np.random.seed(np.frombuffer(digest, np.uint32))
+    random.seed(seed)
+    np.random.seed([seed >> 32 * word & 0xFFFFFFFF for word in range(_SEED_WORDS)])
     torch = sys.modules.get("torch")
     if hasattr(torch, "manual_seed"):
-        torch.manual_seed(int.from_bytes(digest[:8], "little"))  # type: ignore[union-attr]
+        torch.manual_seed(seed & (1 << 63) - 1)  # type: ignore[union-attr]
 
 
 def _of_process() -> Iterator[_Setting]:

@@ -20,8 +20,8 @@ from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.records import round_of
-from flower_gpu.isolation.zygote.worker import leave_after_this_call
-from flower_gpu.simulation.fresh import ProcessState, seed_all
+from flower_gpu.isolation.zygote.worker import leave_after_this_call, may_stay
+from flower_gpu.simulation.fresh import ProcessState, seed_all, seed_of
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
@@ -111,7 +111,7 @@ class MessageHandler:
         with self._lock:
             # The same numbers whatever came before, so that a run that goes on has the same ones, too.
             place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {round_of(message)}"
-            seed = f"{place} {self._sent[place]}"
+            seed = seed_of(f"{place} {self._sent[place]}")
             self._sent[place] += 1
             slot.begin()
             self._running[metadata.message_id] = slot
@@ -127,7 +127,7 @@ class MessageHandler:
         self._nodes.keep(context)
         return reply
 
-    def _run(self, message: Message, context: Context, seed: str, slot: Slot) -> Message:
+    def _run(self, message: Message, context: Context, seed: int, slot: Slot) -> Message:
         partition = str(self._nodes.partition_of(context.node_id))
         with self._memory.room():
             reply = message_call.call(
@@ -149,7 +149,7 @@ class MessageHandler:
             self._resolved = CallSettings.resolve({**self._options, "context": context})
         return self._resolved
 
-    def _verify(self, message: Message, seed: str, reply: Message) -> None:
+    def _verify(self, message: Message, seed: int, reply: Message) -> None:
         if self._verification is None:
             return
         context = self._nodes.context_of(message.metadata.dst_node_id)  # as it was: it is kept later
@@ -204,7 +204,7 @@ class MessageHandler:
 
 def handle(
     app: AppReference | ClientApp,
-    seed: str,
+    seed: int,
     message: Message,
     context: Context,
     identity: Mapping[str, Any],
@@ -227,19 +227,19 @@ def _load(app: AppReference) -> ClientApp:
 
 
 @contextmanager
-def as_first(seed: str) -> Iterator[None]:
+def as_first(seed: int) -> Iterator[None]:
     """Let a client find, in the block, what the first one of this process has found, but for the modules.
 
     Parameters
     ----------
-    seed : str
+    seed : int
         Of its random numbers.
     """
     global _found
-    if _found is None:
-        _found = ProcessState()
-    else:
+    if _found is not None:
         _found.restore()
+    elif may_stay():
+        _found = ProcessState()
     seed_all(seed)
     had_torch = "torch" in sys.modules
     try:

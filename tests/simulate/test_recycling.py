@@ -79,14 +79,14 @@ def test_nothing_is_changed_that_nobody_changed(with_torch: Line) -> None:
 
 def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
     with_torch.retire()
-    pid, first = run(with_torch, "numbers", "one")
+    pid, first = run(with_torch, "numbers", 1)
     assert len(set(first)) == 4
-    same_pid, other = run(with_torch, "numbers", "two")
+    same_pid, other = run(with_torch, "numbers", 2)
     assert same_pid == pid
     assert not set(first) & set(other)
-    assert run(with_torch, "numbers", "one") == (pid, first)
+    assert run(with_torch, "numbers", 1) == (pid, first)
     with_torch.retire()
-    new_pid, again = run(with_torch, "numbers", "one")
+    new_pid, again = run(with_torch, "numbers", 1)
     assert new_pid != pid
     assert again == first
 

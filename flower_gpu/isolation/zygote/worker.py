@@ -20,6 +20,15 @@ from flower_gpu.isolation.zygote import wire
 _has_to_leave = False
 
 
+# Whether another call may follow the one that runs.
+_may_stay = False
+
+
+def may_stay() -> bool:
+    """Tell whether this process may get another call after the one that runs."""
+    return _may_stay
+
+
 def leave_after_this_call() -> None:
     """Let no further call have this worker."""
     global _has_to_leave
@@ -98,6 +107,8 @@ def work(
 
 def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool | None:
     """Do one call; tell whether another one may come, None if this one has no result."""
+    global _may_stay
+    _may_stay = bool(message["stays"])
     request, reply, *_ = descriptors  # what else came is held open until the end of the call
     sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
     os.environ.update(message["env"])
@@ -106,7 +117,7 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     if outcome is None:
         return None
     child.leave_reply(outcome, reply)
-    stays = bool(message["stays"])
+    stays = _may_stay
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
