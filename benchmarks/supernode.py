@@ -136,7 +136,7 @@ def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
             ]
             config = f"num-server-rounds={rounds} num-clients={count}"
             command = ["flwr", "run", str(_FOLDER / _APPS[app]), "bench", "--stream", "--run-config", config]
-            before = _cpu_s(nodes, executors)
+            before = _cpu_times(nodes, executors)
             began = time.monotonic()
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_RUN_S)
             total_s = time.monotonic() - began
@@ -144,7 +144,7 @@ def _run(app: str, way: str, count: int, rounds: int) -> tuple[float, float]:
             if done.returncode or log.count(f"Received {count} results and 0 failures") < rounds:
                 raise BenchmarkError(f"{app}, {way}: not all clients answered in all rounds\n{log[-4000:]}")
             time.sleep(1.0)  # the last ones exit
-            return total_s, (_cpu_s(nodes, executors) - before) / (count * rounds)
+            return total_s, _used_s(before, _cpu_times(nodes, executors)) / (count * rounds)
 
 
 def _environment(flwr_home: str) -> dict[str, str]:
@@ -206,13 +206,22 @@ def _federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> I
         end_descendants()
 
 
-def _cpu_s(nodes: list[int], executors: list[int]) -> float:
+def _cpu_times(nodes: list[int], executors: list[int]) -> dict[tuple[str, int], float]:
     """Return the CPU time so far of what was started for messages, and of the fork servers."""
     # A process is told its children's time when it asks how they ended. The launcher asks that of fork
     # servers that have a successor.
-    used = sum(sum(_times_s(pid)[2:]) for pid in [*nodes, *executors])
+    ended = {("below", pid): sum(_times_s(pid)[2:]) for pid in [*nodes, *executors]}
     below = {child for pid in executors for child in descendants(pid)}
-    return used + sum(sum(_times_s(pid)) for pid in below | control.family())
+    return ended | {("own", pid): sum(_times_s(pid)) for pid in below | control.family()}
+
+
+def _used_s(before: Mapping[tuple[str, int], float], after: Mapping[tuple[str, int], float]) -> float:
+    """Return the CPU time between two looks."""
+    # A fork server that has ended and was nobody's child takes its time with it: then at least what the
+    # others have used.
+    difference = sum(after.values()) - sum(before.values())
+    of_others = sum(used_s - before.get(key, 0.0) for key, used_s in after.items())
+    return difference if difference > 0 else of_others
 
 
 def _times_s(pid: int) -> tuple[float, float, float, float]:

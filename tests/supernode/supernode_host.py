@@ -25,7 +25,6 @@ from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
 
 APP = Path(__file__).parent / "unchanged_app"
-SHORT_SILENCE = Path(__file__).parent / "short_silence"
 
 _COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
 
@@ -50,11 +49,9 @@ class Federation:
         Where all of it is.
     gpus : int
         How many GPUs the host has.
-    short_silence : bool
-        Whether Flower takes who is silent for 20 s for gone, not only after a minute.
     """
 
-    def __init__(self, folder: Path, gpus: int = 2, short_silence: bool = False) -> None:
+    def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
         self.host = Host(folder / "host", gpus=gpus)
         self.ledger, self.state = folder / "ledger", folder / "state"
@@ -80,9 +77,6 @@ class Federation:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # there is no GPU to CUDA, only to NVML
             "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
         }
-        if short_silence:
-            paths = (str(SHORT_SILENCE), os.environ.get("PYTHONPATH"))
-            self.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
     def __enter__(self) -> Federation:
         link = self.start(

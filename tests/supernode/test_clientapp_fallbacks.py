@@ -18,7 +18,7 @@ from nvml_stub import Host
 from flower_gpu.isolation.forkserver import client, control
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what Flower builds and serves apps with
     pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
 ]

@@ -79,7 +79,7 @@ def assert_only_state_is_left(fed: Federation) -> set[str]:
 
 
 def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path) -> None:
-    with Federation(tmp_path, short_silence=True) as fed:
+    with Federation(tmp_path) as fed:
         fed.env["FLOWER_GPU_SERVER_IDLE_S"] = "600"  # no fork server ends only because nobody has used it
         launcher = fed.supernodes(3, *SIZE)
         other = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
