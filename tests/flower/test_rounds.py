@@ -51,7 +51,7 @@ def test_results_and_log_are_those_of_flowers_own_loop(
         found = run(
             FedAvg(fraction_train=0.5, exact_order=True), grid, 3, evaluate() if has_evaluation else None
         )
-        return found, [re.sub(r"\d+\.\d+s$", "", record.getMessage()) for record in caplog.records]
+        return found, [re.sub(r"\d+\.\d+ ?s$", "", record.getMessage()) for record in caplog.records]
 
     plain, streaming = PlainTestGrid([*NODES, 13]), StreamingTestGrid([*NODES, 13], order=shuffled(1))
     (wanted, wanted_lines), (found, lines) = outcome(plain), outcome(streaming)
