@@ -46,6 +46,7 @@ ENVIRONMENT: Final = MappingProxyType(
 )
 
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
+RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 
 # As OpenMP reads it: a number, or one for each level of nesting.
 _THREADS = re.compile(r"\s*\+?(\d{1,20})\s*(?:,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
@@ -185,12 +186,6 @@ def _cores_of(cpus: frozenset[int]) -> int:
         return len({Path(siblings.format(cpu)).read_text() for cpu in cpus})
     except OSError:
         return len(cpus)
-
-
-def run_dir() -> Path | None:
-    """Folder of the current run, or None outside of one (``FLOWER_GPU_RUN_DIR``)."""
-    text = os.environ.get("FLOWER_GPU_RUN_DIR")
-    return Path(text) if text else None
 
 
 def state_dir() -> Path:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from flower_gpu import trace
@@ -65,6 +66,11 @@ class OneEach:
         return leasing_.held(attempt)
 
 
+#: What a worker tells of how far it is, and the name of its time in the trace.
+_TIMES = MappingProxyType(
+    {"task_started": "task_at", "cuda_started": "cuda_at", "worker_result": "result_at"}
+)
+
 _HERE = ("inline", "in-process")  # methods that run in this process, whose memory no retry gives back
 
 
@@ -78,6 +84,7 @@ def run_call(
     name: str | None = None,
     arrays: Sequence[Array] = (),
     config: Mapping[str, Any] | None = None,
+    server_round: int | None = None,
     workers: Workers | None = None,
 ) -> Any:
     """Run one call of one client in its own worker, on a GPU as far as node and server want that.
@@ -98,6 +105,8 @@ def run_call(
         The weights, by which the call's footprint is known.
     config : mapping, optional
         What the server sent: sizes, by which the footprint is known, and ``use-gpu``.
+    server_round : int, optional
+        The round that the call is of; by default what the server has sent as ``server-round``.
     workers : Workers, optional
         Where worker and lease come from; by default they are for this call alone.
 
@@ -117,7 +126,9 @@ def run_call(
     """
     client = settings.worker.name or SERVER
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
-    fields = {"client": client, "task": kind}
+    if server_round is None:
+        server_round = _round_in(config or {})
+    fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
     call = _Run(task, args, kwargs or {}, settings, label, fields, workers or OneEach())
     environ = {**ray_actor.undone(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
@@ -237,14 +248,20 @@ class _Run:
             record["lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
         self.told = told = {}
+        times: dict[str, float | None] = dict.fromkeys(_TIMES.values())
 
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)
             trace.write("worker_started", **record)
 
         def on_event(event: dict[str, Any]) -> None:
-            if event.get("event") in ("gpu_memory", "out_of_memory", "no_cuda"):
-                told[event["event"]] = {key: event[key] for key in event if key != "event"}
+            kind = str(event.get("event"))
+            if kind in ("gpu_memory", "out_of_memory", "no_cuda"):
+                told[kind] = {key: event[key] for key in event if key != "event"}
+            elif kind in _TIMES:
+                times[_TIMES[kind]] = time.time()
+                times.update({name: event[name] for name in times if name in event})
+                trace.write(kind, call=record["call"], pid=record.get("pid"), client=record["client"])
             else:
                 display.on_event(event)
 
@@ -280,6 +297,7 @@ class _Run:
                 trace.write(
                     "worker_finished",
                     **record,
+                    **times,
                     seconds=round(time.monotonic() - began, 4),
                     outcome=_outcome(error, told),
                     error=None if error is None else _text(error),
@@ -322,6 +340,14 @@ def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
     ]
     settings = CallSettings.resolve(options)
     return run_call(task, args, rest, settings=settings, kind=task_name(task), arrays=arrays)
+
+
+def _round_in(config: Mapping[str, Any]) -> int | None:
+    """Return the round that a server names in its config: Flower's own key, or the one of its examples."""
+    for key in ("server-round", "server_round"):
+        if type(config.get(key)) is int:
+            return int(config[key])
+    return None
 
 
 def _text(error: BaseException) -> str:

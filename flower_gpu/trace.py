@@ -8,53 +8,130 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from flower_gpu.config import run_dir
+from flower_gpu.config import RUN_DIR_VARIABLE
 
-VERSION = 1
-FILE_NAME = "trace.jsonl"
+VERSION: Final = 1
+FILE_NAME: Final = "trace.jsonl"
 _START = f'{{"v": {VERSION}, "time": '  # of every line
+
+_encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each line
 
 
 def write(event: str, **fields: Any) -> None:
     """Append one event to the trace of the current run; do nothing outside of a run."""
-    folder = run_dir()
-    if folder is None:
-        return
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    if folder:
+        write_to(folder, event, **fields)
+
+
+def write_to(folder: str | Path, event: str, **fields: Any) -> None:
+    """Append one event to the trace in a folder."""
     line = {"v": VERSION, "time": time.time(), "event": event, **fields}
-    data = (json.dumps(line, default=str) + "\n").encode()
-    try:
-        descriptor = os.open(folder / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:  # a removed folder or a full disk must not end a training run
-        return
-    try:
-        os.write(descriptor, data)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+    _file.append(str(folder), f"{_encode(line)}\n".encode())
+
+
+class _File:
+    """The trace that this process writes, kept open: to open it takes longer than to write a line."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folder = ""
+        self._descriptor = -1
+        self._file: tuple[int, int] | None = None
+
+    def append(self, folder: str, data: bytes) -> None:
+        # Neither a removed folder nor a full disk must end a training run.
+        try:
+            with self._lock:
+                if folder != self._folder or not self._links():
+                    self._open(folder)
+                os.write(self._descriptor, data)
+        except OSError:
+            pass
+
+    def _links(self) -> int | None:
+        """Count the names of the open file; 0 if it was removed, None if nothing of ours is open."""
+        # A program may close descriptors that it does not know, and open its own files by these numbers.
+        try:
+            found = os.fstat(self._descriptor)
+        except OSError:
+            return None
+        return found.st_nlink if (found.st_dev, found.st_ino) == self._file else None
+
+    def _open(self, folder: str) -> None:
+        if self._links() is not None:
+            os.close(self._descriptor)
+        self._file, self._folder = None, ""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(Path(folder, FILE_NAME), flags, 0o644)
+        found = os.fstat(self._descriptor)
+        self._file, self._folder = (found.st_dev, found.st_ino), folder
+
+    def after_fork(self) -> None:
+        """Forget a lock that another thread of the process that was forked may have held."""
+        self._lock = threading.Lock()
+
+
+_file = _File()
+os.register_at_fork(after_in_child=_file.after_fork)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a trace file, oldest first; skip what is torn or not ours."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        file = path.open("rb")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
-        event = _parse(line)
-        if event is None:  # torn; then the next process's line begins in the middle of it
-            event = _parse(line[max(line.rfind(_START), 0) :])
-        if isinstance(event, dict) and event.get("v") == VERSION:
-            yield event
+    with file:
+        for line in file:
+            if (event := parse(line)) is not None:
+                yield event
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the event in a line of a trace; None where it is torn or not ours."""
+    text = line.decode("utf-8", errors="replace")
+    event = _parse(text)
+    if event is None:  # torn; then the next process's line begins in the middle of it
+        event = _parse(text[max(text.rfind(_START), 0) :])
+    return event if isinstance(event, dict) and event.get("v") == VERSION else None
+
+
+class Follower:
+    """Gives the events that were added to a trace since the last time; the file may not exist yet.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._torn = b""
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return new events; a line without its end waits for the next time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:
+            return []
+        self._position += len(new)
+        *lines, self._torn = (self._torn + new).split(b"\n")
+        return [event for line in lines if (event := parse(line)) is not None]
 
 
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flower_gpu import run_in_worker
-from flower_gpu.config import ENVIRONMENT, START_METHODS, WorkerSettings, cores, run_dir
+from flower_gpu.config import ENVIRONMENT, START_METHODS, WorkerSettings, cores
 from flower_gpu.errors import ConfigError, FlowerGPUError
 
 
@@ -83,14 +82,12 @@ def test_bad_values_in_the_environment(
     assert message in str(caught.value)
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
     monkeypatch.setenv("FLOWER_GPU_TIMEOUT_S", "12.5")
     monkeypatch.setenv("FLOWER_GPU_CLIENT", "7")
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", "1000000")
     assert WorkerSettings.resolve() == WorkerSettings("fork", 12.5, {}, "7", threads=1)
-    assert run_dir() == tmp_path
 
 
 def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +100,10 @@ def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = ("START_METHOD", "TIMEOUT_S", "RUN_DIR", "CONCURRENCY")
+    variables = ("START_METHOD", "TIMEOUT_S", "CONCURRENCY")
     for name in ("OMP_NUM_THREADS", *(f"FLOWER_GPU_{variable}" for variable in variables)):
         monkeypatch.setenv(name, "")
     assert WorkerSettings.resolve() == WorkerSettings(threads=cores())
-    assert run_dir() is None
 
 
 def test_settings_do_not_change() -> None:

@@ -88,7 +88,21 @@ MAY_IMPORT = {
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},
-    "simulation": {"config", "errors", "trace", "isolation", "gpu", "calls", "runner", "flower", "launch"},
+    "run": {"config", "errors", "trace", "gpu"},
+    "simulation": {
+        "config",
+        "errors",
+        "trace",
+        "isolation",
+        "gpu",
+        "calls",
+        "runner",
+        "runs",
+        "flower",
+        "launch",
+    },
+    # Reads only: what it shows must not depend on who writes it.
+    "monitor": {"config", "errors", "trace", "gpu", "run"},
 }
 
 

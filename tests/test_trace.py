@@ -99,15 +99,19 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
-    started, finished = events(run_folder)
-    common = {"v": 1, "pid": pid, "client": "3", "task": "getpid", "start_method": start_method, "threads": 2}
-    started.pop("time")
-    finished.pop("time")
-    seconds = finished.pop("seconds")
+    started, task, result, finished = events(run_folder)
+    times = [event.pop("time") for event in (started, task, result, finished)]
+    assert times == sorted(times)  # type: ignore[type-var]
+    call = {"v": 1, "pid": pid, "client": "3", "call": started["call"]}
+    common = {**call, "task": "getpid", "round": None, "start_method": start_method, "threads": 2}
+    assert (task, result) == ({**call, "event": "task_started"}, {**call, "event": "worker_result"})
     assert started == {**common, "event": "worker_started"}
-    assert finished == {**common, "event": "worker_finished", "outcome": "ok", "error": None}
-    assert isinstance(seconds, float)
+    seconds, task_at, result_at = (finished.pop(name) for name in ("seconds", "task_at", "result_at"))
+    nothing = {"error": None, "cuda_at": None}
+    assert finished == {**common, **nothing, "event": "worker_finished", "outcome": "ok"}
+    assert isinstance(seconds, float) and isinstance(task_at, float) and isinstance(result_at, float)
     assert 0 <= seconds < 60
+    assert times[0] <= task_at <= result_at <= times[3]  # type: ignore[operator]
 
 
 def kill_itself() -> None:

@@ -130,7 +130,7 @@ class _Capped:
         from flower_gpu.pytorch import memory
 
         caps = [memory.Cap(share.cap_bytes, share.total_bytes) for share in self._lease.shares]
-        self.hold = memory.hold_to(caps, self._settings, self._own)
+        self.hold = memory.hold_to(caps, self._settings, self._own, partial(events.send, "cuda_started"))
 
     def _settings(self) -> str | None:
         # It is imported. To ask for an installed package's version takes several milliseconds.

@@ -110,8 +110,24 @@ class Leasing:
             If the call's round was over before.
         """
         ledger = Ledger(reserve_bytes=self.settings.reserve_bytes)
+        request = self.settings.request
+        trace.write(
+            "lease_requested",
+            **self.record,
+            caller_pid=os.getpid(),
+            count=request.count,
+            share=None if attempt.memory_bytes or attempt.alone else request.share,
+            memory_bytes=attempt.memory_bytes or (None if attempt.alone else request.memory_bytes),
+            alone=attempt.alone,
+        )
         began = time.monotonic()
-        ticket = self._acquire(ledger, attempt, began)
+        try:
+            ticket = self._acquire(ledger, attempt, began)
+        except BaseException as error:
+            waited_s = round(time.monotonic() - began, 4)
+            reason = type(error).__name__
+            trace.write("lease_not_granted", **self.record, waited_s=waited_s, reason=reason)
+            raise
         granted = time.monotonic()
         lease = None
         try:

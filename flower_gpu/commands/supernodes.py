@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flower_gpu.commands import supernode_options
+from flower_gpu.config import RUN_DIR_VARIABLE
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import gpu_options, ports
 from flower_gpu.launch.config_values import format_pairs, parse_pairs
-from flower_gpu.launch.environment import RUN_DIR_VARIABLE
 from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.gpu_options import GPUOptions, node_environment
 from flower_gpu.launch.option_types import folder, positive_int
 from flower_gpu.launch.processes import describe_exit
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchStoppedError, Supervisor
+from flower_gpu.run.recording import recorded_run
 from flower_gpu.supernode import warm
 
 HELP = "run many SuperNodes on this host whose messages get leases"
@@ -66,7 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     logs = RunFolder.create(arguments.log_dir)
     env[RUN_DIR_VARIABLE] = str(logs.path)
     print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
-    with Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor:
+    with (
+        recorded_run(
+            logs.path, "supernodes", f"{arguments.count} SuperNodes", clients=arguments.count
+        ) as run,
+        Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
+    ):
         warm.up()
         nodes = [
             _Node(number, arguments.count, given, pairs, gpu, env, logs) for number in range(arguments.count)
@@ -77,8 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
                     each.look(supervisor)
                 supervisor.wait(0.5)
         except LaunchStoppedError:
-            pass
+            run.outcome = "interrupted"
         except _NeverStartsError as error:
+            run.outcome = "failed"
             print(f"flower-gpu supernodes: {error}", file=sys.stderr)
             return 1
     return 0

@@ -73,6 +73,7 @@ class GPUEvaluate:
             name=task_name(self._fn),
             arrays=list(arrays.values()) if is_message_api else arrays,
             config=config or {},
+            server_round=server_round,
         )
         if metrics is None:
             return None

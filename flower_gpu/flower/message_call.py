@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_gpu.calls.options import CallSettings
 from flower_gpu.errors import ClientCallError, FlowerGPUError, InvalidResultError
 from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
-from flower_gpu.flower.records import records_in
+from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.runner import Workers, run_call
 
 #: Key of a node config: which part of the data a client has.
@@ -79,6 +79,7 @@ def call(
             name=name,
             arrays=[array for record in records for array in record.values()],
             config=_config(message),
+            server_round=round_of(message),
             workers=workers,
         )
     except FlowerGPUError as error:

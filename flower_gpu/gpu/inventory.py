@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from flower_gpu.gpu import nvml
@@ -139,6 +140,14 @@ def take(*, processes: bool = True) -> Inventory:
     return _host().take(processes)
 
 
+def temperatures() -> dict[str, int]:
+    """Return how warm cards are, in degrees Celsius by UUID, as far as the driver tells.
+
+    Of the cards that the last :func:`take` of this process has found; empty after :func:`close`.
+    """
+    return _host().temperatures()
+
+
 def close() -> None:
     """Give NVML back, until the next :func:`take`.
 
@@ -260,6 +269,17 @@ class _Host:
             except nvml.QueryError as problem:
                 self._forget()
                 return Inventory((), self._driver_version, str(problem))
+
+    def temperatures(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with self._lock:
+            if self._session is None:
+                return found
+            for card in self._cards.values():
+                with suppress(nvml.QueryError):
+                    if (celsius := self._session.temperature_c(card.handle)) is not None:
+                        found[card.uuid] = celsius
+        return found
 
     def close(self) -> None:
         with self._lock:

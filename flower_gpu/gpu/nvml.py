@@ -158,6 +158,14 @@ class Session:
             _unless_over(problem)
             return None
 
+    def temperature_c(self, handle: Handle) -> int | None:
+        """Return how warm it is, in degrees Celsius; None where that is not told."""
+        try:
+            return int(self._call("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU))
+        except QueryError as problem:
+            _unless_over(problem)
+            return None
+
     def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
         """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
 

@@ -301,6 +301,7 @@ def run_task(
                 if variables := set_too_late():
                     send({"event": "set_too_late", "variables": variables})
                     return None
+                send({"event": "task_started"})
                 return Outcome(value=function(*args, **kwargs))
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code

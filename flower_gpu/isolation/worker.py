@@ -18,7 +18,7 @@ from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
 from flower_gpu.isolation import outcomes, own_calls, preload, start
 from flower_gpu.isolation.call import Call, load_task, set_up
 from flower_gpu.isolation.child import Outcome
-from flower_gpu.isolation.events import Sink, sending_to
+from flower_gpu.isolation.events import Sink, send, sending_to
 from flower_gpu.isolation.interrupts import deferred_interrupts
 from flower_gpu.isolation.process import Process
 from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
@@ -283,6 +283,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
             return
         if event.get("event") == "result":
             worker.on_result()
+            if on_event is not None:
+                on_event({"event": "worker_result"})
         elif event.get("event") == "set_too_late":
             worker.set_too_late = event["variables"]
         elif on_event is not None:
@@ -296,7 +298,11 @@ def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
         os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
             preload.run_once(call.preload)
-            return load_task(call.task)(*call.args, **call.kwargs)
+            task = load_task(call.task)
+            send("task_started")
+            value = task(*call.args, **call.kwargs)
+            send("worker_result")
+            return value
 
 
 def _open_pidfd(pid: int) -> int:

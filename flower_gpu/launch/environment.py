@@ -9,16 +9,13 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
 
-from flower_gpu.config import planned_threads
+from flower_gpu.config import RUN_DIR_VARIABLE, planned_threads
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.config_values import ConfigValue
 from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.gpu_options import GPUOptions, node_environment
 from flower_gpu.launch.ports import HOST
-
-RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 
 
 def service_environment(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from flower_gpu import trace
 from flower_gpu.launch.service import strip_colours
 
 
@@ -29,22 +26,3 @@ class LineFollower:
         self._position += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
         return [strip_colours(line.decode(errors="replace")).rstrip("\r") for line in lines]
-
-
-class TraceFollower:
-    """Gives the events that were added to a run's trace since the last time."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = LineFollower(path)
-
-    def read_new(self) -> list[dict[str, Any]]:
-        """Return new events; lines that are torn or not ours are skipped."""
-        events = []
-        for line in self._lines.read_new():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and event.get("v") == trace.VERSION:
-                events.append(event)
-        return events

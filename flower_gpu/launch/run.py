@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import Final
 
 from flower_gpu import trace
+from flower_gpu.config import RUN_DIR_VARIABLE
 from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
 from flower_gpu.launch.engine import Engine
-from flower_gpu.launch.environment import RUN_DIR_VARIABLE, client_environment, service_environment
+from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.folder import RunFolder, short, write_json
-from flower_gpu.launch.follow import LineFollower, TraceFollower
+from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.gpu_check import not_obeyed
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
@@ -21,6 +22,7 @@ from flower_gpu.launch.result import build_result
 from flower_gpu.launch.start_client import StartClientEngine
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor
+from flower_gpu.run.recording import recorded_run
 
 _ENGINES: Final[dict[str, type[Engine]]] = {
     "superlink": SuperLinkEngine,
@@ -49,7 +51,12 @@ def launch(options: LaunchOptions) -> int:
     folder = RunFolder.create(plan.log_dir)
     write_json(folder.settings, settings)
     code = 0
-    with Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor:
+    with (
+        recorded_run(
+            folder.path, "launch", plan.app.name, clients=plan.clients, num_rounds=plan.num_rounds
+        ) as run,
+        Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
+    ):
         display = make_display(plan.num_rounds, plan.verbosity)
         try:
             display.line(headline(plan, folder))
@@ -67,10 +74,12 @@ def launch(options: LaunchOptions) -> int:
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
             code = 128 + stopped.signum
+            run.outcome = "interrupted"
             _close(display)
             _complain(f"stopping, {stopped}")
         except LaunchFailedError as failure:
             code = 1
+            run.outcome = "failed"
             _close(display)
             _explain(failure)
         finally:
@@ -109,7 +118,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
 
 def _follow(engine: Engine, supervisor: Supervisor, display: Display, verbosity: int) -> None:
     """Start the run and show it until it has finished."""
-    events = TraceFollower(engine.folder.trace)
+    events = trace.Follower(engine.folder.trace)
     log = LineFollower(engine.server_log)
 
     def show() -> None:

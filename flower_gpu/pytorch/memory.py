@@ -88,9 +88,14 @@ class Hold:
     """The cap of this process, from :func:`hold_to` on."""
 
     def __init__(
-        self, caps: Sequence[Cap], settings: Callable[[], str | None], own: Callable[[], float | None]
+        self,
+        caps: Sequence[Cap],
+        settings: Callable[[], str | None],
+        own: Callable[[], float | None],
+        on_start: Callable[[], None],
     ) -> None:
         self._caps = caps
+        self._on_start = on_start
         self._settings = settings
         self._own = own
         self._before: str | None = None
@@ -104,7 +109,11 @@ class Hold:
             # The very first thing that Python does on a GPU. It is needed although there are the settings:
             # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
             # code often changes the settings in os.environ when the environment is long set.
-            torch.cuda._lazy_call(self.when_started)  # type: ignore[no-untyped-call]
+            torch.cuda._lazy_call(self._starts)  # type: ignore[no-untyped-call]
+
+    def _starts(self) -> None:
+        self._on_start()
+        self.when_started()
 
     def follow_settings(self) -> None:
         """Give PyTorch the settings of the environment, cap included, where it does not have them.
@@ -161,6 +170,7 @@ def hold_to(
     caps: Sequence[Cap],
     settings: Callable[[], str | None] = lambda: None,
     own: Callable[[], float | None] = lambda: None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Hold:
     """Hold this process's allocator to caps, without starting CUDA.
 
@@ -173,13 +183,15 @@ def hold_to(
         where this PyTorch knows no such setting. Asked again when CUDA starts.
     own : callable
         Returns the smaller fraction of a GPU that the user wants, if any. Asked when CUDA starts.
+    on_start : callable
+        Called when CUDA starts, if it has not started yet.
 
     Returns
     -------
     Hold
         To read the cap back, or to end it.
     """
-    hold = Hold(tuple(caps), settings, own)
+    hold = Hold(tuple(caps), settings, own, on_start)
     hold.apply()
     return hold
 

@@ -16,6 +16,7 @@ from flower_gpu.simulation.recording import recorded_run
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
 from flower_gpu.simulation.summary_text import summary_lines
 from flower_gpu.simulation.totals import Totals
+from flower_gpu.simulation.traced import trace_event
 
 _CANNOT_RESUME = (
     "this run cannot go on with {}: only flower_gpu's FedAvg (flower_gpu.FedAvg) says after each round all "
@@ -94,6 +95,7 @@ def reported_run(
         totals.on_event(event)
         if folder is not None:
             folder.on_event(event)
+            trace_event(event)
         shown.on_event(event)
 
     outcome, error_text = "completed", None

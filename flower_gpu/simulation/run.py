@@ -31,6 +31,7 @@ from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
 from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.run.recording import recorded_run
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.app import SimulatedApp
 from flower_gpu.simulation.checkpoint import Checkpoints
@@ -47,7 +48,6 @@ from flower_gpu.simulation.verification import Verification
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
 
-_RUN_DIR: Final = "FLOWER_GPU_RUN_DIR"
 _SEEDS: Final = 1 << 31
 
 
@@ -178,8 +178,10 @@ def simulate(
         if folder is None and log_dir is not None:
             folder = ResultFolder.create(Path(log_dir), plan.described())
         if folder is not None:
-            stack.enter_context(borrowed([_RUN_DIR]))
-            os.environ[_RUN_DIR] = str(folder.path)
+            stack.enter_context(borrowed([config.RUN_DIR_VARIABLE]))
+            os.environ[config.RUN_DIR_VARIABLE] = str(folder.path)
+            # First in, last out: the last look at the GPUs is when all workers are gone.
+            stack.enter_context(recorded_run(folder.path, "simulate", found.name, clients=num_supernodes))
         states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
         stack.callback(states.close)
         checkpoints = state = None

@@ -13,7 +13,7 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.display import Display, QuietDisplay, print_table, round_line
 from flower_gpu.launch.folder import RunFolder, write_json
-from flower_gpu.launch.follow import LineFollower, TraceFollower
+from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.result import build_result
 
 
@@ -89,7 +89,7 @@ def test_torn_lines_change_nothing(torn: str, tmp_path: Path) -> None:
     path = tmp_path / trace.FILE_NAME
     write_trace(path, EVENTS, torn)
     assert build_result(trace.read(path)) == RESULT
-    assert build_result(TraceFollower(path).read_new()) == RESULT
+    assert build_result(trace.Follower(path).read_new()) == RESULT
 
 
 def test_events_nobody_knows_are_skipped() -> None:

@@ -139,7 +139,7 @@ class Host:
         self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(gpus)]
         for index, of in enumerate(self.uuids):
             fields: Fields = {"uuid": of, "name": name, "total": total, "used": 0, "reserved": reserved}
-            _write(self.folder / f"gpu-{index}", {**fields, "util": 0})
+            _write(self.folder / f"gpu-{index}", {**fields, "util": 0, "temp": 40})
         _write(self.folder / "host", {"driver": driver, "init": 0, "gpus": gpus})
 
     def set(self, index: int | str, *, lost: bool | None = None, **fields: int | str | None) -> None:
@@ -153,8 +153,8 @@ class Host:
             Whether it has fallen off the bus: every call for it fails.
         **fields
             ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in bytes;
-            ``util`` in percent; ``error`` (a code, for every call); ``hidden=1`` (processes are listed, their
-            memory is not told); None takes a field away.
+            ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
+            ``hidden=1`` (processes are listed, their memory is not told); None takes a field away.
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0

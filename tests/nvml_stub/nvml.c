@@ -4,8 +4,8 @@
  * whole files, so a read never sees half of a change. No state but the count of nvmlInit calls.
  *
  *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>"
- *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "error <code>" (of every
- *               call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
+ *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "temp" (degrees Celsius),
+ *               "error <code>" (of every call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
  *               "fail <function> <code>"
  *   gpu-<i>-<j> the same of MIG device j of GPU i
  *   use/<pid>.<start>   what a simulated worker uses, counted while that process is there: lines of
@@ -422,6 +422,14 @@ EXPORT int nvmlDeviceGetUtilizationRates(Device of, Utilization *result) {
     if (percent < 0 || mig != NO_MIG) return NOT_SUPPORTED;
     result->gpu = (unsigned)percent;
     result->memory = (unsigned)percent / 2;
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetTemperature(Device of, int sensor, unsigned *result) {
+    DEVICE(of);
+    long long celsius = number(text, "temp", -1);
+    if (celsius < 0 || mig != NO_MIG || sensor != 0) return NOT_SUPPORTED;
+    *result = (unsigned)celsius;
     return SUCCESS;
 }
 

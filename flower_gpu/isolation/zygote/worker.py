@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -92,17 +93,32 @@ def work(
             break
         if "leave" in message:
             break
-        stays = _do(message, descriptors, send)
+        say = _Say(send)
+        stays = _do(message, descriptors, say)
         names = imported()
         if len(names) > count:
             count = len(names)
             send({"event": "imported", "names": names})
         if stays is not None:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            send({"event": "result", "stays": stays, "peak_bytes": peak_bytes})
+            send({"event": "result", "stays": stays, "peak_bytes": peak_bytes, "task_at": say.task_at})
         if not stays:
             break
     atexit._run_exitfuncs()
+
+
+class _Say:
+    """Tells the caller what a task tells; when it began goes with the result, as each message takes time."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+        self.task_at: float | None = None
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "task_started":
+            self.task_at = time.time()
+        else:
+            self._send(event)
 
 
 def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool | None:

@@ -1,0 +1,114 @@
+"""Which runs there are now: a file for each, locked by its process for as long as that lives."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from flower_gpu import config
+
+_FOLDER = "runs"
+
+
+@dataclass(frozen=True)
+class RunningRun:
+    """A run that goes on.
+
+    Parameters
+    ----------
+    folder : str
+        Where its trace is.
+    kind : str
+        What runs: ``"launch"``, ``"simulate"`` or ``"supernodes"``.
+    name : str
+        Of its app.
+    pid : int
+        The process that has started it.
+    since : float
+        When; Unix seconds.
+    """
+
+    folder: str
+    kind: str
+    name: str
+    pid: int
+    since: float
+
+
+@contextmanager
+def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
+    """Let others of this user see a run, while in the context.
+
+    Yields
+    ------
+    bool
+        False if another process of this host has registered this run already.
+    """
+    descriptor, path = -1, _folder() / _file_name(folder)
+    run = RunningRun(str(folder), kind, name, os.getpid(), time.time())
+    is_first = True
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(run)).encode(), 0)
+    except BlockingIOError:
+        is_first = False
+    except OSError:  # nobody sees it then, which is no reason not to run
+        pass
+    try:
+        yield is_first
+    finally:
+        if is_first:
+            with suppress(OSError):
+                path.unlink()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def running() -> list[RunningRun]:
+    """Return this user's runs on this host, the oldest first; take away what dead ones have left."""
+    found = []
+    with suppress(OSError):
+        for path in sorted(_folder().iterdir()):
+            if (run := _read(path)) is not None:
+                found.append(run)
+    return sorted(found, key=lambda run: run.since)
+
+
+def _read(path: Path) -> RunningRun | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid != os.getuid():
+            return None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            told = json.loads(os.pread(descriptor, 1 << 16, 0))
+            return RunningRun(**{field.name: told[field.name] for field in fields(RunningRun)})
+        if os.fstat(descriptor).st_size:  # not one that is just being made
+            path.unlink()
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _folder() -> Path:
+    return config.state_dir() / _FOLDER
+
+
+def _file_name(folder: Path) -> str:
+    return f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"

@@ -1,0 +1,72 @@
+"""Looks at the GPUs while a run goes on, and writes down what it sees."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from flower_gpu import trace
+from flower_gpu.gpu import inventory
+
+#: Seconds between two looks. One takes a millisecond or two for a GPU.
+INTERVAL_S: Final = 0.5
+
+
+class GPUSampler:
+    """Writes ``gpu_sample`` lines into a run's trace, from a thread of its own; a context manager.
+
+    The first is what was there before the run, the last what is there after it. On a host without GPUs
+    there are none.
+
+    Parameters
+    ----------
+    folder : Path
+        Of the run.
+    interval_s : float
+        Seconds between two looks.
+    """
+
+    def __init__(self, folder: Path, interval_s: float = INTERVAL_S) -> None:
+        self._folder = folder
+        self._interval_s = interval_s
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flower-gpu-samples", daemon=True)
+        self._is_running = False
+
+    def __enter__(self) -> GPUSampler:
+        if self._look():
+            self._thread.start()
+            self._is_running = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._end.set()
+        if self._is_running:
+            self._thread.join()
+            self._look()
+            inventory.close()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._interval_s):
+            self._look()
+
+    def _look(self) -> bool:
+        """Write down what is to be seen; tell whether there is a GPU."""
+        found = [gpu for gpu in inventory.take(processes=False).gpus if gpu.uuid]
+        celsius = inventory.temperatures()
+        gpus = [
+            {
+                "uuid": gpu.uuid,
+                "used_bytes": gpu.used_bytes,
+                "utilization_percent": gpu.utilization_percent,
+                "temperature_c": celsius.get(gpu.uuid),
+            }
+            for gpu in found
+        ]
+        if gpus:
+            trace.write_to(self._folder, "gpu_sample", gpus=gpus)
+        return bool(gpus)
