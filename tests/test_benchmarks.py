@@ -162,3 +162,11 @@ def test_supernode(tmp_path: Path) -> None:
         ("no-op", "ours", 2),
     ]
     assert all(row["total_s"] > 0 and row["cpu_s_per_message"] > 0 for row in rows)
+
+
+def test_tracing_compares_with_and_without(tmp_path: Path) -> None:
+    result = figures(tmp_path / "figures.json", "tracing.py", "--quick", "--only", "no-op")
+    [row] = result["rows"]
+    # A start, a result and an end of each worker, and five lines of the run.
+    assert (row["part"], row["clients"], row["lines"]) == ("no-op", 4, 3 * 4 + 5)
+    assert row["on_s"] > 0 and row["off_s"] > 0 and row["line_us"] > 0
