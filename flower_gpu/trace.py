@@ -117,12 +117,23 @@ class Follower:
         self._position = 0
         self._torn = b""
 
-    def read_new(self) -> list[dict[str, Any]]:
-        """Return new events; a line without its end waits for the next time."""
+    @property
+    def position(self) -> int:
+        """How many bytes of the file have been read."""
+        return self._position
+
+    def read_new(self, most_bytes: int = -1) -> list[dict[str, Any]]:
+        """Return new events; a line without its end waits for the next time.
+
+        Parameters
+        ----------
+        most_bytes : int
+            Read no more than so many at once, of a file that may be long; -1: all.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
-                new = file.read()
+                new = file.read(most_bytes)
         except OSError:
             return []
         self._position += len(new)

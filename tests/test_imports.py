@@ -79,6 +79,7 @@ def imports_of(path: Path) -> set[str]:
 MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
+    "printable": set(),
     "trace": {"config", "errors"},
     "isolation": {"config", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
@@ -102,7 +103,7 @@ MAY_IMPORT = {
         "launch",
     },
     # Reads only: what it shows must not depend on who writes it.
-    "monitor": {"config", "errors", "trace", "gpu", "run"},
+    "monitor": {"config", "errors", "printable", "trace", "gpu", "run"},
 }
 
 

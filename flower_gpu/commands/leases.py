@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from flower_gpu.gpu.ledger_folder import LedgerFolder
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import reserve_bytes
 from flower_gpu.gpu.tickets import Entry, pid_namespace
+from flower_gpu.printable import account_name, printable
 
 HELP = "show who holds which share of which GPU, and who waits"
 DESCRIPTION = """\
@@ -81,7 +81,7 @@ def _owner(entry: Entry) -> dict[str, Any]:
         "label": entry.label(),
         "pid": entry.pid,
         "worker_pid": entry.reported()[0] or None,
-        "user": _user(entry.user),
+        "user": account_name(entry.user),
         "seconds": round(max(0.0, time.time() - entry.since), 1),
     }
 
@@ -100,7 +100,7 @@ def _lines(state: State) -> list[str]:
         lines += _holders(state, gpu.uuid)
     numbers = {gpu.uuid: gpu.index for gpu in state.gpus}
     for uuid in sorted({part.uuid for entry in state.holders for part in entry.parts} - set(numbers)):
-        lines += [f"{_printable(uuid)}, not usable now", *_holders(state, uuid)]
+        lines += [f"{printable(uuid)}, not usable now", *_holders(state, uuid)]
     if not state.gpus and not state.holders and not state.waiting:
         return lines
     lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
@@ -130,19 +130,7 @@ def _asked(entry: Entry) -> str:
 
 
 def _line(entry: Entry) -> str:
-    user = "" if entry.user == os.getuid() else f", user {_user(entry.user)}"
+    user = "" if entry.user == os.getuid() else f", user {account_name(entry.user)}"
     elsewhere = "" if entry.pid_namespace == pid_namespace() else " in another container"
     seconds = max(0.0, time.time() - entry.since)
-    return f"{_printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
-
-
-def _printable(text: str) -> str:
-    # A label has a client's name in it, and a terminal obeys some of what it is shown.
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return str(number)
+    return f"{printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
