@@ -15,7 +15,17 @@ from types import MappingProxyType
 from typing import Final, NoReturn, Protocol
 
 from flower_gpu import __version__
-from flower_gpu.commands import doctor, footprint, gpus, leases, server, simulate, supernode, supernodes
+from flower_gpu.commands import (
+    doctor,
+    footprint,
+    gpus,
+    leases,
+    metrics,
+    server,
+    simulate,
+    supernode,
+    supernodes,
+)
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
 
@@ -41,6 +51,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "gpus": gpus,
         "leases": leases,
         "footprint": footprint,
+        "metrics": metrics,
         "doctor": doctor,
         "server": server,
     }

@@ -1,0 +1,1 @@
+"""What this host's GPUs, leases and runs do, for Prometheus."""
