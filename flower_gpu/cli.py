@@ -25,6 +25,7 @@ from flower_gpu.commands import (
     simulate,
     supernode,
     supernodes,
+    top,
 )
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
@@ -50,6 +51,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "supernodes": supernodes,
         "gpus": gpus,
         "leases": leases,
+        "top": top,
         "footprint": footprint,
         "metrics": metrics,
         "doctor": doctor,

@@ -11,6 +11,8 @@ from typing import Any
 from flower_gpu import trace
 from flower_gpu.gpu.request import format_bytes
 
+_FEW = 50  # of what is not forgotten with ``keep_finished=False``
+
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
 
@@ -158,6 +160,13 @@ class OpenRound:
 class History:
     """A run, as far as its trace tells; fed event by event, so that it can be followed while it goes on.
 
+    Parameters
+    ----------
+    keep_finished : bool
+        False: what is over is forgotten, so that a long run takes no more and more memory. Then ``leases``
+        and ``workers`` have those that go on only, ``samples`` the last of each GPU, ``evaluations`` and
+        ``out_of_memory`` the last few.
+
     Attributes
     ----------
     kind, name, host, pid, clients, cores
@@ -181,7 +190,8 @@ class History:
         The messages that are under way in a simulation.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_finished: bool = True) -> None:
+        self._keep_finished = keep_finished
         self.kind = self.name = self.host = self.outcome = ""
         self.pid: int | None = None
         self.clients: int | None = None
@@ -200,6 +210,7 @@ class History:
         self._requests: dict[str, LeaseSpan] = {}  # by call, that wait
         self._leases: dict[str, LeaseSpan] = {}  # by id
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
+        self._last_round: int | None = None  # of a worker
 
     @classmethod
     def read(cls, path: Path) -> History:
@@ -218,6 +229,8 @@ class History:
             self.last_at = max(self.last_at or time, time)
             if handler is not None:
                 handler(time, event)
+        if not self._keep_finished:
+            self._forget_finished()
 
     @property
     def waiting(self) -> list[LeaseSpan]:
@@ -240,7 +253,18 @@ class History:
             return self.open_round.round
         rounds = [worker.round for worker in self.workers[-50:] if worker.round is not None]
         rounds += [evaluation.round for evaluation in self.evaluations[-1:]]
+        if not self._keep_finished and self._last_round is not None:
+            rounds.append(self._last_round)
         return max(rounds, default=None)
+
+    def _forget_finished(self) -> None:
+        self.workers = list(self._running.values())
+        self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}
+        self.leases = [*self._requests.values(), *self._leases.values()]
+        for samples in self.samples.values():
+            del samples[:-1]
+        del self.evaluations[:-_FEW]
+        del self.out_of_memory[:-_FEW]
 
     # The run
 
@@ -248,6 +272,8 @@ class History:
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
         self.finished_at, self.outcome = None, ""
+        if not self._keep_finished:  # what the one before has left open was killed with it
+            self._requests, self._leases, self._running = {}, {}, {}
         self.kind, self.name = _text(event.get("kind")), _text(event.get("name"))
         self.host, self.pid = _text(event.get("host")), _whole(event.get("pid"))
         self.clients, self.cores = _whole(event.get("clients")), _whole(event.get("cores"))
@@ -352,6 +378,7 @@ class History:
             started_at=time,
         )
         self._running[worker.call, worker.pid] = worker
+        self._last_round = worker.round if worker.round is not None else self._last_round
         self.workers.append(worker)
 
     def _on_task_started(self, time: float, event: Mapping[str, Any]) -> None:
@@ -395,7 +422,10 @@ class History:
         self.out_of_memory.append(OutOfMemory(time, *(_text(event.get(name)) for name in names)))
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
-        return self._running.get((_text(event.get("call")), _whole(event.get("pid")) or 0))
+        call, pid = _text(event.get("call")), _whole(event.get("pid")) or 0
+        if not call:  # older traces do not say it of progress; a process does one call at a time
+            return next((one for one in reversed(self._running.values()) if one.pid == pid), None)
+        return self._running.get((call, pid))
 
 
 def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:

@@ -1,0 +1,1 @@
+"""``flower-gpu top``: what runs on this host's GPUs now."""
