@@ -105,8 +105,8 @@ class RunCounts:
         The highest round that anything is of; how many there will be.
     workers : dict of (str, int) to OpenWorker
         Those that have not ended, by call and pid.
-    evaluations : dict of str to (int, dict)
-        By task the round of the last evaluation, and its metrics: finite numbers only.
+    evaluations : dict of str to (int or None, dict)
+        By task the round of the last evaluation, where it has one, and its metrics: finite numbers only.
     """
 
     totals: Totals
@@ -116,7 +116,7 @@ class RunCounts:
     current_round: int | None = None
     num_rounds: int | None = None
     workers: dict[tuple[str, int], OpenWorker] = field(default_factory=dict)
-    evaluations: dict[str, tuple[int, dict[str, float]]] = field(default_factory=dict)
+    evaluations: dict[str, tuple[int | None, dict[str, float]]] = field(default_factory=dict)
 
     def feed(self, event: Mapping[str, Any]) -> None:
         """Take in one event; what is not understood is left out."""
@@ -178,13 +178,13 @@ class RunCounts:
 
     def _on_round(self, event: Mapping[str, Any], task: str) -> None:
         self._see_round(event)
-        found = _count(event, "round") or 0
-        if found > self.highest_round:
+        found = _count(event, "round")
+        if found is not None and found > self.highest_round:
             self.highest_round = found
             self.totals.rounds += 1
         self._evaluated(found, task, event.get("metrics"))
 
-    def _evaluated(self, server_round: int, task: str, metrics: object) -> None:
+    def _evaluated(self, server_round: int | None, task: str, metrics: object) -> None:
         known = {
             name: value
             for name, told in (metrics.items() if isinstance(metrics, Mapping) else ())
