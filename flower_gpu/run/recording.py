@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,17 @@ from flower_gpu.run.registry import registered
 from flower_gpu.run.sampler import GPUSampler
 
 
-@dataclass
 class RecordedRun:
     """A run that is being recorded.
+
+    Parameters
+    ----------
+    folder : Path
+        Where its trace goes.
+    facts : mapping
+        What ``run_started`` says of it.
+    is_elsewhere : bool
+        Whether another process of this host has this run, and records it.
 
     Attributes
     ----------
@@ -29,7 +36,38 @@ class RecordedRun:
         How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
     """
 
-    outcome: str = "completed"
+    def __init__(self, folder: Path, facts: Mapping[str, Any], is_elsewhere: bool) -> None:
+        self.outcome = "completed"
+        self.is_elsewhere = is_elsewhere
+        self._folder = folder
+        self._facts = facts
+        self._sampler = GPUSampler(folder)
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """Write down that it has begun, and look at the GPUs from now on."""
+        if self.is_elsewhere or self._began is not None:
+            return
+        self._began = time.monotonic()
+        trace.write_to(
+            self._folder,
+            "run_started",
+            **self._facts,
+            pid=os.getpid(),
+            host=platform.node(),
+            cores=config.cores(),
+            version=flower_gpu.__version__,
+            gpus=_gpus(),
+        )
+        self._sampler.start()
+
+    def end(self) -> None:
+        """Look at the GPUs a last time, and write down how it has ended."""
+        if self._began is None:
+            return
+        self._sampler.stop()
+        seconds = round(time.monotonic() - self._began, 3)
+        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds)
 
 
 @contextmanager
@@ -40,6 +78,7 @@ def recorded_run(
     *,
     clients: int | None = None,
     num_rounds: int | None = None,
+    begins: bool = True,
 ) -> Iterator[RecordedRun]:
     """Record a run, while in the context.
 
@@ -55,34 +94,21 @@ def recorded_run(
         How many there are.
     num_rounds : int, optional
         How many rounds there will be, where that is known beforehand.
+    begins : bool
+        False: nothing is written before :meth:`RecordedRun.begin` is called.
 
     Yields
     ------
     RecordedRun
-        For how it ends. An exception is a failure; a KeyboardInterrupt is not.
+        For how it ends. An exception is a failure, a KeyboardInterrupt an interruption.
     """
-    run = RecordedRun()
+    facts = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds}
     with registered(folder, kind, name) as is_first:
-        if not is_first:  # another process of this host does it
-            yield run
-            return
-        began = time.monotonic()
-        trace.write_to(
-            folder,
-            "run_started",
-            kind=kind,
-            name=name,
-            clients=clients,
-            num_rounds=num_rounds,
-            pid=os.getpid(),
-            host=platform.node(),
-            cores=config.cores(),
-            version=flower_gpu.__version__,
-            gpus=_gpus(),
-        )
+        run = RecordedRun(folder, facts, is_elsewhere=not is_first)
         try:
-            with GPUSampler(folder):
-                yield run
+            if begins:
+                run.begin()
+            yield run
         except KeyboardInterrupt:
             run.outcome = "interrupted"
             raise
@@ -90,8 +116,7 @@ def recorded_run(
             run.outcome = "failed"
             raise
         finally:
-            seconds = round(time.monotonic() - began, 3)
-            trace.write_to(folder, "run_finished", outcome=run.outcome, seconds=seconds)
+            run.end()
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from flower_gpu import trace
@@ -15,7 +14,7 @@ INTERVAL_S: Final = 0.5
 
 
 class GPUSampler:
-    """Writes ``gpu_sample`` lines into a run's trace, from a thread of its own; a context manager.
+    """Writes ``gpu_sample`` lines into a run's trace, from a thread of its own.
 
     The first is what was there before the run, the last what is there after it. On a host without GPUs
     there are none.
@@ -32,20 +31,18 @@ class GPUSampler:
         self._folder = folder
         self._interval_s = interval_s
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flower-gpu-samples", daemon=True)
-        self._is_running = False
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> GPUSampler:
+    def start(self) -> None:
+        """Look for the first time, and again and again if there is a GPU."""
         if self._look():
+            self._thread = threading.Thread(target=self._run, name="flower-gpu-samples", daemon=True)
             self._thread.start()
-            self._is_running = True
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """Look for the last time."""
         self._end.set()
-        if self._is_running:
+        if self._thread is not None:
             self._thread.join()
             self._look()
             inventory.close()

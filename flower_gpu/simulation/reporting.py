@@ -51,6 +51,7 @@ def reported_run(
     *,
     progress: bool = True,
     resumed_round: int | None = None,
+    on_resume: Callable[[], None] = lambda: None,
 ) -> Iterator[Report]:
     """Show a run and write it down, while in the context.
 
@@ -66,6 +67,8 @@ def reported_run(
         Whether its progress, and the sums at its end, are shown on stderr.
     resumed_round : int, optional
         The round of the checkpoint, if the run goes on with an earlier one in this folder.
+    on_resume : callable
+        Called when it is clear that it does.
 
     Yields
     ------
@@ -92,6 +95,7 @@ def reported_run(
             # Only now: nothing is changed in the folder of a run that cannot go on.
             assert folder is not None
             totals.restore(folder.cut(resumed_round))
+            on_resume()
         totals.on_event(event)
         if folder is not None:
             folder.on_event(event)

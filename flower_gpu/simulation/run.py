@@ -31,7 +31,7 @@ from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
 from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.isolation.zygote.zygote import Zygote
-from flower_gpu.run.recording import recorded_run
+from flower_gpu.run.recording import RecordedRun, recorded_run
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.app import SimulatedApp
 from flower_gpu.simulation.checkpoint import Checkpoints
@@ -173,6 +173,7 @@ def simulate(
         settings,
         options,
     )
+    recorded: RecordedRun | None = None
     with ExitStack() as stack:
         folder = earlier
         if folder is None and log_dir is not None:
@@ -181,7 +182,13 @@ def simulate(
             stack.enter_context(borrowed([config.RUN_DIR_VARIABLE]))
             os.environ[config.RUN_DIR_VARIABLE] = str(folder.path)
             # First in, last out: the last look at the GPUs is when all workers are gone.
-            stack.enter_context(recorded_run(folder.path, "simulate", found.name, clients=num_supernodes))
+            recorded = stack.enter_context(
+                recorded_run(
+                    folder.path, "simulate", found.name, clients=num_supernodes, begins=earlier is None
+                )
+            )
+            if recorded.is_elsewhere:
+                raise ConfigError(f"--resume {resume}: another process goes on with this run already")
         states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
         stack.callback(states.close)
         checkpoints = state = None
@@ -194,7 +201,12 @@ def simulate(
         resumed_round = None if state is None else state.server_round
         report = stack.enter_context(
             reported_run(
-                folder, num_supernodes, nodes.partition_of, progress=progress, resumed_round=resumed_round
+                folder,
+                num_supernodes,
+                nodes.partition_of,
+                progress=progress,
+                resumed_round=resumed_round,
+                on_resume=lambda: recorded.begin() if recorded is not None else None,
             )
         )
         report.recorder.concurrency = plan.concurrency
@@ -208,9 +220,9 @@ def simulate(
         stack.callback(lambda: report.facts.update(handler.facts()))
         workers.seed_server(plan.seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
-        recorded = RecordedGrid(grid, report.recorder)
-        found.load_server()(grid=recorded, context=context)
-        recorded.close()
+        recorded_grid = RecordedGrid(grid, report.recorder)
+        found.load_server()(grid=recorded_grid, context=context)
+        recorded_grid.close()
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from simulations import run, running, wait_for_line
 
+from flower_gpu.run.registry import registered
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -120,6 +122,15 @@ def test_a_refused_resume_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> No
     again = run("plain", 4, tmp_path, "--run-config", "strategy='fedavg'", "--resume", str(folder))
     assert again.status == 2 and "only flower_gpu's FedAvg" in again.output
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path) -> None:
+    folder = run("plain", 4, tmp_path).folder
+    more = ("--run-config", "num-server-rounds=4", "--resume", str(folder))
+    with registered(folder, "simulate", "the other one"):
+        again = run("plain", 4, tmp_path, *more)
+    assert again.status == 2 and "another process goes on with this run" in again.output
+    assert run("plain", 4, tmp_path, *more).status == 0
 
 
 def test_a_run_that_is_complete_goes_on_for_more_rounds(tmp_path: Path) -> None:
