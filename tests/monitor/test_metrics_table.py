@@ -17,11 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
 # Of promlint, the rules behind `promtool check metrics`:
 # https://github.com/prometheus/client_golang/tree/main/prometheus/testutil/promlint/validations
-BASE_UNITS = set("amperes bytes celsius grams joules kelvin meters metres moles ratio seconds volts".split())
+BASE_UNITS = {"amperes", "bytes", "celsius", "grams", "joules", "kelvin", "meters", "metres", "moles",
+              "ratio", "seconds", "volts"}  # fmt: skip
 OTHER_UNITS = {"hours", "minutes", "days", "weeks", "bits", "fahrenheit", "percent"}
-PREFIXES = (
-    "pico nano micro milli centi deci deca hecto kilo kibi mega mebi giga gibi tera tebi peta pebi".split()
-)
+PREFIXES = ("pico", "nano", "micro", "milli", "centi", "deci", "deca", "hecto", "kilo", "kibi", "mega",
+            "mebi", "giga", "gibi", "tera", "tebi", "peta", "pebi")  # fmt: skip
 ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
 TYPES = {"gauge", "counter", "summary", "histogram", "untyped"}
 
