@@ -102,6 +102,8 @@ def _run(app: str, clients: int, config: dict[str, Any], way: str) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="fgpu-trace-") as folder:
         figures = str(Path(folder, "figures.json"))
         app_config = {**config, "num-clients": clients, "figures": figures, "strategy": "ours"}
+        if app == "digits":
+            app_config["model"] = str(Path(folder, "model.npz"))
         arguments = json.dumps([str(_APPS / app), clients, app_config, folder, way])
         try:
             ran = subprocess.run(
