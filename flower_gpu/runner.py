@@ -19,7 +19,7 @@ from flower_gpu.gpu import descriptors, lease, ray_actor
 from flower_gpu.gpu.footprint_key import Array
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import start, threads, worker
+from flower_gpu.isolation import log_lines, start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
 from flower_gpu.progress_display import ProgressDisplay
 
@@ -274,6 +274,7 @@ class _Run:
             label=self.label,
             preload=settings.preload,
             held=descriptor,
+            log_prefix=_log_prefix(self.fields),
         )
         began = time.monotonic()
         error: BaseException | None = None
@@ -340,6 +341,16 @@ def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
     ]
     settings = CallSettings.resolve(options)
     return run_call(task, args, rest, settings=settings, kind=task_name(task), arrays=arrays)
+
+
+def _log_prefix(fields: Mapping[str, Any]) -> str:
+    """Return what is put in front of a worker's log lines: its client and round."""
+    client, server_round = fields["client"], fields["round"]
+    if client == SERVER and leasing.is_worker():  # a worker of a worker, which knows its client
+        return log_lines.current()
+    name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
+    whose = "server" if client == SERVER else f"client {name}"
+    return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "
 
 
 def _round_in(config: Mapping[str, Any]) -> int | None:

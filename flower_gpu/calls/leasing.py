@@ -23,9 +23,9 @@ from flower_gpu.gpu.policy import Decision
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import own_calls
+from flower_gpu.isolation import log_lines, own_calls
 
-_log = logging.getLogger("flower_gpu")
+_log = logging.getLogger(log_lines.NAME)
 _said: set[str] = set()
 
 

@@ -41,6 +41,8 @@ class Call:
     without : frozenset of str
         Top-level names of libraries for which the worker has no use, so that a fork server without them will
         do. Forks of a process that has not imported torch take half the time.
+    log_prefix : str
+        Put in front of log lines, Flower's and ours, of the task; for example ``"client 3, round 2: "``.
     """
 
     task: Task
@@ -52,6 +54,7 @@ class Call:
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()
     held: int = -1
     without: frozenset[str] = frozenset()
+    log_prefix: str = ""
 
     def __post_init__(self) -> None:
         check_task(self.task)

@@ -233,7 +233,7 @@ def serve(
         ``"package.module:function"`` to call before the task is loaded; the task runs in what it returns, if
         that is a context manager.
     load : callable
-        Returns ``(task, args, kwargs, preload)``. May import whatever the task needs.
+        Returns ``(task, args, kwargs, preload, log_prefix)``. May import whatever the task needs.
     set_too_late : callable
         Returns the environment variables that the task's module has set after libraries had read them; then
         the caller is told, and the task is not run.
@@ -287,13 +287,14 @@ def run_task(
     Outcome or None
         None where it was not run: the caller was told why, and tries again.
     """
-    from flower_gpu.isolation import events, preload, threads
+    from flower_gpu.isolation import events, log_lines, preload, threads
     from flower_gpu.isolation.call import load_task, set_up
 
     with events.sending_to(send, all_threads=True):
         try:
             with set_up(setup):
-                task, args, kwargs, functions = load()
+                task, args, kwargs, functions, log_prefix = load()
+                log_lines.begin(log_prefix)
                 preload.run(functions)
                 function = load_task(task)
                 threads.follow(env)

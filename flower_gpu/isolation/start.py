@@ -204,7 +204,8 @@ def write_request(call: Call, *, preloaded: bool) -> int:
     try:
         request = transport.create("flower-gpu-request")
         functions = () if preloaded else call.preload
-        transport.write_request((call.task, call.args, dict(call.kwargs), functions), request)
+        everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix)
+        transport.write_request(everything, request)
     except BaseException as error:
         if request >= 0:
             os.close(request)
@@ -324,7 +325,7 @@ def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout:
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
-    request = (call.task, call.args, dict(call.kwargs), call.preload)
+    request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
     target = partial(child.forked, descriptors, stdout, stderr, call.env, call.setup, lambda: request)
     pid = child.fork_process(target, f"flower-gpu: {call.label}")
     return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))

@@ -45,7 +45,7 @@ def _one(app: ClientApp) -> None:
     request, reply = transport.create("flower-gpu-rehearsal"), transport.create("flower-gpu-rehearsal")
     try:
         args = (app, None, message, context, identity)
-        transport.write_request((message_call.run, args, {}, ()), request)
+        transport.write_request((message_call.run, args, {}, (), "rehearsal: "), request)
         leased_worker.setup()
         load = partial(transport.read_request, request)
         outcome = child.run_task({}, None, load, lambda _: None)

@@ -201,7 +201,7 @@ def become(user: int) -> None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what workers print comes here, too
-    logger = logging.getLogger("flower_gpu")
+    logger = logging.getLogger("flwr.flower_gpu")
     logger.addHandler(logged)
     if user := os.environ.get("CALLS_USER"):
         become(int(user))
