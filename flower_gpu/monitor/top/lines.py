@@ -135,11 +135,12 @@ class Column:
     cells : sequence of (str, str)
         Texts and their styles, from the top.
     rank : int
-        How important it is; where the table is too wide, the columns of the highest rank go first.
+        How important it is; where the table is too wide, the columns of the highest rank go first, those of
+        rank 0 never.
     align : str
         ``"<"`` or ``">"``.
     least : int
-        Narrower it is not made; it is left out then. 0: it is never made narrower.
+        Texts may be cut off down to so many cells; 0: not at all.
     """
 
     title: str
@@ -159,19 +160,25 @@ def table(columns: Sequence[Column], width: int, more: str = UNICODE.more) -> li
     gap = "  " if width >= 100 else " "
     kept = list(columns)
     while True:
-        widths = [column.width for column in kept]
-        over = sum(widths) + len(gap) * (len(kept) - 1) - width
-        for index, column in enumerate(kept):
-            if over > 0 and column.least:
-                less = min(over, max(0, widths[index] - column.least))
-                widths[index] -= less
-                over -= less
-        if over <= 0 or len(kept) == 1:
-            break
+        room = width - len(gap) * (len(kept) - 1)
+        widths = _narrowed([(column.width, column.least) for column in kept], room)
         rank = max(column.rank for column in kept)
-        kept = [column for column in kept if column.rank != rank] or kept[:1]
+        if sum(widths) <= room or rank == 0:
+            break
+        kept = [column for column in kept if column.rank != rank]
     lines = [Line() for _ in range(1 + len(kept[0].cells))]
     for index, (column, cells) in enumerate(zip(kept, widths, strict=True)):
         for line, (text, style) in zip(lines, [(column.title, "dim"), *column.cells], strict=True):
             line.add(gap if index else "").add(fitted(text, cells, column.align, more), style)
     return [line.cut(width, more) for line in lines]
+
+
+def _narrowed(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Make columns narrower until they fit, the widest first, none below its least."""
+    now = [width for width, _ in widths]
+    while sum(now) > room:
+        can = [index for index, (_, least) in enumerate(widths) if least and now[index] > least]
+        if not can:
+            break
+        now[max(can, key=now.__getitem__)] -= 1
+    return now

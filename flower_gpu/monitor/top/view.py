@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu.gpu.request import format_bytes
@@ -20,7 +21,8 @@ _OUTCOMES: Final = {"completed": "green", "failed": "red", "interrupted": "yello
 #: Shown first of an evaluation's metrics.
 _METRICS: Final = ("accuracy", "loss", "f1")
 _SPACIOUS: Final = 40  # a terminal of so many lines has room for empty ones
-_NARROW: Final = 76  # in one narrower than this, progress takes the room of the run's name
+_WIDE: Final = 100  # cells of a terminal in which nothing is said shortly
+_ROOM_FOR_KEYS: Final = 40
 
 
 def rendered(lines: Sequence[Line]) -> RenderableType:
@@ -53,40 +55,55 @@ def frame(
     top = _header(snapshot, width, keys)
     top += gpu_lines(snapshot, width, None if height is None else max(1, height // 3), glyphs)
     blank = [Line()] if height is None or height >= _SPACIOUS else []
-    runs = _run_lines(snapshot.runs, width)
-    workers = _worker_lines(snapshot, width, glyphs)
-    waiting = _waiting_lines(snapshot, width)
-    left = None if height is None else height - len(top) - 3 * len(blank)
-    most = None
-    if left is not None:
-        # A line for the title of each section comes first; who runs and who waits share what runs leave.
-        of_runs = min(len(runs), max(2, left // 4))
+    runs = _runs(snapshot.runs, width)
+    workers = _workers(snapshot, width, glyphs)
+    waiting = _waiting(snapshot, width, glyphs)
+    most: tuple[int | None, int | None, int | None] = (None, None, None)
+    if height is not None:
+        # Who works and who waits share what runs leave; who works gets two thirds where both need more.
+        left = height - len(top) - 3 * len(blank)
+        of_runs = min(runs.height, max(2, left // 4))
         left -= of_runs
-        of_waiting = min(len(waiting), max(2, left // 3, left - len(workers)))
-        most = (of_runs, max(1, left - of_waiting), of_waiting)
-    for section, limit in zip((runs, workers, waiting), most or (None,) * 3, strict=True):
-        top += blank + _limited(section, limit)
+        of_waiting = min(waiting.height, max(2, left // 3, left - workers.height))
+        most = (of_runs, left - of_waiting, of_waiting)
+    for section, limit in zip((runs, workers, waiting), most, strict=True):
+        top += blank + section.lines(limit)
     return [line.cut(width, glyphs.more) for line in top[:height]]
 
 
-def _limited(lines: list[Line], most: int | None) -> list[Line]:
-    """Return as many lines as there is room for, the last with how many were left out."""
-    if most is None or len(lines) <= most:
-        return lines
-    left_out = len(lines) - most + 1
-    return [*lines[: most - 1], Line().add(f"  ... {left_out} more", "dim")]
+@dataclass(frozen=True)
+class _Section:
+    """Lines under a title, and maybe the titles of columns."""
+
+    head: list[Line]
+    rows: list[Line] = field(default_factory=list)
+
+    @property
+    def height(self) -> int:
+        return len(self.head) + len(self.rows)
+
+    def lines(self, most: int | None) -> list[Line]:
+        """Return as many lines as there is room for, the last with how many were left out."""
+        if most is None or self.height <= most:
+            return [*self.head, *self.rows]
+        room = most - len(self.head) - 1
+        if room < 1:
+            return self.head[:1]  # which says how many there are
+        more = Line().add(f"  ... {len(self.rows) - room} more", "dim")
+        return [*self.head, *self.rows[:room], more]
 
 
 def _header(snapshot: Snapshot, width: int, keys: str) -> list[Line]:
     clock = time.strftime("%H:%M:%S", time.localtime(snapshot.time))
-    left = joined(
-        width,
+    keys = keys if width >= _ROOM_FOR_KEYS else ""
+    title = joined(
+        width - len(keys) - 2,
         (0, "flower-gpu top", "bold"),
         (1, snapshot.host, ""),
         (2, clock, "dim"),
-        (1, keys, "dim"),
     )
-    lines = [left]
+    title.add(" " * (width - title.width - len(keys))).add(keys, "dim")
+    lines = [title]
     if snapshot.ledger_problem:
         lines.append(Line().add(f"leases: {snapshot.ledger_problem}", "yellow"))
     return lines
@@ -95,11 +112,11 @@ def _header(snapshot: Snapshot, width: int, keys: str) -> list[Line]:
 # Runs -----------------------------------------------------------------------------------------------------
 
 
-def _run_lines(runs: Sequence[RunRow], width: int) -> list[Line]:
+def _runs(runs: Sequence[RunRow], width: int) -> _Section:
     if not runs:
-        return [Line().add("Runs", "bold").add("  none of this account goes on here", "dim")]
-    lines = [Line().add("Runs", "bold").add(f"  {len(runs)}", "dim")]
-    return lines + [_run_line(run, width) for run in runs]
+        return _Section([Line().add("Runs", "bold").add("  none of this account goes on here", "dim")])
+    title = Line().add("Runs", "bold").add(f"  {len(runs)}", "dim")
+    return _Section([title], [_run_line(run, width) for run in runs])
 
 
 def _run_line(run: RunRow, width: int) -> Line:
@@ -151,11 +168,11 @@ def _metrics(run: RunRow, most: int) -> str:
 # Workers --------------------------------------------------------------------------------------------------
 
 
-def _worker_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Line]:
+def _workers(snapshot: Snapshot, width: int, glyphs: Glyphs) -> _Section:
     rows = snapshot.workers
     title = Line().add("Workers", "bold")
     if not rows:
-        return [title.add("  none", "dim")]
+        return _Section([title.add("  none", "dim")])
     counts = {phase: sum(row.phase == phase for row in rows) for phase in _PHASES}
     told = ", ".join(f"{count} {phase}" for phase, count in counts.items() if count)
     title.add(f"  {told}", "dim")
@@ -169,25 +186,27 @@ def _worker_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Line]:
 
     own = snapshot.account
     columns = [
-        Column("run", [(row.run or "-", "cyan") for row in rows], 6 if width < _NARROW else 3, "<", 6),
-        column("client", 0, lambda row: row.client or _whose(row, own), "<", 6),
-        column("task", 2, lambda row: row.task or "-", "<", 5),
-        column("round", 8, lambda row: "-" if row.round is None else str(row.round)),
+        Column("run", [(row.run or "-", "cyan") for row in rows], 5, "<", 10),
+        column("client", 0, lambda row: row.client or _whose(row, own), "<", 10),
+        column("task", 2, lambda row: row.task or "-", "<", 8),
+        column("round", 6, lambda row: "-" if row.round is None else str(row.round)),
         column("pid", 9, lambda row: "-" if row.pid is None else str(row.pid)),
     ]
     if has_leases or snapshot.gpus:
+        which = 3 if len(snapshot.gpus) > 1 else 8
         columns += [
-            column("gpu", 5, lambda row: ",".join(map(str, row.gpus)) or "-"),
+            column("gpu", which, lambda row: ",".join(map(str, row.gpus)) or "-"),
             column("share", 1, lambda row: _gib(row.lease_bytes)),
             Column("used", [(_gib(row.used_bytes), _too_much(row)) for row in rows], 4, ">"),
             column("peak", 7, lambda row: _gib(row.peak_bytes)),
         ]
+    phases = [(_phase(row, is_short=width < _WIDE), _PHASES.get(row.phase, "")) for row in rows]
     columns += [
         column("age", 1, lambda row: duration(row.seconds)),
-        Column("phase", [(_phase(row), _PHASES.get(row.phase, "")) for row in rows], 0, "<", 9),
+        Column("phase", phases, 0, "<", 16),
     ]
-    lines = table(columns, width - 2, glyphs.more)
-    return [title, *(Line([("  ", ""), *line.parts]) for line in lines)]
+    titles, *lines = (Line([("  ", ""), *line.parts]) for line in table(columns, width - 2, glyphs.more))
+    return _Section([title, titles], lines)
 
 
 def _whose(row: WorkerRow | WaitingRow, own: str) -> str:
@@ -195,11 +214,13 @@ def _whose(row: WorkerRow | WaitingRow, own: str) -> str:
     return row.label or "-" if row.user == own else f"user {row.user}"
 
 
-def _phase(row: WorkerRow) -> str:
-    if not row.progress and row.progress_done is None:
+def _phase(row: WorkerRow, *, is_short: bool) -> str:
+    if row.progress_done is None:
         return row.phase
     of = "" if row.progress_total is None else f"/{row.progress_total}"
-    return f"{row.phase} {row.progress} {row.progress_done}{of}".replace("  ", " ")
+    progress = f"{row.progress} {row.progress_done}{of}".strip()
+    # Who makes progress is running.
+    return progress if is_short else f"{row.phase} {progress}"
 
 
 def _too_much(row: WorkerRow) -> str:
@@ -213,23 +234,22 @@ def _gib(nbytes: int | None) -> str:
 # Those who wait -------------------------------------------------------------------------------------------
 
 
-def _waiting_lines(snapshot: Snapshot, width: int) -> list[Line]:
+def _waiting(snapshot: Snapshot, width: int, glyphs: Glyphs) -> _Section:
     rows = snapshot.waiting
-    title = Line().add("Waiting", "bold")
+    title = Line().add("Waiting", "bold").add(f"  {len(rows) or 'nobody'}", "dim")
     if not rows:
-        return [title.add("  nobody", "dim")]
+        return _Section([title])
     own = snapshot.account
     columns = [
-        Column("place", [(f"{place}.", "") for place in range(1, len(rows) + 1)], 2, ">"),
-        Column("asks", [(_asked(row), "") for row in rows], 0),
-        Column("for", [(_whose(row, own), "") for row in rows], 0, least=8),
-        Column("run", [(row.run or "-", "cyan") for row in rows], 3, least=6),
-        Column("pid", [(str(row.pid), "") for row in rows], 4, ">"),
-        Column("since", [(duration(row.seconds), "") for row in rows], 1, ">"),
+        Column("", [(f"{place}.", "") for place in range(1, len(rows) + 1)], 2, ">"),
+        Column("", [(_asked(row), "") for row in rows], 0),
+        Column("", [(_whose(row, own), "") for row in rows], 0, least=8),
+        Column("", [(row.run or "-", "cyan") for row in rows], 3, least=8),
+        Column("", [(f"pid {row.pid}", "dim") for row in rows], 4, ">"),
+        Column("", [(duration(row.seconds), "") for row in rows], 1, ">"),
     ]
-    lines = table(columns, width - 2)
-    title.add(f"  {len(rows)}", "dim")
-    return [title, *(Line([("  ", ""), *line.parts]) for line in lines)]
+    _, *lines = table(columns, width - 2, glyphs.more)
+    return _Section([title], [Line([("  ", ""), *line.parts]) for line in lines])
 
 
 def _asked(row: WaitingRow) -> str:
