@@ -1,0 +1,1 @@
+"""A page about a run, with pictures, made from its trace."""
