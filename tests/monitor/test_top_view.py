@@ -24,9 +24,8 @@ SIZES = [(80, 24), (200, 50)]
 SECTIONS = ["flower-gpu top", "GPU 0", "Runs", "Workers", "Waiting"]
 
 #: What others may have written: anything, and what a terminal obeys more often than by chance.
-NASTY = st.text(
-    st.one_of(st.characters(), st.sampled_from("\x1b[2J\x9b\x07\r\n\t\u202e\u200b\u0301\U0001f600個")), max_size=30
-)
+OBEYED = st.sampled_from("\x1b[2J\x9b\x07\r\n\t\u202e\u200b\u0301\U0001f600個")
+NASTY = st.text(st.one_of(st.characters(), OBEYED), max_size=30)
 
 
 def texts(shown: Snapshot, width: int, height: int | None, **options: object) -> list[str]:

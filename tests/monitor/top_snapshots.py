@@ -161,6 +161,9 @@ def snapshot(**changes: object) -> Snapshot:
             replace(HELD, label="evaluate of client 1", lease_bytes=GIB, seconds=600.0),
             replace(HELD, user="alice", lease_bytes=2 * GIB, seconds=7200.0),
         ),
-        waiting=(WAITING, replace(WAITING, run="", label="", user="alice", asked_bytes=None, asked_alone=True)),
+        waiting=(
+            WAITING,
+            replace(WAITING, run="", label="", user="alice", asked_bytes=None, asked_alone=True),
+        ),
     )
     return replace(made, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,48 @@
+"""Traces of runs that never were, for what follows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import trace
+from flower_gpu.trace import VERSION
+
+GPU_UUID = "GPU-1"
+
+
+class Trace:
+    """A trace that is being written; its clock goes on by a second with each event."""
+
+    def __init__(self, folder: Path, began: float = 1000.0) -> None:
+        self.path = folder / trace.FILE_NAME
+        self.time = began
+
+    def line(self, event: str, **fields: Any) -> str:
+        self.time += 1
+        return json.dumps({"v": VERSION, "time": self.time, "event": event, **fields}) + "\n"
+
+    def write(self, event: str, **fields: Any) -> None:
+        self.write_text(self.line(event, **fields))
+
+    def write_text(self, text: str) -> None:
+        with self.path.open("a") as file:
+            file.write(text)
+
+    def call(self, number: int, pid: int = 1, **more: Any) -> Iterator[str]:
+        """Yield the lines of a call with a lease, from its request to its end."""
+        of = {"call": f"c{number}", "client": str(number % 100), "task": "fit", "round": 1 + number // 1000}
+        of |= more
+        lease = f"l{number}"
+        worker = {**of, "pid": pid, "start_method": "forkserver", "lease": lease}
+        gpus = [{"uuid": GPU_UUID, "index": 0, "name": "NVIDIA Stub 16GB", "memory_bytes": 2**32}]
+        yield self.line("lease_requested", **of, caller_pid=7, count=1, memory_bytes=2**32)
+        yield self.line("lease_granted", **of, lease=lease, gpus=gpus, alone=False, waited_s=0.5)
+        yield self.line("worker_started", **worker)
+        yield self.line("task_started", call=of["call"], pid=pid, client=of["client"])
+        yield self.line("progress", call=of["call"], pid=pid, desc="epoch 1", n=1, total=2)
+        yield self.line("gpu_sample", gpus=[{"uuid": GPU_UUID, "used_bytes": number}])
+        yield self.line("worker_finished", **worker, outcome="ok", error=None, seconds=1.0)
+        yield self.line("lease_released", **of, lease=lease, held_s=2.0)
