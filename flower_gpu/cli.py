@@ -7,12 +7,14 @@ the dependencies.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import platform
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from flower_gpu import __version__
 from flower_gpu.commands import (
@@ -21,11 +23,13 @@ from flower_gpu.commands import (
     gpus,
     leases,
     metrics,
+    report,
     server,
     simulate,
     supernode,
     supernodes,
     top,
+    verbosity,
 )
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch import options as launch_options
@@ -53,6 +57,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "leases": leases,
         "top": top,
         "footprint": footprint,
+        "report": report,
         "metrics": metrics,
         "doctor": doctor,
         "server": server,
@@ -65,8 +70,18 @@ EXIT_USAGE = 2
 EXIT_FAILED = 1
 
 
+#: Commands whose processes have log files of their own, which ``-q`` leaves as they are.
+_WITH_LOG_FILES: Final = ("launch", "supernodes")
+
+_log = logging.getLogger("flwr.flower_gpu")
+
+
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, without the whole usage in front."""
+    """An ArgumentParser whose errors are one line, without the whole usage in front; it takes -v and -q."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        verbosity.add_options(self)
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
@@ -123,12 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
                 )
-            if arguments.command in COMMANDS:
-                return COMMANDS[arguments.command].run(arguments)
-            options = launch_options.from_arguments(arguments)
-            from flower_gpu.launch import run
-
-            return run.launch(options)
+            return _run(arguments)
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
             return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
@@ -138,6 +148,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output is gone (`| head`): Python would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    value = verbosity.verbosity(arguments)
+    with verbosity.applied(value, to_children=value > 0 or arguments.command not in _WITH_LOG_FILES):
+        _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
+        if arguments.command in COMMANDS:
+            return COMMANDS[arguments.command].run(arguments)
+        options = launch_options.from_arguments(arguments)
+        from flower_gpu.launch import run
+
+        return run.launch(options)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Final
 
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.doctor import cuda, gpus, host, installed, ledgers, superlinks, variables
 from flower_gpu.doctor.findings import Check, Finding, examine
 from flower_gpu.gpu import inventory
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = []
     for finding in examine(checks()):
         findings.append(finding)
-        if not arguments.json:
+        if not (arguments.json or (is_quiet(arguments) and finding.level != "problem")):
             print(as_text(finding), flush=True)
     ok = all(finding.level != "problem" for finding in findings)
     if arguments.json:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.gpu.footprint import Footprints, Peaks
 from flower_gpu.gpu.footprint_key import Key
 from flower_gpu.gpu.request import format_bytes
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(entries, contexts), indent=2))
     elif entries or contexts:
         print(describe(entries, contexts))
-    else:
+    elif not is_quiet(arguments):
         print(f"no footprint was learned yet (they are kept in {footprints.path})", file=sys.stderr)
     return 0
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.ledger import Ledger, State
 from flower_gpu.gpu.ledger_folder import LedgerFolder
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(describe(ledger, state), indent=2))
         return 0
-    if ledger.folder.reason:
+    if ledger.folder.reason and not is_quiet(arguments):
         print(f"note: {ledger.folder.reason}")
     for line in _lines(state):
         print(line)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from datetime import timedelta
 
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.isolation.forkserver import control
 
 HELP = "look at the processes that workers are forked from, or end them"
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = control.status()
     for status in found:
         print(describe(status))
-    if not found:
+    if not found and not is_quiet(arguments):
         print("no fork server is running", file=sys.stderr)
     return 0
 

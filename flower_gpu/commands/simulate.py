@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
@@ -149,6 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _simulate(
         app.path,
         num_supernodes,
+        # With bars the run itself shows the summary below them.
+        summary=arguments.progress and is_quiet(arguments),
         run_config=run_config,
         max_workers=arguments.max_workers,
         calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
@@ -156,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         log_dir=arguments.log_dir,
         resume=arguments.resume,
-        progress=arguments.progress,
+        progress=arguments.progress and not is_quiet(arguments),
         state_memory=arguments.state_memory,
         **_call_options(gpu, arguments.timeout_s),
     )
@@ -198,13 +201,14 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     return values
 
 
-def _simulate(app: Path, num_supernodes: int, **settings: Any) -> int:
+def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> int:
     # Here: what they import takes a second, and an error in an option is there at once.
     from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import simulate
+    from flower_gpu.simulation.summary_text import summary_lines
 
     try:
-        simulate(app, num_supernodes, **settings)
+        result = simulate(app, num_supernodes, **settings)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return 128 + signal.SIGINT
@@ -214,6 +218,9 @@ def _simulate(app: Path, num_supernodes: int, **settings: Any) -> int:
         traceback.print_exc()
         _say(f"{_first_line(error)} (the traceback is above)")
         return 1
+    if summary:
+        where = None if result.folder is None else short(result.folder)
+        print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flower_gpu.commands import supernode_options
+from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.config import RUN_DIR_VARIABLE
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import gpu_options, ports
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     env = supernode_options.environment(arguments, os.environ, arguments.count)
     logs = RunFolder.create(arguments.log_dir)
     env[RUN_DIR_VARIABLE] = str(logs.path)
-    print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
+    if not is_quiet(arguments):
+        print(f"{arguments.count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
     with (
         recorded_run(
             logs.path, "supernodes", f"{arguments.count} SuperNodes", clients=arguments.count

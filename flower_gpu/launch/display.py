@@ -35,6 +35,10 @@ class Display:
         """Show a line of text."""
         print(text, flush=True)
 
+    def error(self, text: str) -> None:
+        """Show a line about what has failed."""
+        self.line(text)
+
     def event(self, event: Mapping[str, Any]) -> None:
         """Show one event of the run's trace."""
         self._leases.see(event)
@@ -54,9 +58,10 @@ class Display:
                 # What follows when memory ran out is in an event of its own.
                 if event.get("outcome") not in ("ok", "cancelled", "out of memory", None):
                     error = str(event.get("error") or event["outcome"]).strip().splitlines()[0]
-                    self.line(f"{task_label(event)} failed: {error}")
+                    self.error(f"{task_label(event)} failed: {error}")
             case "out_of_memory":
-                self.line(out_of_memory_line(task_label(event), event, self._leases))
+                say = self.error if event.get("then") == "failed" else self.line
+                say(out_of_memory_line(task_label(event), event, self._leases))
             case _:
                 pass
 
@@ -78,10 +83,14 @@ class Display:
 
 
 class QuietDisplay(Display):
-    """Nothing before the result."""
+    """Nothing before the result, but what has failed."""
 
     def line(self, text: str) -> None:
         """Show nothing."""
+
+    def error(self, text: str) -> None:
+        """Show it on stderr: stdout has the result only."""
+        print(text, file=sys.stderr, flush=True)
 
 
 class TerminalDisplay(Display):

@@ -135,7 +135,7 @@ class LaunchOptions:
     port : int, optional
         Port of the server; None: a free one.
     verbosity : int
-        1 shows the server's log as well, -1 only the result.
+        1 shows the server's log as well, -1 only the result, and errors.
     """
 
     app_dir: Path
@@ -257,9 +257,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=port_number,
         help="port of the server on 127.0.0.1 (default: a free one)",
     )
-    loudness = output.add_mutually_exclusive_group()
-    loudness.add_argument("-v", "--verbose", action="store_true", help="show the server's log as well")
-    loudness.add_argument("-q", "--quiet", action="store_true", help="show the result only")
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
@@ -288,5 +285,5 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
         fast_start=arguments.fast_start,
         log_dir=arguments.log_dir,
         port=arguments.port,
-        verbosity=int(arguments.verbose) - int(arguments.quiet),
+        verbosity=getattr(arguments, "verbosity", 0),
     )

@@ -37,15 +37,17 @@ folder = ""
 task.rate = 0.5
 
 [tool.flower-gpu.choices]
-mode = ["plain", "raise", "wait"]
+mode = ["plain", "raise", "wait", "log"]
 """
 APP = """
 import os, time
+from logging import INFO
 from pathlib import Path
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.logger import log
 from flwr.serverapp import ServerApp
 
 from flower_gpu import FedAvg
@@ -67,6 +69,8 @@ def main(grid, context):
 def train(message, context):
     config = context.run_config
     folder = Path(config["folder"])
+    if config["mode"] == "log":
+        log(INFO, "a client trains with %d others", 3)
     weights = message.content["arrays"]["w"].numpy()
     if config["mode"] == "wait" and weights[0] >= 1 and not (folder / "go").exists():
         (folder / "waits").touch()
@@ -120,7 +124,7 @@ def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
             "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
         ),
         (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
-        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait"),
+        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
         (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 SuperNodes"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
         (["--num-supernodes", "3", "--max-workers", "0"], "must be 1 or more, not 0"),
@@ -204,6 +208,23 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
     assert (result["outcome"], result["rounds"], result["messages"]) == ("completed", 3, 9)
     assert result["metrics"] == {"train": {"rate": 0.25}}
     assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
+
+
+def test_quiet_shows_the_summary_only(shell: Shell, app: Path) -> None:
+    here = app.parent
+    options = ["app", "--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}' mode='log'"]
+    plain = simulate(shell, here, *options)
+    assert plain.returncode == 0, plain.stderr
+    assert "[ROUND 1/2]" in plain.stderr and "trains with 3" in plain.stderr  # of the server, of clients
+    quiet = simulate(shell, here, *options, "-q")
+    assert (quiet.returncode, quiet.stdout) == (0, "")
+    _, newest = sorted((here / "runs").iterdir())
+    first, *_, last = quiet.stderr.splitlines()
+    assert first.split() == ["outcome", "completed"]
+    assert last.split() == ["results", f"runs/{newest.name}"]
+    assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr
+    silent = simulate(shell, here, *options, "-q", "--no-progress")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
 
 
 def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell, app: Path) -> None:

@@ -159,11 +159,17 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str]) -> None:
     display = QuietDisplay(None)
     for each in EVENTS:
         display.event(each)
-    assert capsys.readouterr().out == ""
+    for then in ("again", "on the CPU", "failed"):
+        display.event(event("out_of_memory", 105.0, client="0", task="fit", uuid="GPU-0", then=then))
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, second = told.err.splitlines()
+    assert first == "fit of client 0 failed: KilledError: gone"
+    assert second.startswith("fit of client 0 ")
 
 
 def test_line_without_a_number_of_rounds() -> None:
