@@ -10,7 +10,7 @@ import tomllib
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, GPUUnavailableError
@@ -22,6 +22,9 @@ from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
 from flower_gpu.launch.folder import short
 from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.option_types import folder, non_negative_int, positive_float, positive_int, text_value
+
+if TYPE_CHECKING:
+    from flower_gpu.simulation.run import SimulationResult
 
 HELP = "run a Flower app with up to thousands of virtual clients on this machine"
 DESCRIPTION = """\
@@ -120,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--no-progress", dest="progress", action="store_false", help="show no bars and no summary"
     )
+    output.add_argument("--no-report", dest="report", action="store_false", help="write no report at the end")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -147,7 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
     _set_environment(gpu)
     if arguments.resume is None:
         _check_log_dir(arguments.log_dir)
-    return _simulate(
+    result = _simulate(
         app.path,
         num_supernodes,
         # With bars the run itself shows the summary below them.
@@ -163,6 +167,11 @@ def run(arguments: argparse.Namespace) -> int:
         state_memory=arguments.state_memory,
         **_call_options(gpu, arguments.timeout_s),
     )
+    if isinstance(result, int):
+        return result
+    if arguments.report and result.folder is not None:
+        _write_report(result.folder, is_told=arguments.progress)
+    return 0
 
 
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
@@ -201,7 +210,7 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     return values
 
 
-def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> int:
+def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
     # Here: what they import takes a second, and an error in an option is there at once.
     from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import simulate
@@ -221,7 +230,15 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
     if summary:
         where = None if result.folder is None else short(result.folder)
         print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
-    return 0
+    return result
+
+
+def _write_report(path: Path, *, is_told: bool) -> None:
+    from flower_gpu.monitor.report.write import write_at_end  # matplotlib takes a second
+
+    report = write_at_end(path)
+    if report is not None and is_told:
+        print(f"report  {short(report)}", file=sys.stderr, flush=True)
 
 
 def _how_to_go_on(path: Path | None, can_resume: bool) -> str:

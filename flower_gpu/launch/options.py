@@ -136,6 +136,8 @@ class LaunchOptions:
         Port of the server; None: a free one.
     verbosity : int
         1 shows the server's log as well, -1 only the result, and errors.
+    report : bool
+        Whether a report is written at the end.
     """
 
     app_dir: Path
@@ -151,6 +153,7 @@ class LaunchOptions:
     log_dir: Path = Path("runs")
     port: int | None = None
     verbosity: int = 0
+    report: bool = True
 
 
 class _HelpWithAppDefaults(argparse.Action):
@@ -257,6 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=port_number,
         help="port of the server on 127.0.0.1 (default: a free one)",
     )
+    output.add_argument("--no-report", dest="report", action="store_false", help="write no report at the end")
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
@@ -286,4 +290,5 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
         log_dir=arguments.log_dir,
         port=arguments.port,
         verbosity=getattr(arguments, "verbosity", 0),
+        report=arguments.report,
     )

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
@@ -87,7 +88,7 @@ def launch(options: LaunchOptions) -> int:
     for pid in supervisor.left:
         _complain(f"process {pid} could not be ended")
         code = code or 1
-    _conclude(plan, folder, code)
+    _conclude(plan, folder, code, options.report)
     return code
 
 
@@ -156,7 +157,7 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
+def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
     result = build_result(trace.read(folder.trace))
     write_json(folder.result, result)
@@ -171,5 +172,13 @@ def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
         _complain(remark)
     if folder.model.exists():
         print(f"model       {short(folder.model)}")
-    print(f"result      {short(folder.result)}")
+    print(f"result      {short(folder.result)}", flush=True)
+    if has_report and (report := _write_report(folder)) is not None:
+        print(f"report      {short(report)}")
     print(f"run folder  {folder.shown}", flush=True)
+
+
+def _write_report(folder: RunFolder) -> Path | None:
+    from flower_gpu.monitor.report.write import write_at_end  # matplotlib takes a second
+
+    return write_at_end(folder.path)

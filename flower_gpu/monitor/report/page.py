@@ -87,7 +87,7 @@ def page(
         ]
     made = f" by flower-gpu {escaped(history.version)}" if history.version else ""
     parts.append(f"<footer>Made from trace.jsonl in {escaped(folder)}, written{made}.</footer>")
-    return "\n".join([*parts, "</body>\n</html>\n"])
+    return "\n".join([*parts, "</body>", "</html>", ""])
 
 
 def outcome_of(history: RunHistory, is_going_on: bool) -> tuple[str, str]:
