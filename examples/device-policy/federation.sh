@@ -49,6 +49,6 @@ done
 
 printf '\nwhat the nodes were told:\n'
 for name in no-gpu keeps-it offers-it forces-it; do
-  grep -hE "this node's policy|this call runs" "$logs/$name.log" | sort -u | sed "s/^/$name: /" || true
+  grep -ohE "(this node's policy|this call runs).*" "$logs/$name.log" | sort -u | sed "s/^/$name: /" || true
 done
 printf '\nlogs and trace.jsonl: %s\n' "$logs"

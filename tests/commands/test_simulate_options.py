@@ -212,7 +212,8 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
 
 def test_quiet_shows_the_summary_only(shell: Shell, app: Path) -> None:
     here = app.parent
-    options = ["app", "--num-supernodes", "3", "--gpu", "never", "-c", f"folder='{here}' mode='log'"]
+    options = ["app", "--num-supernodes", "3", "--gpu", "never", "--no-report"]
+    options += ["-c", f"folder='{here}' mode='log'"]
     plain = simulate(shell, here, *options)
     assert plain.returncode == 0, plain.stderr
     assert "[ROUND 1/2]" in plain.stderr and "trains with 3" in plain.stderr  # of the server, of clients

@@ -15,6 +15,7 @@ import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
 
+from flower_gpu import cli
 from flower_gpu.cli import COMMANDS, build_parser
 from flower_gpu.commands import verbosity
 
@@ -35,6 +36,14 @@ def parsers(
                 yield from parsers(below, f"{name} {word}")
 
 
+REQUIRED = {
+    "launch": ["app"],
+    "simulate": ["app"],
+    "supernodes": ["--count", "2"],
+    "metrics": ["--port", "0"],
+    "server": ["status"],
+    "report": ["run"],
+}
 PARSERS = dict(parsers(build_parser()))
 
 
@@ -67,13 +76,7 @@ def test_every_command_takes_them(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize(("flag", "value"), [("-v", 1), ("--verbose", 1), ("-q", -1), ("--quiet", -1)])
 def test_they_may_stand_before_and_behind(name: str, flag: str, value: int) -> None:
-    required = {
-        "simulate": ["app"],
-        "supernodes": ["--count", "2"],
-        "metrics": ["--port", "0"],
-        "server": ["status"],
-        "report": ["run"],
-    }.get(name, [])
+    required = REQUIRED.get(name, [])
     for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
         assert verbosity.verbosity(build_parser().parse_args(typed)) == value
     assert verbosity.verbosity(build_parser().parse_args([name, *required])) == 0
@@ -175,6 +178,37 @@ def test_children_with_log_files_of_their_own_keep_their_level(monkeypatch: pyte
         assert os.environ[verbosity.VARIABLE] == "ERROR"
     assert os.environ[verbosity.VARIABLE] == "INFO"
     assert logging.getLogger("flwr.flower_gpu").level == logging.NOTSET
+
+
+@pytest.mark.parametrize("name", ["launch", *COMMANDS])
+def test_who_keeps_to_quiet(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command itself, and what it starts, unless that has log files."""
+    seen: list[tuple[str | None, int]] = []
+
+    def run(_: object) -> int:
+        seen.append(
+            (os.environ.get(verbosity.VARIABLE), logging.getLogger("flwr.flower_gpu").getEffectiveLevel())
+        )
+        return 0
+
+    monkeypatch.delenv(verbosity.VARIABLE, raising=False)
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])  # as where Flower is not imported
+    if name == "launch":
+        monkeypatch.setattr("flower_gpu.launch.run.launch", run)
+    else:
+        monkeypatch.setattr(COMMANDS[name], "run", run)
+    assert cli.main([name, *REQUIRED.get(name, []), "-q"]) == 0
+    assert cli.main([name, *REQUIRED.get(name, []), "-v"]) == 0
+    has_log_files = name in ("launch", "supernodes")
+    assert seen == [(None if has_log_files else "ERROR", logging.ERROR), ("DEBUG", logging.DEBUG)]
+
+
+def test_a_supernode_is_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[dict[str, str]] = []
+    monkeypatch.setattr("flower_gpu.supernode.warm.in_background", lambda env: None)
+    monkeypatch.setattr(os, "execvpe", lambda file, words, env: became.append(env))
+    cli.main(["supernode", "-q", "--", "--insecure"])
+    assert became[0][verbosity.VARIABLE] == "ERROR"
 
 
 def test_the_documentation_names_commands_that_there_are() -> None:
