@@ -84,6 +84,18 @@ def test_a_gpu_that_is_lost_and_comes_back(
     assert value(ask(), "usable", gpu=1) == 1
 
 
+def test_mig_devices_take_the_place_of_their_card(
+    shell: Shell, host: Host, exporter: Callable[..., Exporter]
+) -> None:
+    shell.on(host)
+    devices = host.mig(0, [5 * GIB, 10 * GIB])
+    found = exporter()()
+    assert value(found, "gpus") == 3
+    assert value(found, "usable", uuid=host.uuids[0]) is None
+    assert [value(found, "usable", gpu=0, uuid=uuid) for uuid in devices] == [1, 1]
+    assert [value(found, "memory_total_bytes", uuid=uuid) for uuid in devices] == [5 * GIB, 10 * GIB]
+
+
 def test_without_gpus_and_ledger_the_rest_is_served(
     shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:

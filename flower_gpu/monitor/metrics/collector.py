@@ -108,11 +108,12 @@ def _add_host(found: _Families, state: HostState) -> None:
         found.add("leases_held", len(leases.holders))
         found.add("leases_waiting", len(leases.waiting))
         capacity = {card.uuid: card.capacity_bytes for card in leases.cards}
+    in_parts = {gpu.mig_parent for gpu in state.gpus}
     for gpu in state.gpus:
         labels = gpu.index, gpu.uuid, gpu.name
         percent = gpu.utilization_percent
         leased = leases.leased_bytes(gpu.uuid) if leases is not None and gpu.uuid else None
-        found.add("usable", int(gpu.is_usable), *labels)
+        found.add("usable", None if gpu.uuid in in_parts else int(gpu.is_usable), *labels)
         found.add("memory_used_bytes", gpu.used_bytes, *labels)
         found.add("memory_total_bytes", gpu.total_bytes, *labels)
         found.add("memory_capacity_bytes", capacity.get(gpu.uuid), *labels)
