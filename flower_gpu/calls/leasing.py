@@ -146,6 +146,9 @@ class Leasing:
                 alone=lease.alone,
                 waited_s=round(granted - began, 4),
             )
+            if _log.isEnabledFor(logging.DEBUG):
+                of = ", ".join(f"{format_bytes(s.memory_bytes)} of GPU {s.index}" for s in lease.shares)
+                _log.debug("%s has a lease on %s after %.2f s", self.purpose.label, of, granted - began)
             inventory.close()  # a fork could not use it, and finds it as if it could
             yield lease, ticket
         finally:

@@ -211,6 +211,29 @@ def test_a_supernode_is_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert became[0][verbosity.VARIABLE] == "ERROR"
 
 
+LEASED = """
+import flower_gpu
+from flower_gpu.commands.verbosity import applied
+
+with applied(1):
+    print(flower_gpu.run_in_worker("math:sqrt", 4.0, gpu_memory="2GiB", name="3", start_method="spawn"))
+"""
+
+
+def test_debug_lines_tell_of_leases(shell: Shell, host: Host) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEASED],
+        env=shell.on(host).env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "2.0\n", done.stderr
+    assert re.search(
+        r"^math:sqrt of client 3 has a lease on 2\.0 GiB of GPU \d after \d+\.\d\d s$", done.stderr, re.M
+    )
+
+
 def test_the_documentation_names_commands_that_there_are() -> None:
     _, _, page = PAGE.read_text().partition("\n## All commands\n")
     table = re.findall(r"^\| (`[a-z`, ]+`) \|.*\|.*\|$", page, re.MULTILINE)
