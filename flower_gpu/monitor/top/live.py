@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from typing import Final
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from flower_gpu.monitor.top import view
 from flower_gpu.monitor.top.lines import Glyphs
+from flower_gpu.monitor.top.snapshot import Snapshot
 from flower_gpu.monitor.top.terminal import Terminal
 from flower_gpu.monitor.top.watcher import Watcher
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 #: So long at a time a trace is read before keys are looked at again.
 _READ_S: Final = 0.05
@@ -22,22 +26,17 @@ def run(watcher: Watcher, interval_s: float, glyphs: Glyphs) -> int:
         while not terminal.is_over:
             next_at = time.monotonic() + interval_s
             watcher.look_for_runs()
-            is_read = watcher.read_on(_READ_S)
-            snapshot = watcher.take()
-            is_drawn = False
-            while not terminal.is_over:
-                if not is_drawn:
-                    terminal.show(
-                        lambda width, height, shown=snapshot: view.rendered(  # type: ignore[misc]
-                            view.frame(shown, width, height, keys=keys, glyphs=glyphs)
-                        )
-                    )
-                left_s = next_at - time.monotonic()
-                if left_s <= 0:
-                    break
+            is_all_read = watcher.read_on(_READ_S)
+            draw = partial(_drawn, watcher.take(), keys, glyphs)
+            terminal.show(draw)
+            while not terminal.is_over and (left_s := next_at - time.monotonic()) > 0:
                 # A long trace is read on while there is nothing else to do.
-                is_drawn = not terminal.wait(left_s if is_read else 0)
-                is_read = is_read or watcher.read_on(min(_READ_S, left_s))
-    if terminal.is_quit or terminal.ended_by is None:
-        return 0
-    return 128 + signal.Signals(terminal.ended_by).value
+                if terminal.wait(left_s if is_all_read else 0):
+                    terminal.show(draw)  # its size may be another one
+                elif not is_all_read:
+                    is_all_read = watcher.read_on(min(_READ_S, left_s))
+    return 0 if terminal.is_quit or terminal.ended_by is None else 128 + terminal.ended_by
+
+
+def _drawn(snapshot: Snapshot, keys: str, glyphs: Glyphs, width: int, height: int) -> RenderableType:
+    return view.rendered(view.frame(snapshot, width, height, keys=keys, glyphs=glyphs))
