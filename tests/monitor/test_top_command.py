@@ -114,7 +114,6 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
     folder = tmp_path / "run"
     with run_of(shell, folder):
         ends = client(shell, folder, "4GiB")
-        shell.waiter("fit of client 8", "alone")
 
         def is_in_the_middle(told: dict[str, Any]) -> bool:
             rows = told["workers"]
@@ -131,12 +130,13 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         assert (used["own_used_bytes"], used["programs_bytes"]) == (GIB, 0)
         text = shell("top", "--once", env={"COLUMNS": "120"})
         assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
+        shell.waiter("fit of client 8", "alone", count=2)
         # The run alone, and the whole line: what others wait for is before what it may ask next.
-        assert look(shell, str(folder))["waiting"] == look(shell)["waiting"] != []
+        assert [row["label"] for row in look(shell, str(folder))["waiting"]] == ["fit of client 8"]
         folder.joinpath("go-on").touch()
         assert ends.wait(60) == 0
         told = look(shell)
-        assert told["workers"] == []
+        assert not any(row["run"] for row in told["workers"])
         assert told["runs"][0]["calls_done"] == {"train": 1}
     assert look(shell)["runs"] == []
 
