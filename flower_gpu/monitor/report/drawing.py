@@ -10,6 +10,7 @@ import base64
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -58,14 +59,15 @@ class Picture:
     figure: Figure
     is_dense: bool
 
+    @cached_property
     def png(self) -> bytes:
-        """Return it as a PNG."""
+        """The figure as a PNG."""
         return self._saved("png", dpi=DENSE_DPI)
 
     def data_uri(self) -> str:
         """Return it as an image that stands in a page itself."""
         if self.is_dense:
-            return f"data:image/png;base64,{base64.b64encode(self.png()).decode()}"
+            return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
         svg = self._saved("svg", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 

@@ -26,6 +26,7 @@ MOST_NAMED_CLIENTS: Final = 12
 
 _MOST_MOMENTS: Final = 2500  # of leases: more than a picture has columns
 _SMALL_BANDS: Final = 1200
+_PALE: Final = 0.5  # white in the colours of many clients, so that lines are seen on them
 _PANEL_IN: Final = 2.1
 
 
@@ -135,13 +136,15 @@ def _draw_leases(
     axes.add_collection(
         PolyCollection(
             corners,
-            facecolors=[colours[one.client] for one in pieces],
+            facecolors=[drawing.mixed(colours[one.client], 0 if is_named else _PALE) for one in pieces],
             edgecolors="white",
             linewidths=0.5 if len(pieces) <= _SMALL_BANDS else 0.1,
             zorder=2,
         ),
         autolim=False,
     )
+    if len(pieces) > _SMALL_BANDS:
+        return len(pieces)
     seconds, sums = leased_steps(holdings)
     gib = np.array([0, *sums], dtype=float) / GIB
     at = axis.places([seconds[0], *seconds])
@@ -204,7 +207,7 @@ def _lease_handles(clients: Sequence[str], colours: ClientColours, is_named: boo
 
     if is_named:
         return {client_name(client): Patch(facecolor=colours[client]) for client in clients}
-    return {f"leases of {len(clients)} clients": Patch(facecolor=drawing.mixed(drawing.BLUE, 0.15))}
+    return {f"leases of {len(clients):,} clients": Patch(facecolor=drawing.mixed(drawing.BLUE, _PALE))}
 
 
 def _draw_busy(axes: Axes, axis: TimeAxis, clock: Clock, samples: Sequence[GPUSample]) -> dict[str, Any]:
@@ -223,7 +226,7 @@ def _draw_busy(axes: Axes, axis: TimeAxis, clock: Clock, samples: Sequence[GPUSa
         at, degrees = drawing.thinned(seconds, celsius)
         right = axes.twinx()
         (handles["temperature"],) = right.plot(
-            axis.places(at), degrees, color=drawing.VERMILION, linewidth=1.2, linestyle=(0, (5, 1))
+            axis.places(at), degrees, color=drawing.VERMILION, linewidth=1.1
         )
         right.set_ylim(0, max(103.0, float(np.nanmax(degrees)) * 1.03))
         right.set_ylabel("°C", fontsize=drawing.TEXT_PT, color=drawing.VERMILION)

@@ -95,7 +95,7 @@ def rounds_picture(evaluations: Sequence[Evaluation]) -> Picture | None:
     shown = list(panels.items())[:_MOST_PANELS]
     if not shown:
         return None
-    columns = min(_COLUMNS, len(shown))
+    columns = min(_COLUMNS, max(2, len(shown)))
     rows = -(-len(shown) // columns)
     figure = drawing.new_figure(rows * 2.5 + 0.7)
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -105,6 +105,9 @@ def rounds_picture(evaluations: Sequence[Evaluation]) -> Picture | None:
         for one in series:
             handles[WHOSE.get(one.task, printable(one.task))] = _draw(axes, one)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        rounds = {number for one in series for number in one.rounds}
+        if len(rounds) == 1:  # else its axis has fractions of it
+            axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
         axes.set_xlabel("round", fontsize=drawing.TEXT_PT)
     for axes in cells[len(shown) :]:
         axes.set_visible(False)

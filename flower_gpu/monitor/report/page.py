@@ -146,12 +146,12 @@ def _tiles(totals: Totals) -> str:
         (counted(totals.calls, "call"), _calls(totals)),
     ]
     failed = {outcome: count for outcome, count in totals.outcomes.items() if outcome != "ok"}
-    tiles.append((_failed(sum(failed.values())), _listed(failed) or "of all calls"))
+    tiles.append((_failed(sum(failed.values())), _listed(failed) or "in any call"))
     if totals.messages:
         tiles.append((counted(totals.messages, "message"), f"{totals.unanswered:,} without a reply"))
     if totals.gpus:
         events = sum(totals.out_of_memory.values())
-        tiles.append((f"{counted(events, 'time')} out of memory", _then(totals.out_of_memory)))
+        tiles.append((_out_of_memory(events), _then(totals.out_of_memory)))
         tiles.append((bytes_text(totals.peak_bytes), "most GPU memory of one worker"))
     shown = [
         f'<div class="tile"><b>{escaped(value)}</b><span>{escaped(text)}</span></div>'
@@ -161,9 +161,10 @@ def _tiles(totals: Totals) -> str:
 
 
 def _gpu_tiles(totals: Totals) -> list[tuple[str, str]]:
-    hours, leased = totals.gpu_s / 3600, totals.leased_s / 3600
+    unit, unit_s = ("hours", 3600) if totals.gpu_s >= 3600 else ("minutes", 60)
+    whole, leased = (f"{seconds / unit_s:,.1f}" for seconds in (totals.gpu_s, totals.leased_s))
     return [
-        (f"{hours:.3g} GPU hours", f"{counted(len(totals.gpus), 'GPU')}; {leased:.3g} hours with a lease"),
+        (f"{whole} GPU {unit}", f"{counted(len(totals.gpus), 'GPU')}; {leased} {unit} with a lease"),
         (f"{percent_text(totals.idle_share)} idle", "of the GPUs' time without any lease"),
         (f"{percent_text(totals.capacity_share)} leased", "of all memory for leases, over the whole time"),
     ]
@@ -186,9 +187,13 @@ def _failed(count: int) -> str:
     return "no failure" if not count else counted(count, "failure")
 
 
+def _out_of_memory(count: int) -> str:
+    return "never out of memory" if not count else f"{counted(count, 'time')} out of memory"
+
+
 def _then(out_of_memory: Mapping[str, int]) -> str:
     names = {"again": "tried again", "on the CPU": "then on the CPU", "failed": "failed for good"}
-    return _listed({names.get(then, then): count for then, count in out_of_memory.items()}) or "of all calls"
+    return _listed({names.get(then, then): count for then, count in out_of_memory.items()}) or "in any call"
 
 
 def _listed(counts: Mapping[str, int]) -> str:

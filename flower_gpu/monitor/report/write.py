@@ -126,7 +126,7 @@ def _made(history: RunHistory, run_dir: Path, png: bool) -> tuple[str, dict[str,
         folder=str(run_dir.absolute()),
         is_going_on=_is_going_on(run_dir),
     )
-    return text, {picture.name: picture.png() for picture in pictures} if png else {}
+    return text, {picture.name: picture.png for picture in pictures} if png else {}
 
 
 def _is_going_on(run_dir: Path) -> bool:
