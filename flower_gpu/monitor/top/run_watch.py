@@ -143,6 +143,8 @@ class RunWatch:
         began = self.run.since if self.run else history.started_at
         until = now if history.finished_at is None else history.finished_at
         last = _last_evaluation(history)
+        # What is of no round is no message: initial weights, for example.
+        is_counted = self._calls_round is not None and self._calls_round == history.current_round
         return RunRow(
             run=label,
             kind=self.run.kind if self.run else history.kind,
@@ -154,7 +156,7 @@ class RunWatch:
             task=open_round.task if open_round else "",
             messages_done=open_round.finished if open_round else None,
             messages=open_round.messages if open_round else None,
-            calls_done=dict(self._calls_done) if self._calls_round == history.current_round else {},
+            calls_done=dict(self._calls_done) if is_counted else {},
             metrics=dict(last.metrics) if last else {},
             metrics_round=last.round if last else None,
             metrics_task=last.task if last else "",

@@ -124,15 +124,15 @@ def _run_line(run: RunRow, width: int) -> Line:
     line.parts += joined(
         width - 2,
         (0, run.run, "cyan"),
-        (4, run.kind, "dim"),
+        (6, run.kind, "dim"),
         (0, _read_part(run), "yellow"),
         (0, _round(run), ""),
         (2, _messages(run), ""),
-        (3, _metrics(run, 3), ""),
+        *((3 + place, text, "") for place, text in enumerate(_metrics(run, 3))),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
-        (5, "" if run.seconds is None else duration(run.seconds), "dim"),
-        (6, "" if run.pid is None else f"pid {run.pid}", "dim"),
-        (7, run.folder, "dim"),
+        (7, "" if run.seconds is None else duration(run.seconds), "dim"),
+        (8, "" if run.pid is None else f"pid {run.pid}", "dim"),
+        (9, run.folder, "dim"),
     ).parts
     return line
 
@@ -156,13 +156,13 @@ def _messages(run: RunRow) -> str:
     return f"{', '.join(done)} done" if done else ""
 
 
-def _metrics(run: RunRow, most: int) -> str:
-    if not run.metrics:
-        return ""
+def _metrics(run: RunRow, most: int) -> list[str]:
     rest = [name for name in run.metrics if name not in _METRICS]
     names = [*(name for name in _METRICS if name in run.metrics), *rest][:most]
-    text = " ".join(f"{name} {run.metrics[name]:.4g}" for name in names)
-    return text if run.metrics_round == run.round else f"{text} (round {run.metrics_round})"
+    texts = [f"{name} {run.metrics[name]:.4g}" for name in names]
+    if texts and run.metrics_round != run.round:
+        texts[0] += f" in round {run.metrics_round}"
+    return texts
 
 
 # Workers --------------------------------------------------------------------------------------------------
