@@ -12,8 +12,6 @@ from typing import Any, Final
 #: What Flower takes its handler's level from, when it is imported.
 VARIABLE: Final = "FLWR_LOG_LEVEL"
 
-_LOGGER: Final = "flwr"  # ours are below it
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add both options."""
@@ -53,7 +51,7 @@ def applied(value: int, *, to_children: bool = True) -> Iterator[None]:
         yield
         return
     level = logging.DEBUG if value > 0 else logging.ERROR
-    logger, last = logging.getLogger(_LOGGER), logging.lastResort
+    logger, last = logging.getLogger("flwr"), logging.lastResort  # ours are below it
     # With a handler, Flower's, the logger takes everything and the handler decides.
     limited: list[Any] = [*logger.handlers] or [logger, *([last] if last is not None else [])]
     before = [each.level for each in limited]
