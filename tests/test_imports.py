@@ -98,7 +98,7 @@ MAY_IMPORT = {
         "gpu",
         "calls",
         "runner",
-        "runs",
+        "run",
         "flower",
         "launch",
     },
