@@ -287,5 +287,6 @@ write_report(Path({str(tmp_path)!r}))
 assert matplotlib.rcParams["font.size"] == 31 and matplotlib.rcParams["text.usetex"]
 assert "matplotlib.pyplot" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    env = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -140,6 +141,7 @@ def _matplotlib() -> Iterator[None]:
     with ExitStack() as stack:
         if "MPLCONFIGDIR" not in os.environ and "matplotlib" not in sys.modules:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-matplotlib-"))
+            _copy_font_lists(Path(folder))
             os.environ["MPLCONFIGDIR"] = folder
             stack.callback(os.environ.pop, "MPLCONFIGDIR", None)
         import matplotlib
@@ -149,6 +151,14 @@ def _matplotlib() -> Iterator[None]:
         stack.enter_context(matplotlib.rc_context())
         matplotlib.rcdefaults()
         yield
+
+
+def _copy_font_lists(folder: Path) -> None:
+    """Take over lists of fonts that the user's programs have made: with many fonts one takes seconds."""
+    with suppress(OSError, RuntimeError):  # there is no home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        for path in (cache / "matplotlib").glob("fontlist-*.json"):
+            shutil.copy(path, folder)
 
 
 def _replace(path: Path, data: bytes) -> None:
