@@ -168,6 +168,13 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
     )
 
 
+def test_a_worker_is_over_with_its_lease() -> None:
+    """Though nobody wrote that down."""
+    events = [*lease_events("1", 0), *worker_events("1", 2, "lease-1")[:2]]
+    _, _, [call], _, _ = read([*events, at(6, "lease_released", lease="lease-1"), at(20, "progress")])
+    assert (spent(call)[-1], call.outcome) == ((RUNNING, 3.0), "")
+
+
 def test_a_worker_that_died_before_its_task() -> None:
     events = [
         *worker_events("1", 0)[:1],

@@ -105,6 +105,8 @@ def _of_worker(history: RunHistory, clock: Clock, worker: WorkerSpan, number: in
     end = worker.finished_at
     if end is None:
         end = history.over_at(worker.started_at, clock.end)
+        if lease is not None and lease.released_at is not None:  # then all of it is over
+            end = min(end, max(lease.released_at, worker.started_at))
     granted = lease.granted_at if lease is not None and is_first else None
     # A zygote's worker tells at its end when its task began; it takes milliseconds.
     unknown_task_at = (

@@ -108,6 +108,8 @@ def errors_table(errors: Mapping[str, int]) -> str:
         [_number(str(count)), _text(error[:_ERROR_CHARACTERS], is_wide=True)]
         for error, count in list(errors.items())[:_MOST_ERRORS]
     ]
+    if left_out := list(errors.values())[_MOST_ERRORS:]:
+        rows.append([_number(f"{sum(left_out):,}"), _text(f"{len(left_out):,} others")])
     return _table([_head("times"), _head("what happened", is_text=True)], rows)
 
 
