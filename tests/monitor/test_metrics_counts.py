@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from flower_gpu.monitor.metrics.collector import Collector
 from flower_gpu.monitor.metrics.counts import OUTCOMES, RunCounts, Totals
 from flower_gpu.monitor.metrics.host import HostState
 from flower_gpu.monitor.metrics.runs import Runs
+from flower_gpu.monitor.metrics.server import keep_up
 from flower_gpu.run.registry import RunningRun
 
 
@@ -166,6 +168,35 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     runs = Runs(lambda: [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)])
     runs.look()
     assert runs.totals.finished == {"ok": 20}
+
+
+def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> None:
+    running = [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)]
+    runs = Runs(lambda: running)
+    runs.notice()
+    (tmp_path / trace.FILE_NAME).write_text(line({"event": "worker_finished", "outcome": "ok"}))
+    running.clear()
+    runs.notice()
+    for goes_on in ([False], [], []):
+        assert [followed.goes_on for followed in runs.look()] == goes_on
+        assert runs.totals.finished == {"ok": 1}
+
+
+def test_runs_are_noticed_again_and_again() -> None:
+    end = threading.Event()
+    calls: list[str] = []
+
+    class Noted:
+        def catch_up(self) -> None:
+            calls.append("catch_up")
+
+        def notice(self) -> None:
+            calls.append("notice")
+            if len(calls) == 3:
+                end.set()
+
+    keep_up(Noted(), end)  # type: ignore[arg-type]
+    assert calls == ["catch_up", "notice", "notice"]
 
 
 def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,11 @@ class Collector:
         with self._lock:
             self._runs.look()
 
+    def notice(self) -> None:
+        """Remember the runs that there are, for one who asks later."""
+        with self._lock:
+            self._runs.notice()
+
 
 class _Families:
     """All metrics, that samples are added to.

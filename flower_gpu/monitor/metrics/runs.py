@@ -63,6 +63,12 @@ class Runs:
         self._followed: dict[str, tuple[FollowedRun, trace.Follower]] = {}
         self._ended: dict[str, _Ended] = {}
 
+    def notice(self) -> None:
+        """Remember the runs that there are: one may be over before anybody looks, and its trace stays."""
+        for run in self._running():
+            if run.folder not in self._followed:
+                self._follow(run)
+
     def look(self) -> list[FollowedRun]:
         """Read what is new, and return the runs; one that has just ended is there once more."""
         going_on = {run.folder: run for run in self._running()}

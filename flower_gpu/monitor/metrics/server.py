@@ -12,6 +12,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.monitor.metrics.collector import Collector
 
 _HIGHEST_PORT: Final = 65535
+_NOTICE_S: Final = 0.5  # a run of less than this may be overlooked
 _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,8 +45,16 @@ def serve(collector: Collector, address: str, port: int, on_ready: Callable[[str
         host = f"[{address}]" if ":" in address else address
         on_ready(f"http://{host}:{bound}/metrics")
         # Not here: signals end this thread's wait at once, and would wait for a long trace to be read.
-        threading.Thread(target=collector.catch_up, name="flower-gpu-catch-up", daemon=True).start()
+        threading.Thread(target=keep_up, args=(collector,), name="flower-gpu-runs", daemon=True).start()
         return 128 + signal.sigwait(signals)
+
+
+def keep_up(collector: Collector, end: threading.Event | None = None) -> None:
+    """Find runs as they come, also those that end before somebody asks; until an event is set, if ever."""
+    end = end or threading.Event()
+    collector.catch_up()
+    while not end.wait(_NOTICE_S):
+        collector.notice()
 
 
 @contextmanager
