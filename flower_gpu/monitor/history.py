@@ -12,6 +12,7 @@ from flower_gpu import trace
 from flower_gpu.gpu.request import format_bytes
 
 _FEW = 50  # of what is not forgotten with ``keep_finished=False``
+_HUGE = 1 << 63
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
@@ -451,13 +452,15 @@ def _text(value: object) -> str:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    whole = _whole(value)
+    return None if whole is None else float(whole)
 
 
 def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
+    # Larger ones are no figures of a run, and fit into no float.
+    return value if type(value) is int and abs(value) < _HUGE else None
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
+import random
 import re
 import stat
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import xml.etree.ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -111,13 +114,46 @@ def test_a_trace_that_is_cut_anywhere_gives_a_page(rich_trace: bytes, tmp_path: 
 
 @given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
 def test_a_trace_with_a_part_missing_gives_a_page(rich_trace: bytes, cut: int, other: int) -> None:
-    """All but the pictures themselves: that takes too long for so many."""
     begin, end = sorted((cut % len(rich_trace), other % len(rich_trace)))
-    events = [
-        event
-        for line in (rich_trace[:begin] + rich_trace[end:]).splitlines()
-        if (event := trace.parse(line)) is not None
-    ]
+    check_sums(parsed(rich_trace[:begin] + rich_trace[end:]))
+
+
+@given(seed=st.integers(0, 1 << 30), often=st.sampled_from([0.002, 0.02, 0.2]))
+def test_a_trace_with_anything_in_it_gives_a_page(rich_trace: bytes, seed: int, often: float) -> None:
+    draw = random.Random(seed)
+    check_sums([spoiled(event, draw, often) for event in parsed(rich_trace)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pictures_of_a_trace_with_anything_in_it(rich_trace: bytes, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    lines = [json.dumps(spoiled(event, draw, 0.02)) for event in parsed(rich_trace)]
+    (tmp_path / trace.FILE_NAME).write_text("\n".join(lines))
+    page_of(tmp_path)
+
+
+def parsed(data: bytes) -> list[dict[str, Any]]:
+    return [event for line in data.splitlines() if (event := trace.parse(line)) is not None]
+
+
+ANYTHING = [10**400, 10**30, -5, 1e300, -1e300, float("nan"), None, True, 0, "", "\ud800", [], {}, [{}]]
+
+
+def spoiled(value: Any, draw: random.Random, often: float) -> Any:
+    """Put something else in the place of some values."""
+    if isinstance(value, dict):
+        kept = ("v", "event")
+        return {
+            name: draw.choice(ANYTHING)
+            if name not in kept and draw.random() < often
+            else spoiled(each, draw, often)
+            for name, each in value.items()
+        }
+    return [spoiled(each, draw, often) for each in value] if isinstance(value, list) else value
+
+
+def check_sums(events: list[dict[str, Any]]) -> None:
+    """Make a page, but for the pictures: they take too long for so many."""
     history = history_of(events)
     clock = Clock.of(history)
     tries = tries_of(history, clock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,5 +83,5 @@ class RunHistory(History):
         if not isinstance(task, str) or type(messages) is not int or type(failed) is not int:
             return
         round_ = number if type(number) is int else None
-        took = float(seconds) if isinstance(seconds, int | float) else None
+        took = seconds if isinstance(seconds, float) and math.isfinite(seconds) else None
         self.messages[round_, task] = SentMessages(round_, task, messages, failed, took)
