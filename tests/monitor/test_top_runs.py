@@ -14,13 +14,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from top_traces import Trace
 
+from flower_gpu.gpu.inventory import Inventory
 from flower_gpu.monitor.history import History
-from flower_gpu.monitor.top import processes
+from flower_gpu.monitor.top import processes, view
+from flower_gpu.monitor.top.assemble import Seen, waiting_rows, worker_rows
 from flower_gpu.monitor.top.run_watch import RunWatch
+from flower_gpu.monitor.top.snapshot import Snapshot
 from flower_gpu.run.registry import RunningRun
 
 pytestmark = pytest.mark.timeout(60)
@@ -236,3 +239,92 @@ def test_how_a_run_has_ended(trace: Trace, dead_pid: int) -> None:
     assert of_registry.outcome() == ""  # it is locked, so it is there
     of_registry.is_registered = False
     assert of_registry.outcome() == "gone"
+
+
+# Whatever it says ------------------------------------------------------------------------------------------
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 5),
+    st.sampled_from([2**31, -(2**70), 10**400, 1e308, -0.0, float("nan"), float("inf")]),
+    st.floats(),
+    st.text(max_size=4),
+    st.sampled_from(["fit", "c1", "l1", "GPU-1", "launch", "\ud800", "\x1b[2J"]),
+    st.lists(
+        st.dictionaries(st.sampled_from(["uuid", "memory_bytes", "used_bytes"]), st.integers()), max_size=2
+    ),
+    st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
+)
+NAMES = [
+    "run_started",
+    "gpu_sample",
+    "strategy_started",
+    "round_started",
+    "round_finished",
+    "round",
+    "run_finished",
+    "lease_requested",
+    "lease_granted",
+    "lease_not_granted",
+    "worker_started",
+    "task_started",
+    "cuda_started",
+    "progress",
+    "worker_result",
+    "worker_finished",
+    "out_of_memory",
+    "lease_released",
+]
+FIELDS = [
+    "call",
+    "client",
+    "task",
+    "round",
+    "pid",
+    "lease",
+    "gpus",
+    "memory_bytes",
+    "count",
+    "share",
+    "alone",
+    "caller_pid",
+    "desc",
+    "n",
+    "total",
+    "metrics",
+    "num_rounds",
+    "messages",
+    "kind",
+    "name",
+    "outcome",
+    "start_method",
+    "host",
+]
+EVENT = st.fixed_dictionaries(
+    {"v": st.just(1), "time": st.one_of(st.floats(0, 2e9), ODD), "event": st.sampled_from(NAMES)},
+    optional=dict.fromkeys(FIELDS, ODD),
+)
+
+
+@given(st.lists(EVENT, max_size=30), st.integers(1, 120))
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]], width: int) -> None:
+    (tmp_path / "trace.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    watch = read(tmp_path)
+    seen = Seen(time.time(), Inventory((), None, "no driver"))
+    runs = [("app", watch)]
+    shown = Snapshot(
+        time=seen.now,
+        host="here",
+        account="me",
+        gpu_problem=None,
+        ledger_problem=None,
+        gpus=(),
+        runs=(watch.row("app", seen.now),),
+        workers=worker_rows(seen, runs, others=True),
+        waiting=waiting_rows(seen, runs),
+    )
+    json.dumps(shown.as_json())
+    for line in view.frame(shown, width, 24):
+        assert line.text.isprintable()
