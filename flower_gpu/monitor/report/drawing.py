@@ -175,6 +175,16 @@ def legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str], 
         text.set_parse_math(False)
 
 
+def rectangles(
+    left: np.ndarray[Any, Any],
+    right: np.ndarray[Any, Any],
+    bottom: np.ndarray[Any, Any],
+    top: np.ndarray[Any, Any],
+) -> Any:
+    """Return the corners of rectangles, as a PolyCollection takes them: in one array, many at once."""
+    return np.stack([left, bottom, left, top, right, top, right, bottom], axis=1).reshape(-1, 4, 2)
+
+
 def thinned(
     seconds: np.ndarray[Any, Any], values: np.ndarray[Any, Any]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -132,10 +132,9 @@ def _draw_leases(
         np.array([getattr(one, name) for one in pieces], dtype=float) / GIB
         for name in ("bottom_bytes", "top_bytes")
     )
-    corners = np.stack([begin, bottom, begin, top, end, top, end, bottom], axis=1).reshape(-1, 4, 2)
     axes.add_collection(
         PolyCollection(
-            corners,
+            drawing.rectangles(begin, end, bottom, top),
             facecolors=[drawing.mixed(colours[one.client], 0 if is_named else _PALE) for one in pieces],
             edgecolors="white",
             linewidths=0.5 if len(pieces) <= _SMALL_BANDS else 0.1,

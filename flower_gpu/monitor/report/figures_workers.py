@@ -74,7 +74,8 @@ def _groups(history: RunHistory, tries: Sequence[CallTry], with_waiting: bool) -
     gpus = history.gpus_of_run()
     known = {gpu.uuid for gpu in gpus}
     on_gpu: dict[str, list[CallTry]] = {gpu.uuid: [] for gpu in gpus}
-    on_cpu, without = [], []
+    on_cpu: list[CallTry] = []
+    without: list[CallTry] = []
     for one in tries:
         for uuid in known.intersection(one.gpus):
             on_gpu[uuid].append(one)
@@ -130,7 +131,7 @@ def _draw_phase(
     begin, end, lane = np.array(found, dtype=float).T
     begin, end = axis.places(begin), axis.places(end)
     low, high = (lane, lane + 1) if is_dense else (lane + 0.06, lane + 0.94)
-    corners = np.stack([begin, low, begin, high, end, high, end, low], axis=1).reshape(-1, 4, 2)
+    corners = drawing.rectangles(begin, end, low, high)
     look: dict[str, Any] = {"facecolor": _COLOURS[phase]}
     if not is_dense:
         look |= {"edgecolor": drawing.mixed(drawing.INK, 0.35), "linewidth": 0.4}

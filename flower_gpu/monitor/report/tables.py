@@ -75,7 +75,7 @@ def rounds_table(
     evaluations: Sequence[Evaluation], messages: Mapping[tuple[int | None, str], SentMessages]
 ) -> str:
     """Return the table of rounds: what was sent, and what came of it."""
-    found = {(one.round, one.task): one for one in evaluations}
+    found: dict[tuple[int | None, str], Evaluation] = {(one.round, one.task): one for one in evaluations}
     order = {task: place for place, task in enumerate(("train", "fit", "evaluate", "server-evaluate"))}
     rows = []
     for key in sorted({*found, *messages}, key=lambda key: (key[0] or 0, order.get(key[1], -1), key[1])):
