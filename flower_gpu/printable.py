@@ -8,8 +8,8 @@ import pwd
 def printable(text: str) -> str:
     """Return a text with ``?`` in the place of what a terminal would obey and not show.
 
-    A client's name is in labels, traces and tickets, and may be anything: escape sequences, line breaks, marks
-    that turn the direction of writing.
+    A client's name is in labels, traces and tickets, and may be anything: escape sequences, line breaks,
+    marks that turn the direction of writing.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
