@@ -74,16 +74,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-workers",
         metavar="N",
         type=positive_int,
-        help="how many messages are handled at a time, at most (default: one more than there are cores, or "
-        "the shares of GPUs if these are more)",
+        help="how many messages are handled at a time, at most (default: the number of cores, or the "
+        "shares of GPUs if these are more)",
     )
     workers.add_argument(
         "--calls-per-worker",
         metavar="N|auto",
         type=_calls,
         default=_AUTO,
-        help="how many clients of a round one worker may run in a row before it exits (default: auto, which "
-        "is 1 without a GPU)",
+        help="how many clients one worker may run in a row before it exits; with a GPU it exits at the end "
+        "of the round at the latest (default: auto, which is 1 without a GPU)",
     )
     workers.add_argument(
         "--verify-recycling",

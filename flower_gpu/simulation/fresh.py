@@ -92,9 +92,15 @@ def seed_all(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed([seed >> 32 * word & 0xFFFFFFFF for word in range(_SEED_WORDS)])
-    torch = sys.modules.get("torch")
-    if hasattr(torch, "manual_seed"):
-        torch.manual_seed(seed & (1 << 63) - 1)  # type: ignore[union-attr]
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "manual_seed"):
+        return
+    # Not torch.manual_seed: where CUDA has not started that writes down the stack for each kind of device,
+    # which takes longer than a small client trains.
+    number = seed & (1 << 63) - 1
+    torch.default_generator.manual_seed(number)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        torch.cuda.manual_seed_all(number)
 
 
 def _of_process() -> Iterator[_Setting]:

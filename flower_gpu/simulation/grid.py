@@ -39,7 +39,10 @@ class Keeper(Handler, Protocol):
     """A handler that keeps a worker from one message to the next."""
 
     def idle(self) -> None:
-        """Let go of this thread's worker: no message waits."""
+        """Let go of what this thread's worker holds that others may need: no message waits."""
+
+    def leave(self) -> None:
+        """Let go of this thread's worker: there will be no message."""
 
     def cancel(self, message: Message) -> None:
         """End the handling of a message, in whatever thread that is."""
@@ -77,6 +80,7 @@ class LocalGrid(Grid):
         self._nodes = nodes
         self._handle = handle
         self._idle: Callable[[], None] = getattr(handle, "idle", lambda: None)
+        self._leave: Callable[[], None] = getattr(handle, "leave", lambda: None)
         self._cancel: Callable[[Message], None] = getattr(handle, "cancel", lambda message: None)
         self._checkpoints = checkpoints
         self._resumed = resumed
@@ -270,7 +274,7 @@ class LocalGrid(Grid):
             if job is not None:
                 self._do(*job)
             del job
-        self._idle()
+        self._leave()
 
     def _do(self, message: Message, box: _Box) -> None:
         reply = None

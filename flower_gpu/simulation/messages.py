@@ -166,7 +166,12 @@ class MessageHandler:
         self._verification.verify(message_call.client_of(context), reply, again)
 
     def idle(self) -> None:
-        """Let this thread's worker end: no message waits."""
+        """Let this thread's worker end if it has a lease: no message waits, and others may need the GPU."""
+        if hasattr(self._here, "slot") and self._here.slot.has_lease:
+            self._here.slot.retire()
+
+    def leave(self) -> None:
+        """Let this thread's worker end: there will be no message."""
         if hasattr(self._here, "slot"):
             self._here.slot.retire()
 
@@ -210,8 +215,7 @@ def handle(
     identity: Mapping[str, Any],
 ) -> tuple[Message, RecordDict]:
     """Handle a message; runs in a worker."""
-    seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
-    loaded = _load(app) if isinstance(app, AppReference) else app
+    loaded = _load(app, seed) if isinstance(app, AppReference) else app
     with as_first(seed):
         return message_call.run(loaded, None, message, context, identity)
 
@@ -220,8 +224,9 @@ _loaded: dict[AppReference, ClientApp] = {}
 _found: ProcessState | None = None
 
 
-def _load(app: AppReference) -> ClientApp:
+def _load(app: AppReference, seed: int) -> ClientApp:
     if app not in _loaded:
+        seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
         _loaded[app] = app.load()
     return _loaded[app]
 

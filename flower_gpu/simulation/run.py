@@ -103,8 +103,8 @@ def simulate(
     run_config : mapping, optional
         Values in the place of the app's own.
     max_workers : int, optional
-        How many messages are handled at a time, at most. Default: one more than there are cores, or as many
-        as there are shares of the GPUs. Leases and memory may let fewer run.
+        How many messages are handled at a time, at most. Default: as many as there are cores (one more where
+        clients do not use PyTorch), or as there are shares of the GPUs. Leases and memory may let fewer run.
     calls_per_worker : int, optional
         How many messages a worker handles before it ends, at most. Default: 1 on the CPU; on a GPU a few, so
         that CUDA is not started for each.
@@ -166,7 +166,7 @@ def simulate(
         found,
         num_supernodes,
         secrets.randbelow(_SEEDS) if seed is None else seed,
-        workers.concurrency(settings, max_workers, num_supernodes),
+        workers.concurrency(settings, max_workers, num_supernodes, found.client, calls_per_worker),
         calls_per_worker,
         verify_recycling,
         memory_bytes(state_memory, "state_memory"),
@@ -223,6 +223,7 @@ def simulate(
         recorded_grid = RecordedGrid(grid, report.recorder)
         found.load_server()(grid=recorded_grid, context=context)
         recorded_grid.close()
+        grid.close()  # here workers that wait for another message end by themselves
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
 

@@ -55,6 +55,11 @@ class Slot:
         """The most memory that a worker of this slot was seen to take."""
         return self._line.peak_bytes
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether its worker waits for another call with a lease."""
+        return self._held is not None
+
     def choose(self, start_method: str, *, preload: bool = False) -> str:
         """Choose how a worker is started, once for all calls: it is not this process that is forked."""
         key = (start_method, preload)

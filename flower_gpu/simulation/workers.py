@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -39,18 +38,25 @@ _WITHOUT_TORCH: Final = {
 } | sys.stdlib_module_names
 
 
-def concurrency(settings: CallSettings, max_workers: int | None, nodes: int) -> int:
+def concurrency(
+    settings: CallSettings,
+    max_workers: int | None,
+    nodes: int,
+    app: ClientApp | AppReference,
+    calls_per_worker: int | None,
+) -> int:
     """Return how many messages are handled at a time, at most: of cores and shares of GPUs what is more.
 
-    On the CPU one more than there are cores: while a worker computes, this process and the zygote hand over
-    other messages.
+    One more than there are cores where workers are there for milliseconds: while they compute, this process
+    and the zygote hand over other messages. Longer ones would only take the cores from each other.
     """
     if max_workers is not None:
         return min(max_workers, nodes)
     shares = 0
     if settings.gpu.policy.gpu != "never":
         shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus())
-    return min(max(cores() + 1, shares), nodes)
+    is_short = calls_per_worker in (None, 1) and not _may_use_torch(app)
+    return min(max(cores() + is_short, shares), nodes)
 
 
 def gpus() -> list[GPU]:
@@ -82,8 +88,8 @@ def zygote_settings(
     libraries: list[str] = []
     without: frozenset[str] = frozenset()
     if isinstance(app, AppReference):
-        libraries = libraries_of(app.folder, app.name.partition(":")[0])
-        if not _may_use_torch(app.folder, libraries):
+        libraries = _libraries_of(app)
+        if not _may_use_torch(app):
             without = frozenset({"torch"})
         else:
             libraries = [*libraries, *_WITH_TORCH]
@@ -105,7 +111,13 @@ def seed_server(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def _may_use_torch(folder: Path, libraries: list[str]) -> bool:
-    if {name.partition(".")[0] for name in libraries} - _WITHOUT_TORCH:
+def _libraries_of(app: AppReference) -> list[str]:
+    return libraries_of(app.folder, app.name.partition(":")[0])
+
+
+def _may_use_torch(app: ClientApp | AppReference) -> bool:
+    if not isinstance(app, AppReference):
+        return True
+    if {name.partition(".")[0] for name in _libraries_of(app)} - _WITHOUT_TORCH:
         return True  # whoever wrote them may have
-    return any(b"torch" in path.read_bytes() for path in folder.rglob("*.py"))
+    return any(b"torch" in path.read_bytes() for path in app.folder.rglob("*.py"))

@@ -12,6 +12,8 @@ import pytest
 from processes import is_running, wait_until
 from zygote_lines import Caller
 
+from flower_gpu.isolation.zygote import zygote
+
 pytestmark = pytest.mark.timeout(90)
 
 _OF_WORKERS = 'import os\nPID = os.getpid()\nif "OF_WORKERS" not in os.environ:\n    '
@@ -40,6 +42,7 @@ def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
     (own / "own_module.py").write_text("import os\nPID = os.getpid()\n")
     monkeypatch.syspath_prepend(str(own))
     monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(zygote, "_WORKERS_THAT_LACK", 1)
     caller = Caller()
     caller.run("plain_tasks:answer")
     yield caller
@@ -76,6 +79,19 @@ def test_what_a_worker_imported_is_there(caller: Caller, grown: Callable[[int], 
     caller.run("tasks_zygote:imported_by", "grown_plain")
     renewed(caller)
     assert caller.zygote_pid() == second
+
+
+def test_a_few_workers_have_to_lack_it(
+    caller: Caller, grown: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote, "_WORKERS_THAT_LACK", 3)
+    first = caller.zygote_pid()
+    for _ in range(2):
+        assert caller.run("tasks_zygote:imported_by", "grown_plain") == caller.pids[-1]
+        assert caller.zygote._renewing is None
+    assert caller.run("tasks_zygote:imported_by", "grown_plain") == caller.pids[-1]
+    second = grown(first)
+    assert caller.run("tasks_zygote:imported_by", "grown_plain") == second
 
 
 def test_a_worker_that_stays_tells_of_each_call(caller: Caller, grown: Callable[[int], int]) -> None:

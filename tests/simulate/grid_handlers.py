@@ -22,7 +22,7 @@ class Handling:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._given_up: dict[str, threading.Event] = {}
-        self.running = self.most = self.idles = 0
+        self.running = self.most = self.idles = self.left = 0
         self.begun: list[str] = []
         self.done: list[str] = []
         self.cancelled: list[str] = []
@@ -57,6 +57,10 @@ class Handling:
     def idle(self) -> None:
         with self._lock:
             self.idles += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self.left += 1
 
     def cancel(self, message: Message) -> None:
         with self._lock:

@@ -208,6 +208,9 @@ def test_threads_without_messages_let_go_of_their_workers(new_grid: Callable[...
     before = one.handling.idles
     list(one.grid.send_and_receive(one.messages(3)))
     assert until(lambda: one.handling.idles >= before + 1)
+    assert one.handling.left == 0
+    one.grid.close()
+    assert one.handling.left == 2
 
 
 def test_close_gives_up_what_runs(new_grid: Callable[..., GridUnderTest]) -> None:

@@ -175,7 +175,9 @@ def test_messages_of_one_worker(new_handler: Callable[..., Handler]) -> None:
     assert [one["calls"] for one in found] == [1, 2, 3, 1, 2, 3, 1]  # what a module keeps stays
     assert [one["times"] for one in found] == [1, 1, 1, 1, 2, 2, 2]  # a node's state is its own
     assert handler.handler.facts()["workers_started"] == len({one["pid"] for one in found}) == 3
-    handler.handler.idle()
+    handler.handler.idle()  # on the CPU nobody else waits for what it has
+    assert handler(0)["calls"] == 2
+    handler.handler.leave()
     assert handler(0)["calls"] == 1
 
 

@@ -130,6 +130,8 @@ class Federation:
         """Submit a run, and follow its log."""
         name = f"run-{len(self._processes)}"
         file = self.folder / f"{name}.toml"
+        if app == APP:
+            config["log_file"] = str(self.folder / f"{name}.serverapp.log")
         lines = (f"{key.replace('_', '-')} = {json.dumps(value)}\n" for key, value in config.items())
         file.write_text("".join(lines))
         return self.start(name, "flwr", "run", str(app), "here", "--stream", "--run-config", str(file))
@@ -221,6 +223,12 @@ class Process:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
+    @property
+    def server_output(self) -> str:
+        """What the ServerApp of a run has logged."""
+        log = self._log.with_suffix(".serverapp.log")
+        return log.read_text(errors="replace") if log.exists() else ""
+
     def wait(self, timeout_s: float) -> int:
         """Wait for its end; returns the exit status."""
         return self._process.wait(timeout_s)
@@ -240,13 +248,16 @@ class Process:
 
 
 def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[str, list[str]]:
-    """Return how many results and failures Flower has counted in a round, and the texts of the failures."""
+    """Return how many results and failures Flower has counted in a round, and the texts of the failures.
+
+    As the ServerApp has logged it: what `flwr run` shows comes late on a busy machine, or not at all.
+    """
     end = f"round {server_round} has ended"
     # Flower gives a node that is silent a minute.
-    wait_until(lambda: end in run.output or not run.runs, end, timeout_s=150)
-    text = run.output.split(f"[ROUND {server_round}/")[-1].partition(end)[0]
+    wait_until(lambda: end in run.server_output or not run.runs, end, timeout_s=150)
+    text = run.server_output.split(f"[ROUND {server_round}/")[-1].partition(end)[0]
     counted = re.search(rf"aggregate_{kind}: Received (\d+ results and \d+ failures)", text)
-    assert counted is not None, run.output
+    assert counted is not None, run.server_output + run.output
     return counted[1], text.split("Received error in reply from node ")[1:]
 
 

@@ -43,6 +43,7 @@ class Messages:
         os.set_blocking(self._host.stdout.fileno(), False)
         self._text = b""
         self._started: list[int] = []
+        self._alive: set[int] = set()
 
     def arrive(self) -> int:
         """Start one; it is in line, or has a slot, when this returns."""
@@ -50,6 +51,7 @@ class Messages:
         known = len(self._started)
         self.wait(lambda: len(self._started) > known)
         pid = self._started[-1]
+        self._alive.add(pid)
         self.wait(lambda: pid in self.holds or pid in self._in_line())
         return pid
 
@@ -57,6 +59,7 @@ class Messages:
         """Have a holder let go of its slot."""
         self._tell("release", pid)
         self.wait(lambda: pid not in self.holds)
+        self._alive.remove(pid)
 
     def kill(self, pid: int) -> None:
         """End one with SIGKILL."""
@@ -64,6 +67,9 @@ class Messages:
         self.wait(lambda: not Path(f"/proc/{pid}").exists())
         if pid in self.holds:
             self.holds.remove(pid)
+        self._alive.remove(pid)
+        # Who stood behind it is woken and stands in line again; until then a new one could come before.
+        self.wait(lambda: self._alive <= self._in_line() | set(self.holds))
 
     def wait(self, condition: Any) -> None:
         """Take in what they say until something is so."""

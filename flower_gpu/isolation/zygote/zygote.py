@@ -11,6 +11,7 @@ from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.zygote.process import Process, UnfitError, ZygoteSettings
 
 _MAX_RENEWALS = 5
+_WORKERS_THAT_LACK = 6  # before there is another process: to start it takes seconds of a core
 
 
 class Zygote:
@@ -30,6 +31,7 @@ class Zygote:
         self._is_closed = False
         self._known = set(settings.modules)
         self._unfit: set[str] = set()
+        self._lacking = 0  # workers that had to import what the process had not
         self._renewals = 0
         self._renewing: threading.Thread | None = None
 
@@ -52,17 +54,20 @@ class Zygote:
             return self._current
 
     def imported(self, names: Sequence[str]) -> None:
-        """Take note of libraries that a worker had to import: soon there is a process that has them."""
+        """Take note of libraries that a worker had to import: after a few there is a process that has them."""
         with self._lock:
             new = [name for name in names if name not in self._known]
+            self._lacking += bool(new)
             if (
-                not new
+                self._lacking < _WORKERS_THAT_LACK
+                or not new
                 or self._is_closed
                 or self._renewals >= _MAX_RENEWALS
                 or (self._renewing is not None and self._renewing.is_alive())
             ):
                 return
             self._known.update(new)
+            self._lacking = 0
             self._renewals += 1
             self._renewing = threading.Thread(target=self._renew, args=(new,), daemon=True)
             self._renewing.start()

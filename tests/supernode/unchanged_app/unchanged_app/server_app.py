@@ -1,6 +1,8 @@
 """The server: FedAvg, which asks for GPUs in some rounds."""
 
 import json
+import logging
+from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -14,8 +16,9 @@ app = ServerApp()
 class Strategy(FedAvg):
     """FedAvg that says in each round whether clients should use a GPU, or leaves it open."""
 
-    def __init__(self, with_gpu: list[int], without_gpu: list[int], **options):
+    def __init__(self, with_gpu: list[int], without_gpu: list[int], log_file: str, **options):
         super().__init__(**options)
+        self.log_file = log_file
         self.wishes = {**dict.fromkeys(with_gpu, True), **dict.fromkeys(without_gpu, False)}
 
     def configure_train(self, server_round, arrays, config, grid):
@@ -26,7 +29,9 @@ class Strategy(FedAvg):
 
     def aggregate_evaluate(self, server_round, replies):
         metrics = super().aggregate_evaluate(server_round, replies)
-        print(f"round {server_round} has ended", flush=True)
+        if self.log_file:
+            with Path(self.log_file).open("a") as log:
+                log.write(f"round {server_round} has ended\n")
         return metrics
 
 
@@ -34,9 +39,12 @@ class Strategy(FedAvg):
 def main(grid: Grid, context: Context) -> None:
     settings = context.run_config
     clients = settings["num-clients"]
+    if settings["log-file"]:
+        logging.getLogger("flwr").addHandler(logging.FileHandler(settings["log-file"]))
     strategy = Strategy(
         [int(word) for word in settings["rounds-with-gpu"].split()],
         [int(word) for word in settings["rounds-without-gpu"].split()],
+        settings["log-file"],
         fraction_evaluate=settings["fraction-evaluate"],
         min_train_nodes=clients,
         min_available_nodes=clients,
