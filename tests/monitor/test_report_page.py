@@ -103,11 +103,12 @@ def test_a_whole_page(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "trace.jsonl"]
 
 
-def test_a_trace_that_is_cut_anywhere_gives_a_page(rich_trace: bytes, tmp_path: Path) -> None:
-    """With a step that is no multiple of anything, so that cuts fall anywhere in lines."""
-    for number in range(CUTS):
-        cut = len(rich_trace) * number // CUTS + number * 7 % 100
-        (tmp_path / trace.FILE_NAME).write_bytes(rich_trace[:cut])
+def test_a_trace_that_is_cut_anywhere_gives_a_page(tmp_path: Path) -> None:
+    events = Run(clients=4, lease_gib=7.0, failing=0.3, seed=3).events()
+    whole = write(tmp_path / "whole", events).read_bytes()
+    draw = random.Random(0)
+    for cut in [0, 1, len(whole) - 2, *(draw.randrange(len(whole) - 1) for _ in range(CUTS))]:
+        (tmp_path / trace.FILE_NAME).write_bytes(whole[:cut])
         page = page_of(tmp_path)
         assert cut < 1000 or page.has("no end in the trace"), cut
 
