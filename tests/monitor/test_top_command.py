@@ -137,7 +137,7 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         assert ends.wait(60) == 0
         told = look(shell)
         assert not any(row["run"] for row in told["workers"])
-        assert told["runs"][0]["calls_done"] == {"train": 1}
+        assert told["runs"][0]["calls_done"] == {}  # it was of no round
     assert look(shell)["runs"] == []
 
 
