@@ -55,6 +55,7 @@ class ProgressDisplay:
             self._trace_at = now
             trace.write(
                 "progress",
+                call=self._record.get("call"),
                 pid=self._record.get("pid"),
                 client=self._record.get("client"),
                 desc=desc,

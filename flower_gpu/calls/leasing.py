@@ -152,10 +152,10 @@ class Leasing:
             inventory.close()  # a fork could not use it, and finds it as if it could
             yield lease, ticket
         finally:
-            ledger.release(ticket)
-            if lease is not None:
+            if lease is not None:  # first: whoever gets it then writes that down
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
+            ledger.release(ticket)
             inventory.close()  # it holds the GPUs' device files, and an idle client may be there for days
 
     def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:

@@ -96,6 +96,7 @@ class Hold:
     ) -> None:
         self._caps = caps
         self._on_start = on_start
+        self._is_awaited = False
         self._settings = settings
         self._own = own
         self._before: str | None = None
@@ -109,11 +110,8 @@ class Hold:
             # The very first thing that Python does on a GPU. It is needed although there are the settings:
             # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
             # code often changes the settings in os.environ when the environment is long set.
-            torch.cuda._lazy_call(self._starts)  # type: ignore[no-untyped-call]
-
-    def _starts(self) -> None:
-        self._on_start()
-        self.when_started()
+            self._is_awaited = True
+            torch.cuda._lazy_call(self.when_started)  # type: ignore[no-untyped-call]
 
     def follow_settings(self) -> None:
         """Give PyTorch the settings of the environment, cap included, where it does not have them.
@@ -138,6 +136,9 @@ class Hold:
 
     def when_started(self) -> None:
         """Set each GPU's cap; CUDA has started."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._on_start()
         self.follow_settings()
         own = self._own()
         for index, cap in enumerate(self._caps[: torch.cuda.device_count()]):

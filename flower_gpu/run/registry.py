@@ -15,6 +15,7 @@ from pathlib import Path
 from flower_gpu import config
 
 _FOLDER = "runs"
+_READERS_S = 0.3  # for which a lock may be that of a reader
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
     is_first = True
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        descriptor = _locked(path)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(run)).encode(), 0)
     except BlockingIOError:
@@ -82,6 +82,30 @@ def running() -> list[RunningRun]:
             if (run := _read(path)) is not None:
                 found.append(run)
     return sorted(found, key=lambda run: run.since)
+
+
+def _locked(path: Path) -> int:
+    """Return a descriptor of a file, made where it is missing, that is locked and still has that name.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process has it.
+    """
+    deadline = time.monotonic() + _READERS_S
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A reader may have taken away what a dead process has left, just when it was opened here.
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BlockingIOError:  # perhaps only by a reader, who is about to let go of it
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise
+        os.close(descriptor)
+        time.sleep(0.01)
 
 
 def _read(path: Path) -> RunningRun | None:

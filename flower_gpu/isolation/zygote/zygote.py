@@ -54,7 +54,7 @@ class Zygote:
             return self._current
 
     def imported(self, names: Sequence[str]) -> None:
-        """Take note of libraries that a worker had to import: after a few there is a process that has them."""
+        """Take note of libraries that a worker had to import: after a few, a new process has them."""
         with self._lock:
             new = [name for name in names if name not in self._known]
             self._lacking += bool(new)
