@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
+
+_HUGE: Final = 1 << 63  # larger ones are no figures of a run, and fit into no float
 
 
 def text(value: object) -> str:
@@ -14,17 +16,15 @@ def text(value: object) -> str:
 
 def number(value: object) -> float | None:
     """Return a finite number; None where it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number of more than 300 digits
-        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    found = whole(value)
+    return None if found is None else float(found)
 
 
 def whole(value: object) -> int | None:
-    """Return a whole number; None where it is none."""
-    return value if type(value) is int else None
+    """Return a whole number; None where it is none, or no figure of a run."""
+    return value if type(value) is int and abs(value) < _HUGE else None
 
 
 def mappings(value: object) -> list[Mapping[str, Any]]:

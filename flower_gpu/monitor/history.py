@@ -2,160 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.gpu.request import format_bytes
+from flower_gpu.monitor.fields import mappings, number, text, whole
+from flower_gpu.monitor.spans import (
+    Evaluation,
+    GPUInfo,
+    GPUSample,
+    LeaseSpan,
+    OpenRound,
+    OutOfMemory,
+    WorkerSpan,
+)
 
-_FEW = 50  # of what is not forgotten with ``keep_finished=False``
-_HUGE = 1 << 63
-
-WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
-
-
-@dataclass
-class GPUInfo:
-    """A GPU that a run could use. Sizes in bytes; None where not told."""
-
-    uuid: str
-    index: int = -1
-    name: str = ""
-    total_bytes: int | None = None
-    capacity_bytes: int | None = None
-
-
-@dataclass
-class GPUSample:
-    """A GPU at one moment. Times are Unix seconds; figures are None where the driver does not tell."""
-
-    time: float
-    used_bytes: int | None
-    utilization_percent: float | None
-    temperature_c: float | None
-
-
-@dataclass
-class LeaseSpan:
-    """One request for GPUs, and the lease that came of it.
-
-    Parameters
-    ----------
-    call, client, task, round
-        Whose it is: of the first call, where a worker runs several.
-    requested_at, granted_at, released_at : float or None
-        When; None where that did not happen, or the trace is cut.
-    refused_at : float or None
-        When the wait ended without a lease.
-    id : str
-        The lease's; empty before it is granted.
-    memory_bytes : dict of str to int
-        What it has of each GPU, by UUID.
-    """
-
-    call: str
-    client: str
-    task: str
-    round: int | None
-    requested_at: float | None
-    caller_pid: int | None = None
-    asked: str = ""
-    granted_at: float | None = None
-    refused_at: float | None = None
-    released_at: float | None = None
-    id: str = ""
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether it is in the line, as far as the trace tells."""
-        return self.granted_at is None and self.refused_at is None and self.released_at is None
-
-
-@dataclass
-class WorkerSpan:
-    """One call in one worker.
-
-    Parameters
-    ----------
-    call, client, task, round, pid, start_method
-        As in the trace.
-    lease : str
-        Id of the lease it has; empty on the CPU.
-    started_at, task_at, cuda_at, result_at, finished_at : float or None
-        When; None where it did not come to that, or the trace is cut.
-    outcome, error : str
-        How it ended; empty while it runs.
-    peak_bytes, cap_bytes : dict of str to int
-        Most memory it was seen to use, and the cap of its allocator, by UUID.
-    progress : tuple of (str, int, int or None)
-        What it said last: description, items done, items in all.
-    """
-
-    call: str
-    client: str
-    task: str
-    round: int | None
-    pid: int
-    start_method: str
-    lease: str
-    started_at: float
-    task_at: float | None = None
-    cuda_at: float | None = None
-    result_at: float | None = None
-    finished_at: float | None = None
-    outcome: str = ""
-    error: str = ""
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    cap_bytes: dict[str, int] = field(default_factory=dict)
-    progress: tuple[str, int, int | None] = ("", 0, None)
-
-    @property
-    def phase(self) -> str:
-        """What it does now: ``"starting"``, ``"running"``, ``"exiting"`` or ``"done"``."""
-        if self.finished_at is not None:
-            return DONE
-        if self.result_at is not None:
-            return EXITING
-        # A zygote's worker tells when its task began only at its end; it takes milliseconds.
-        return RUNNING if self.task_at is not None or self.start_method == "zygote" else STARTING
-
-
-@dataclass
-class OutOfMemory:
-    """A call that ran out of GPU memory, and what followed: ``"again"``, ``"on the CPU"``, ``"failed"``."""
-
-    time: float
-    client: str
-    task: str
-    uuid: str
-    kind: str
-    then: str
-
-
-@dataclass
-class Evaluation:
-    """Metrics of a round: of a server-side evaluation, or as a strategy has aggregated clients' ones."""
-
-    time: float
-    round: int
-    task: str
-    metrics: dict[str, float]
-    seconds: float | None = None
-
-
-@dataclass
-class OpenRound:
-    """Messages of one kind that are under way."""
-
-    round: int | None
-    task: str
-    messages: int | None
-    started_at: float
-    finished: int = 0
+_FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 
 
 class History:
@@ -223,7 +87,7 @@ class History:
     def feed(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take in events, oldest first. What is not understood is left out: a trace may be cut anywhere."""
         for event in events:
-            time = _number(event.get("time"))
+            time = number(event.get("time"))
             handler = getattr(self, f"_on_{event.get('event')}", None)
             if time is None:
                 continue
@@ -275,62 +139,62 @@ class History:
         self.finished_at, self.outcome = None, ""
         if not self._keep_finished:  # what the one before has left open was killed with it
             self._requests, self._leases, self._running = {}, {}, {}
-        self.kind, self.name = _text(event.get("kind")), _text(event.get("name"))
-        self.host, self.pid = _text(event.get("host")), _whole(event.get("pid"))
-        self.clients, self.cores = _whole(event.get("clients")), _whole(event.get("cores"))
-        self.num_rounds = _whole(event.get("num_rounds")) or self.num_rounds
-        for told in _mappings(event.get("gpus")):
+        self.kind, self.name = text(event.get("kind")), text(event.get("name"))
+        self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
+        self.clients, self.cores = whole(event.get("clients")), whole(event.get("cores"))
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        for told in mappings(event.get("gpus")):
             self._learn_gpu(told)
 
     def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
-        self.finished_at, self.outcome = time, _text(event.get("outcome"))
+        self.finished_at, self.outcome = time, text(event.get("outcome"))
         self.open_round = None
 
     def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
-        for told in _mappings(event.get("gpus")):
+        for told in mappings(event.get("gpus")):
             self._learn_gpu(told)
-            self.samples.setdefault(_text(told.get("uuid")), []).append(
+            self.samples.setdefault(text(told.get("uuid")), []).append(
                 GPUSample(
                     time,
-                    _whole(told.get("used_bytes")),
-                    _number(told.get("utilization_percent")),
-                    _number(told.get("temperature_c")),
+                    whole(told.get("used_bytes")),
+                    number(told.get("utilization_percent")),
+                    number(told.get("temperature_c")),
                 )
             )
 
     def _learn_gpu(self, told: Mapping[str, Any]) -> None:
-        gpu = self.gpus.setdefault(_text(told.get("uuid")), GPUInfo(_text(told.get("uuid"))))
-        index = _whole(told.get("index"))
+        gpu = self.gpus.setdefault(text(told.get("uuid")), GPUInfo(text(told.get("uuid"))))
+        index = whole(told.get("index"))
         gpu.index = gpu.index if index is None else index
-        gpu.name = _text(told.get("name")) or gpu.name
-        gpu.total_bytes = _whole(told.get("total_bytes")) or gpu.total_bytes
-        gpu.capacity_bytes = _whole(told.get("capacity_bytes")) or gpu.capacity_bytes
+        gpu.name = text(told.get("name")) or gpu.name
+        gpu.total_bytes = whole(told.get("total_bytes")) or gpu.total_bytes
+        gpu.capacity_bytes = whole(told.get("capacity_bytes")) or gpu.capacity_bytes
 
     # Rounds
 
     def _on_strategy_started(self, time: float, event: Mapping[str, Any]) -> None:
-        self.num_rounds = _whole(event.get("num_rounds")) or self.num_rounds
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
 
     def _on_round_started(self, time: float, event: Mapping[str, Any]) -> None:
         self.open_round = OpenRound(
-            _whole(event.get("round")), _text(event.get("task")), _whole(event.get("messages")), time
+            whole(event.get("round")), text(event.get("task")), whole(event.get("messages")), time
         )
 
     def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
         self.open_round = None
-        self._evaluated(time, event, _text(event.get("task")))
+        self._evaluated(time, event, text(event.get("task")))
 
     def _on_round(self, time: float, event: Mapping[str, Any]) -> None:
-        self.num_rounds = _whole(event.get("num_rounds")) or self.num_rounds
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
         self._evaluated(time, event, "server-evaluate")
 
     def _evaluated(self, time: float, event: Mapping[str, Any], task: str) -> None:
-        number, metrics = _whole(event.get("round")), event.get("metrics")
-        if number is None or not isinstance(metrics, Mapping):
+        server_round, metrics = whole(event.get("round")), event.get("metrics")
+        if server_round is None or not isinstance(metrics, Mapping):
             return
-        known = {str(name): value for name, told in metrics.items() if (value := _number(told)) is not None}
-        found = Evaluation(time, number, task, known, _number(event.get("seconds")))
-        same = [one for one in self.evaluations if (one.round, one.task) == (number, task)]
+        known = {str(name): value for name, told in metrics.items() if (value := number(told)) is not None}
+        found = Evaluation(time, server_round, task, known, number(event.get("seconds")))
+        same = [one for one in self.evaluations if (one.round, one.task) == (server_round, task)]
         if not same:
             self.evaluations.append(found)
             return
@@ -342,29 +206,29 @@ class History:
 
     def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
         span = LeaseSpan(
-            *_whose(event), requested_at=time, caller_pid=_whole(event.get("caller_pid")), asked=_asked(event)
+            *_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")), asked=_asked(event)
         )
         self._requests[span.call] = span
         self.leases.append(span)
 
     def _on_lease_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._requests.pop(_text(event.get("call")), None)
+        span = self._requests.pop(text(event.get("call")), None)
         if span is None:
             span = LeaseSpan(*_whose(event), requested_at=None)
             self.leases.append(span)
-        span.granted_at, span.id = time, _text(event.get("lease"))
-        for told in _mappings(event.get("gpus")):
+        span.granted_at, span.id = time, text(event.get("lease"))
+        for told in mappings(event.get("gpus")):
             self._learn_gpu(told)
-            span.memory_bytes[_text(told.get("uuid"))] = _whole(told.get("memory_bytes")) or 0
+            span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
         self._leases[span.id] = span
 
     def _on_lease_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._requests.pop(_text(event.get("call")), None)
+        span = self._requests.pop(text(event.get("call")), None)
         if span is not None:
             span.refused_at = time
 
     def _on_lease_released(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._leases.get(_text(event.get("lease")))
+        span = self._leases.get(text(event.get("lease")))
         if span is not None:
             span.released_at = time
 
@@ -373,9 +237,9 @@ class History:
     def _on_worker_started(self, time: float, event: Mapping[str, Any]) -> None:
         worker = WorkerSpan(
             *_whose(event),
-            pid=_whole(event.get("pid")) or 0,
-            start_method=_text(event.get("start_method")),
-            lease=_text(event.get("lease")),
+            pid=whole(event.get("pid")) or 0,
+            start_method=text(event.get("start_method")),
+            lease=text(event.get("lease")),
             started_at=time,
         )
         self._running[worker.call, worker.pid] = worker
@@ -398,7 +262,7 @@ class History:
         if (worker := self._of(event)) is not None:
             worker.task_at = worker.task_at or time
             worker.progress = (
-                _text(event.get("desc")), _whole(event.get("n")) or 0, _whole(event.get("total")),
+                text(event.get("desc")), whole(event.get("n")) or 0, whole(event.get("total")),
             )  # fmt: skip
 
     def _on_worker_finished(self, time: float, event: Mapping[str, Any]) -> None:
@@ -407,37 +271,37 @@ class History:
             return  # its start was cut off: nobody knows when that was
         del self._running[worker.call, worker.pid]
         worker.finished_at = time
-        worker.outcome, worker.error = _text(event.get("outcome")), _text(event.get("error"))
-        worker.task_at = _number(event.get("task_at")) or worker.task_at
-        worker.cuda_at = _number(event.get("cuda_at")) or worker.cuda_at
-        worker.result_at = _number(event.get("result_at")) or worker.result_at
-        for told in _mappings(event.get("gpus")):
+        worker.outcome, worker.error = text(event.get("outcome")), text(event.get("error"))
+        worker.task_at = number(event.get("task_at")) or worker.task_at
+        worker.cuda_at = number(event.get("cuda_at")) or worker.cuda_at
+        worker.result_at = number(event.get("result_at")) or worker.result_at
+        for told in mappings(event.get("gpus")):
             for name, into in (("peak_bytes", worker.peak_bytes), ("cap_bytes", worker.cap_bytes)):
-                if (nbytes := _whole(told.get(name))) is not None:
-                    into[_text(told.get("uuid"))] = nbytes
+                if (nbytes := whole(told.get(name))) is not None:
+                    into[text(told.get("uuid"))] = nbytes
         if self.open_round is not None and worker.round == self.open_round.round:
             self.open_round.finished += 1
 
     def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
         names = ("client", "task", "uuid", "kind", "then")
-        self.out_of_memory.append(OutOfMemory(time, *(_text(event.get(name)) for name in names)))
+        self.out_of_memory.append(OutOfMemory(time, *(text(event.get(name)) for name in names)))
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
-        call, pid = _text(event.get("call")), _whole(event.get("pid")) or 0
+        call, pid = text(event.get("call")), whole(event.get("pid")) or 0
         if not call:  # older traces do not say it of progress; a process does one call at a time
             return next((one for one in reversed(self._running.values()) if one.pid == pid), None)
         return self._running.get((call, pid))
 
 
 def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:
-    call, client, task = (_text(event.get(name)) for name in ("call", "client", "task"))
-    return call, client, task, _whole(event.get("round"))
+    call, client, task = (text(event.get(name)) for name in ("call", "client", "task"))
+    return call, client, task, whole(event.get("round"))
 
 
 def _asked(event: Mapping[str, Any]) -> str:
     """Say what a request is for: ``"4 GiB"``, ``"0.25"`` of a GPU, ``"a whole GPU"``, or ``"auto"``."""
-    count, share = _whole(event.get("count")) or 1, _number(event.get("share"))
-    memory_bytes = _whole(event.get("memory_bytes"))
+    count, share = whole(event.get("count")) or 1, number(event.get("share"))
+    memory_bytes = whole(event.get("memory_bytes"))
     if memory_bytes is not None:
         return format_bytes(memory_bytes)
     if event.get("alone") is True:
@@ -445,23 +309,3 @@ def _asked(event: Mapping[str, Any]) -> str:
     if share is not None:
         return f"{share * count:g}"
     return "auto"
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    whole = _whole(value)
-    return None if whole is None else float(whole)
-
-
-def _whole(value: object) -> int | None:
-    # Larger ones are no figures of a run, and fit into no float.
-    return value if type(value) is int and abs(value) < _HUGE else None
-
-
-def _mappings(value: object) -> list[Mapping[str, Any]]:
-    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []

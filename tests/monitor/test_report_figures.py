@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from report_traces import START, Event, Run, at, history_of
 
-from flower_gpu.monitor.history import EXITING, RUNNING, STARTING, WAITING, Evaluation
 from flower_gpu.monitor.report.calls import NO_LEASE, PHASES, CallTry, tries_of
 from flower_gpu.monitor.report.clients import client_rows
 from flower_gpu.monitor.report.clock import Clock
@@ -20,6 +19,7 @@ from flower_gpu.monitor.report.holdings import Holding, bands, holdings_of, leas
 from flower_gpu.monitor.report.lanes import group, pack, waiting_steps
 from flower_gpu.monitor.report.names import client_key, duration_text
 from flower_gpu.monitor.report.totals import Totals, totals_of
+from flower_gpu.monitor.spans import EXITING, RUNNING, STARTING, WAITING, Evaluation
 
 pytestmark = pytest.mark.timeout(120)
 

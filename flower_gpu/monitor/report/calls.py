@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from flower_gpu.monitor.history import EXITING, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
 from flower_gpu.monitor.report.clock import Clock
 from flower_gpu.monitor.report.recorded import RunHistory
+from flower_gpu.monitor.spans import EXITING, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 

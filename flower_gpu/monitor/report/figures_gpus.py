@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from flower_gpu.monitor.history import GPUInfo, GPUSample, OutOfMemory
 from flower_gpu.monitor.report import drawing
 from flower_gpu.monitor.report.clock import Clock
 from flower_gpu.monitor.report.drawing import GIB, ClientColours, Picture, TimeAxis
 from flower_gpu.monitor.report.holdings import Holding, bands, leased_steps
 from flower_gpu.monitor.report.names import client_name, gpu_name
 from flower_gpu.monitor.report.recorded import RunHistory
+from flower_gpu.monitor.spans import GPUInfo, GPUSample, OutOfMemory
 from flower_gpu.printable import printable
 
 if TYPE_CHECKING:

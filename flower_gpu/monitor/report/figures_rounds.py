@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu.monitor.history import Evaluation
 from flower_gpu.monitor.report import drawing
 from flower_gpu.monitor.report.drawing import Picture
+from flower_gpu.monitor.spans import Evaluation
 from flower_gpu.printable import printable
 
 if TYPE_CHECKING:

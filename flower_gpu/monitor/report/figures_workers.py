@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from flower_gpu.monitor.history import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.monitor.report import drawing
 from flower_gpu.monitor.report.calls import PHASES, CallTry
 from flower_gpu.monitor.report.clock import Clock
@@ -15,6 +14,7 @@ from flower_gpu.monitor.report.drawing import Picture, TimeAxis
 from flower_gpu.monitor.report.lanes import LaneGroup, Row, group, waiting_steps
 from flower_gpu.monitor.report.names import counted, gpu_name
 from flower_gpu.monitor.report.recorded import RunHistory
+from flower_gpu.monitor.spans import EXITING, RUNNING, STARTING, WAITING
 from flower_gpu.printable import printable
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flower_gpu.monitor.history import WAITING
 from flower_gpu.monitor.report.calls import CallTry, Part
+from flower_gpu.monitor.spans import WAITING
 
 
 @dataclass(frozen=True)

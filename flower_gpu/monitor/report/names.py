@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Final
 
 from flower_gpu.gpu.request import format_bytes
-from flower_gpu.monitor.history import GPUInfo
+from flower_gpu.monitor.spans import GPUInfo
 from flower_gpu.printable import printable
 
 UNKNOWN: Final = "-"

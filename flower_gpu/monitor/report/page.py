@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
-from flower_gpu.monitor.history import STARTING, WAITING
 from flower_gpu.monitor.report.clients import ClientRow
 from flower_gpu.monitor.report.drawing import Picture
 from flower_gpu.monitor.report.names import (
@@ -18,6 +17,7 @@ from flower_gpu.monitor.report.names import (
 from flower_gpu.monitor.report.recorded import RunHistory
 from flower_gpu.monitor.report.tables import clients_table, errors_table, escaped, gpu_table, rounds_table
 from flower_gpu.monitor.report.totals import Totals
+from flower_gpu.monitor.spans import STARTING, WAITING
 
 _HEAD = """\
 <!DOCTYPE html>

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flower_gpu.monitor.history import GPUInfo, History
+from flower_gpu.monitor.history import History
+from flower_gpu.monitor.spans import GPUInfo
 
 
 @dataclass(frozen=True)

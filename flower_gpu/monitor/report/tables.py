@@ -6,7 +6,6 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from flower_gpu.monitor.history import Evaluation
 from flower_gpu.monitor.report.calls import PHASES
 from flower_gpu.monitor.report.clients import ClientRow
 from flower_gpu.monitor.report.figures_rounds import WHOSE
@@ -20,6 +19,7 @@ from flower_gpu.monitor.report.names import (
 )
 from flower_gpu.monitor.report.recorded import SentMessages
 from flower_gpu.monitor.report.totals import Totals
+from flower_gpu.monitor.spans import Evaluation
 from flower_gpu.printable import printable
 
 _MOST_ERRORS: Final = 20

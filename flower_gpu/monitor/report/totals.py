@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from flower_gpu.monitor.history import STARTING, WAITING, GPUInfo, GPUSample
 from flower_gpu.monitor.report.calls import PHASES, CallTry
 from flower_gpu.monitor.report.clock import Clock
 from flower_gpu.monitor.report.holdings import Holding, leased_steps, occupied_s
 from flower_gpu.monitor.report.recorded import RunHistory
+from flower_gpu.monitor.spans import STARTING, WAITING, GPUInfo, GPUSample
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.ledger import State
 from flower_gpu.gpu.tickets import Entry, pid_namespace
-from flower_gpu.monitor.history import LeaseSpan, WorkerSpan
+from flower_gpu.monitor.spans import LeaseSpan, WorkerSpan
 from flower_gpu.monitor.top.run_watch import RunWatch
 from flower_gpu.monitor.top.snapshot import GPURow, WaitingRow, WorkerRow
 from flower_gpu.printable import account_name

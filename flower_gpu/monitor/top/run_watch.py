@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.monitor.history import Evaluation, History, LeaseSpan, WorkerSpan
+from flower_gpu.monitor.history import History
+from flower_gpu.monitor.spans import Evaluation, LeaseSpan, WorkerSpan
 from flower_gpu.monitor.top import processes
 from flower_gpu.monitor.top.snapshot import RunRow
 from flower_gpu.run.registry import RunningRun
