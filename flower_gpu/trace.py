@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,53 +33,13 @@ def write(event: str, **fields: Any) -> None:
 def write_to(folder: str | Path, event: str, **fields: Any) -> None:
     """Append one event to the trace in a folder."""
     line = {"v": VERSION, "time": time.time(), "event": event, **fields}
-    _file.append(str(folder), f"{_encode(line)}\n".encode())
-
-
-class _File:
-    """The trace that this process writes, kept open: to open it takes longer than to write a line."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._folder = ""
-        self._descriptor = -1
-        self._file: tuple[int, int] | None = None
-
-    def append(self, folder: str, data: bytes) -> None:
-        # Neither a removed folder nor a full disk must end a training run.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with suppress(OSError):  # a removed folder or a full disk must not end a training run
+        descriptor = os.open(Path(folder, FILE_NAME), flags, 0o644)
         try:
-            with self._lock:
-                if folder != self._folder or not self._links():
-                    self._open(folder)
-                os.write(self._descriptor, data)
-        except OSError:
-            pass
-
-    def _links(self) -> int | None:
-        """Count the names of the open file; 0 if it was removed, None if nothing of ours is open."""
-        # A program may close descriptors that it does not know, and open its own files by these numbers.
-        try:
-            found = os.fstat(self._descriptor)
-        except OSError:
-            return None
-        return found.st_nlink if (found.st_dev, found.st_ino) == self._file else None
-
-    def _open(self, folder: str) -> None:
-        if self._links() is not None:
-            os.close(self._descriptor)
-        self._file, self._folder = None, ""
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(Path(folder, FILE_NAME), flags, 0o644)
-        found = os.fstat(self._descriptor)
-        self._file, self._folder = (found.st_dev, found.st_ino), folder
-
-    def after_fork(self) -> None:
-        """Forget a lock that another thread of the process that was forked may have held."""
-        self._lock = threading.Lock()
-
-
-_file = _File()
-os.register_at_fork(after_in_child=_file.after_fork)
+            os.write(descriptor, f"{_encode(line)}\n".encode())
+        finally:
+            os.close(descriptor)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import nvml_stub
 from nvml_stub import GIB
+from phases import PHASES
 
 FOLDER = Path(__file__).parent
 WAIT_S = 60  # for what should take an instant; the machine may be busy
@@ -220,7 +221,8 @@ class CallsHost:
         ]
 
     def events(self, **fields: Any) -> list[str]:
-        return [one["event"] for one in self.trace(**fields)]
+        """Return the names of all events so far, but for how far workers were."""
+        return [one["event"] for one in self.trace(**fields) if one["event"] not in PHASES]
 
     def granted(self) -> list[float]:
         """Return the sizes of all leases so far in GiB, those of a whole GPU as 0."""

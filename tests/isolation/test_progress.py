@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phases import without_phases
 from traced import Run
 
 import flower_gpu
@@ -32,7 +33,7 @@ Event = dict[str, Any]
 
 def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], Any]:
     received: list[Event] = []
-    result = worker.run(Call(task, args), start_method, on_event=received.append)
+    result = worker.run(Call(task, args), start_method, on_event=without_phases(received))
     return received, result
 
 
@@ -77,7 +78,7 @@ def test_total_may_be_a_numpy_integer(start_method: str) -> None:
             pass
 
     received: list[Event] = []
-    worker.run(Call(task), start_method, on_event=received.append)
+    worker.run(Call(task), start_method, on_event=without_phases(received))
     assert [(event["n"], event["total"]) for event in received] == [(0, 3), (3, 3)]
 
 
@@ -133,7 +134,7 @@ def test_a_long_event_and_many(start_method: str) -> None:
             events.send("own", number=n, text="x" * 5000)
 
     received: list[Event] = []
-    worker.run(Call(task), start_method, on_event=received.append)
+    worker.run(Call(task), start_method, on_event=without_phases(received))
     assert [event["number"] for event in received] == list(range(200))
 
 
@@ -142,7 +143,7 @@ def test_nested_call_reports_to_its_own_caller(start_method: str, capsys: pytest
         run_in_worker("plain_tasks:count", 3, "inner", start_method=method)
 
     received: list[Event] = []
-    worker.run(Call(outer, (start_method,)), start_method, on_event=received.append)
+    worker.run(Call(outer, (start_method,)), start_method, on_event=without_phases(received))
     assert received == []
     assert "inner 3/3" in capsys.readouterr().err
 
@@ -269,5 +270,5 @@ def test_events_are_json_lines(start_method: str) -> None:
         events.send("own", path=Path("/a"), number=1.5, nothing=None)
 
     received: list[Event] = []
-    worker.run(Call(task), start_method, on_event=received.append)
+    worker.run(Call(task), start_method, on_event=without_phases(received))
     assert json.dumps(received) == '[{"event": "own", "path": "/a", "number": 1.5, "nothing": null}]'

@@ -14,6 +14,7 @@ from typing import Any
 import crash_tasks
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
+from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
 from zygote_lines import Caller, descriptors_of, left_of, settled
 
@@ -152,13 +153,13 @@ def test_closed_stdout_in_the_caller(caller: Caller, monkeypatch: pytest.MonkeyP
 
 def test_many_events_keep_their_order(caller: Caller) -> None:
     seen: list[dict[str, Any]] = []
-    assert caller.run("tasks_zygote:chatter", 5000, 10, on_event=seen.append, calls=2) == 5000
+    assert caller.run("tasks_zygote:chatter", 5000, 10, on_event=without_phases(seen), calls=2) == 5000
     assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(5000))
 
 
 def test_events_of_threads_and_children(caller: Caller) -> None:
     seen: list[dict[str, Any]] = []
-    count = caller.run("tasks_zygote:chatter_everywhere", 200, on_event=seen.append)
+    count = caller.run("tasks_zygote:chatter_everywhere", 200, on_event=without_phases(seen))
     assert len(seen) == count == 1000
 
 
@@ -169,7 +170,7 @@ def test_large_event(caller: Caller) -> None:
 
 def test_event_with_what_json_has_not(caller: Caller) -> None:
     seen: list[dict[str, Any]] = []
-    caller.run("tasks_zygote:send_a_path", on_event=seen.append)
+    caller.run("tasks_zygote:send_a_path", on_event=without_phases(seen))
     assert seen == [{"event": "saved", "path": "/somewhere"}]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from phases import without_phases
 
 from flower_gpu.calls import leased_worker
 from flower_gpu.errors import WorkerError
@@ -62,7 +63,7 @@ def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple
     events: list[dict[str, Any]] = []
     prepared = Call(f"leased_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=preload)
     try:
-        value = worker.run(prepared, method, timeout_s=100, on_event=events.append)
+        value = worker.run(prepared, method, timeout_s=100, on_event=without_phases(events))
     except WorkerError:
         raise
     except Exception as error:
