@@ -130,7 +130,7 @@ class Federation:
         """Submit a run, and follow its log."""
         name = f"run-{len(self._processes)}"
         file = self.folder / f"{name}.toml"
-        if app == APP:
+        if (app / APP.name).is_dir():  # the app, or a copy of it
             config["log_file"] = str(self.folder / f"{name}.serverapp.log")
         lines = (f"{key.replace('_', '-')} = {json.dumps(value)}\n" for key, value in config.items())
         file.write_text("".join(lines))
