@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         InvalidResultError,
         LeaseError,
         LeaseTimeoutError,
+        RankError,
         RoundOverError,
         WeightsError,
         WorkerDiedError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
     from flower_gpu.isolation.events import progress
     from flower_gpu.pytorch.device import device, to_device, to_numpy
+    from flower_gpu.ranks.function import distributed
     from flower_gpu.runner import run_in_worker
     from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import SimulationResult, simulate
@@ -50,6 +52,7 @@ _HOME = {
     "InvalidResultError": "flower_gpu.errors",
     "LeaseError": "flower_gpu.errors",
     "LeaseTimeoutError": "flower_gpu.errors",
+    "RankError": "flower_gpu.errors",
     "RoundOverError": "flower_gpu.errors",
     "WeightsError": "flower_gpu.errors",
     "WorkerDiedError": "flower_gpu.errors",
@@ -62,6 +65,7 @@ _HOME = {
     "GPUClient": "flower_gpu.flower.client",
     "LegacyFedAvg": "flower_gpu.flower.strategy",
     "device": "flower_gpu.pytorch.device",
+    "distributed": "flower_gpu.ranks.function",
     "gpu_client": "flower_gpu.flower.client",
     "gpu_evaluate": "flower_gpu.flower.evaluate",
     "gpu_mod": "flower_gpu.flower.mod",
@@ -88,6 +92,7 @@ __all__ = [
     "LeaseError",
     "LeaseTimeoutError",
     "LegacyFedAvg",
+    "RankError",
     "RoundOverError",
     "SimulationResult",
     "SimulationStoppedError",
@@ -98,6 +103,7 @@ __all__ = [
     "WorkerTaskError",
     "WorkerTimeoutError",
     "device",
+    "distributed",
     "gpu_client",
     "gpu_evaluate",
     "gpu_mod",

@@ -42,9 +42,14 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
         "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
+        "FLOWER_GPU_RANKS": "Set in workers of calls for several GPUs: how many ranks run without a lease.",
+        "FLOWER_GPU_DEADLINE": "Set in workers of calls for several GPUs: their end, by time.monotonic().",
     }
 )
 
+RANKS_VARIABLE: Final = "FLOWER_GPU_RANKS"
+DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
+START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 
@@ -111,7 +116,7 @@ class WorkerSettings:
         ConfigError
             If a value cannot be used; the message names where it came from.
         """
-        variable = "FLOWER_GPU_START_METHOD"
+        variable = START_METHOD_VARIABLE
         if start_method is None and (text := os.environ.get(variable)):
             if text not in START_METHODS:
                 raise ConfigError(f"{variable}={text!r} is not one of {', '.join(START_METHODS)}")

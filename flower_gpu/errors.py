@@ -43,6 +43,24 @@ class WorkerDiedError(WorkerError):
         self.tail = tail
 
 
+class RankError(WorkerError):
+    """One of the ranks of a distributed function failed; the others were ended.
+
+    Attributes
+    ----------
+    rank : int
+        The rank, from 0 on.
+    """
+
+    def __init__(self, message: str, rank: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class WorkerStoppedError(WorkerError):
+    """The worker was ended because nobody wants its result any more."""
+
+
 class WorkerTimeoutError(WorkerError, TimeoutError):
     """The call took longer than its ``timeout_s``; the worker and its children were ended."""
 

@@ -14,6 +14,7 @@ from flower_gpu import trace
 from flower_gpu.calls import leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.options import CallSettings, split
+from flower_gpu.config import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE, WorkerSettings
 from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError, WorkerTimeoutError
 from flower_gpu.gpu import descriptors, lease, ray_actor
 from flower_gpu.gpu.footprint_key import Array
@@ -244,6 +245,9 @@ class _Run:
         elif method == "inline":
             around = leasing.taken_back(gpu_env)
         record: dict[str, Any] = {**self.fields, "start_method": method, "threads": count}
+        num_gpus = self.settings.gpu.request.count
+        if num_gpus > 1 and method not in _HERE:
+            env.update(_for_ranks(settings, num_gpus))
         if held is not None:
             record["lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
@@ -303,6 +307,16 @@ class _Run:
                     outcome=_outcome(error, told),
                     error=None if error is None else _text(error),
                 )
+
+
+def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
+    """Return what a worker has to know that starts a worker for each of several GPUs."""
+    env = {RANKS_VARIABLE: str(num_gpus)}
+    if settings.start_method != "auto":
+        env[START_METHOD_VARIABLE] = settings.start_method
+    if settings.timeout_s is not None:
+        env[DEADLINE_VARIABLE] = str(time.monotonic() + settings.timeout_s)
+    return env
 
 
 def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:

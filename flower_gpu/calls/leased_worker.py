@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu.calls import rank_figures
 from flower_gpu.calls.fixed_variables import Rule, fixed
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease, Share
@@ -42,6 +43,7 @@ def setup() -> AbstractContextManager[None]:
         If the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
     threads.apply()
+    rank_figures.begin()
     lease = Lease.from_environment(os.environ)
     if lease is not None and lease.shares:
         return _leased(lease)
@@ -249,8 +251,15 @@ class _Watch:
                 used[use.share.uuid] = reserved[number] + use.counted_context_bytes
             elif use.share.uuid in self._of_driver:
                 used[use.share.uuid] = self._of_driver[use.share.uuid]
-        if used:
+        ranks = rank_figures.current()
+        if ranks is not None:
+            used.update(ranks.used())
+        if not used:
+            return
+        if self.lease.ticket:
             tickets.report(used)
+        else:  # of a rank: the worker that stands for all of them has the ticket
+            events.send("gpu_used", used=used)
 
     def _ask_driver(self, reserved: list[int] | None) -> None:
         """Note what the driver says that this process uses; with PyTorch, what of it is the context."""
@@ -314,8 +323,13 @@ def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | N
         figures = memory.figures()
         with suppress(Exception):
             in_force = hold.in_force_bytes()
+    ranks = rank_figures.current()
     gpus = []
     for number, use in enumerate(watch.uses):
+        of_rank = ranks.gpu(use.share.uuid) if ranks is not None else None
+        if of_rank is not None:
+            gpus.append(of_rank)
+            continue
         own = figures[number] if figures is not None and number < len(figures) else None
         if own is not None and own.peak_reserved_bytes:
             use.see(own.peak_reserved_bytes + use.counted_context_bytes)
@@ -330,7 +344,10 @@ def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | N
                 "cap_in_force_bytes": in_force[number] if number < len(in_force) else None,
             }
         )
-    events.send("gpu_memory", gpus=gpus, cuda=figures is not None)
+    is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
+    events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
+    if ranks is not None:  # they have told the rest themselves
+        return
     if error is not None:
         _tell_out_of_memory(watch, figures, error)
     # Another framework may have used the GPU.

@@ -179,8 +179,11 @@ class Leasing:
                 if told.get("context_bytes"):
                     self.footprints.learn_context(model, told["context_bytes"])
                 peak = told.get("peak_bytes")
-                if peak is None or not (
-                    is_done or peak > (self.footprints.get(self.purpose.key(model)) or peak)
+                # What each of several GPUs was needed for tells nothing of a call on one.
+                if (
+                    len(lease.shares) > 1
+                    or peak is None
+                    or not (is_done or peak > (self.footprints.get(self.purpose.key(model)) or peak))
                 ):
                     continue
                 # A context is the least: a call that took nothing yet may take something next time.

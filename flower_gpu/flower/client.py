@@ -95,6 +95,14 @@ class GPUClient(NumPyClient):
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
         self._settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
+        # What a function asks for that was made with `distributed`, in the place of what the client does.
+        self._settings_of: dict[int | None, CallSettings] = {
+            num_gpus: CallSettings.resolve(_asking_for(num_gpus, options), name=f"pid-{os.getpid()}")
+            for num_gpus in map(
+                _num_gpus, (train_fn, evaluate_fn, self.fit_in_worker, self.evaluate_in_worker)
+            )
+            if num_gpus is not None
+        }
         self._wants_process = any(options.get(name) is not None for name in _OF_A_PROCESS)
         self._weights: Weights | None = None
 
@@ -208,7 +216,7 @@ class GPUClient(NumPyClient):
         return run_call(
             task,
             args,
-            settings=self._settings,
+            settings=self._settings_of.get(_num_gpus(user_task), self._settings),
             kind=kind,
             name=self._name_of(user_task),
             arrays=weights,
@@ -217,6 +225,16 @@ class GPUClient(NumPyClient):
 
     def _name_of(self, task: Task) -> str:
         return task_name(task)
+
+
+def _num_gpus(task: Any) -> int | None:
+    num_gpus = getattr(task, "num_gpus", None)
+    return num_gpus if isinstance(num_gpus, int) else None
+
+
+def _asking_for(num_gpus: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in options.items() if name not in ("num_gpus", "gpu_memory")}
+    return {**rest, "num_gpus": num_gpus}
 
 
 def gpu_client(

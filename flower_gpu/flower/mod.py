@@ -60,12 +60,14 @@ class GPUMod:
             (call_next, _lifespan()),
             message,
             context,
-            lambda: self._settings(context),
+            lambda: self._settings(context, getattr(_innermost(call_next), "num_gpus", None)),
             name=_name(call_next),
         )
 
-    def _settings(self, context: Context) -> CallSettings:
+    def _settings(self, context: Context, num_gpus: int | None) -> CallSettings:
         options = {**self._with(self._own(context)), "context": context}
+        if num_gpus is not None:  # of a function that was made with `distributed`
+            options = {**options, "num_gpus": num_gpus, "gpu_memory": None}
         return CallSettings.resolve(options, name=message_call.client_of(context))
 
     def _with(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,10 +173,16 @@ def _is_ours(mod: Any) -> bool:
     return mod is gpu_mod or isinstance(mod, GPUMod)
 
 
-def _name(function: Any) -> str:
-    """Return the name of the user's own function, by which its footprint is known."""
+def _innermost(function: Any) -> Any:
+    """Return the user's own function."""
     for _, inner in _inner(function):
         function = inner
+    return function
+
+
+def _name(function: Any) -> str:
+    """Return the name of the user's own function, by which its footprint is known."""
+    function = _innermost(function)
     return f"{getattr(function, '__module__', '')}:{task_name(function)}"
 
 

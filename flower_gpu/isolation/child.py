@@ -32,6 +32,8 @@ from typing import Any, NoReturn
 _A_MODULE_MAY_SET = ("OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _SIGNALS = signal.valid_signals()
+# What this worker keeps open for its caller; see Descriptors.held.
+_held = -1
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
 
 
@@ -238,6 +240,7 @@ def serve(
         Returns the environment variables that the task's module has set after libraries had read them; then
         the caller is told, and the task is not run.
     """
+    keep_for_caller(descriptors.held)
     die_with_the_caller(descriptors.life)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
     faulthandler.enable(file=2)
@@ -264,6 +267,20 @@ def serve(
     if outcome is not None:
         leave_reply(outcome, descriptors.reply)
         send({"event": "result"})
+
+
+def keep_for_caller(descriptor: int) -> None:
+    """Take note of what this worker keeps open for its caller; -1 for nothing."""
+    global _held
+    _held = descriptor
+
+
+def held() -> int:
+    """Return the descriptor that this worker keeps open for its caller; -1 where there is none.
+
+    A worker that starts others for the same call gives it to them, so that its lease is theirs as well.
+    """
+    return _held
 
 
 def run_task(

@@ -13,6 +13,7 @@ from flower_gpu.errors import (
     InvalidResultError,
     WorkerDiedError,
     WorkerError,
+    WorkerStoppedError,
     WorkerTaskError,
     WorkerTimeoutError,
 )
@@ -98,6 +99,11 @@ def timed_out(call: Call, pid: int, timeout_s: float, tail: Tail) -> WorkerTimeo
         f"{call.label}: no result within timeout_s={timeout_s:g}; the worker (pid {pid}) and "
         f"its children were ended. Raise timeout_s if it was only slow.{_quoted(tail)}"
     )
+
+
+def stopped(call: Call, pid: int, tail: Tail) -> WorkerStoppedError:
+    """Return the error for a worker that was ended before it had a result."""
+    return WorkerStoppedError(f"{call.label}: the worker (pid {pid}) was ended.{_quoted(tail)}")
 
 
 def died(call: Call, pid: int, exitcode: int | None, after_s: float, tail: Tail) -> WorkerDiedError:

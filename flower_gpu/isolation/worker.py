@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
@@ -38,6 +39,7 @@ def run(
     on_event: Sink | None = None,
     on_start: Callable[[int, str], None] | None = None,
     or_spawn: bool = False,
+    stopped_by: int = -1,
 ) -> Any:
     """Run ``call`` and return what its task returned, once the worker is gone.
 
@@ -56,6 +58,9 @@ def run(
         Receives the pid of the worker, and how it was started.
     or_spawn : bool
         Spawn the worker where there can be no fork server, instead of an error.
+    stopped_by : int
+        Descriptor that becomes readable, or is closed at its other end, when the worker is to be ended; -1
+        for none.
 
     Raises
     ------
@@ -65,6 +70,8 @@ def run(
         It ended without a result.
     WorkerTimeoutError
         It took longer than ``timeout_s``.
+    WorkerStoppedError
+        ``stopped_by`` said so.
     Exception
         What the task raised, with the worker's traceback as its cause.
     """
@@ -87,7 +94,7 @@ def run(
     with _started(call, prepare, on_event) as worker:
         if on_start is not None:
             on_start(worker.pid, worker.start_method)
-        finished = worker.watch_until(deadline)
+        finished = worker.watch_until(deadline, stopped_by)
         if not finished:
             worker.ask_where_it_is()
         with deferred_interrupts():
@@ -96,9 +103,11 @@ def run(
     if worker.set_too_late is not None:
         start.remember_variables(call, worker.set_too_late, or_spawn=or_spawn)
         left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
-        return run(call, start_method, left_s, on_event, on_start, or_spawn)
+        return run(call, start_method, left_s, on_event, on_start, or_spawn, stopped_by)
     if outcome is not None:
         return outcomes.unwrap(call, outcome)
+    if worker.is_stopped:
+        raise outcomes.stopped(call, worker.pid, worker.tail)
     if not finished:
         assert timeout_s is not None
         raise outcomes.timed_out(call, worker.pid, timeout_s, worker.tail)
@@ -112,6 +121,8 @@ class _Worker:
         self.tail = Tail()
         #: Variables that the task's module set after the fork server's libraries had read them.
         self.set_too_late: dict[str, str | None] | None = None
+        #: Whether it was ended because its caller was told to.
+        self.is_stopped = False
         self._process: Process | None = None
         self._lines: start.Lines | None = None
         self._prepared: start.Prepared | None = None
@@ -151,8 +162,8 @@ class _Worker:
     def on_result(self) -> None:
         self._has_result = True
 
-    def watch_until(self, deadline: float | None) -> bool:
-        """Wait for the worker's exit on its pipes, its process and the deadline together.
+    def watch_until(self, deadline: float | None, stopped_by: int = -1) -> bool:
+        """Wait for the worker's exit on its pipes, its process, the deadline and an order to stop together.
 
         Returns
         -------
@@ -160,6 +171,8 @@ class _Worker:
             Whether it exited, or has delivered its result and only its exit takes too long.
         """
         exit_deadline: float | None = None
+        if stopped_by >= 0:
+            self._selector.register(stopped_by, selectors.EVENT_READ, _Order(self._on_order))
         while True:
             if self._has_result and exit_deadline is None:
                 exit_deadline = deadline = time.monotonic() + _EXIT_GRACE_S
@@ -167,7 +180,16 @@ class _Worker:
             if remaining is not None and remaining <= 0:
                 return self._has_result
             if self._wait_once(remaining):
+                if (
+                    stopped_by >= 0 and stopped_by in self._selector.get_map()
+                ):  # or it would be waited for like its output
+                    self._selector.unregister(stopped_by)
                 return True
+            if self.is_stopped:
+                return False
+
+    def _on_order(self) -> None:
+        self.is_stopped = not self._has_result
 
     def ask_where_it_is(self) -> None:
         """Have a hung worker write the stacks of its threads into its output."""
@@ -238,6 +260,18 @@ class _Worker:
         deadline = time.monotonic() + _CHILDREN_GRACE_S
         while self._selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             self._read_once(remaining)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What is looked at like a stream of the worker, and says once that it is to be ended."""
+
+    on_order: Callable[[], None]
+
+    def read(self) -> bool:
+        """Take it; there is no more to come."""
+        self.on_order()
+        return False
 
 
 @contextmanager

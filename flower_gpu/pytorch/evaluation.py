@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.pytorch import group, loaders
 from flower_gpu.pytorch.device import device as worker_device
 
 
@@ -91,12 +92,16 @@ def _count(
     the confusion matrix, which for many classes would be large.
     """
     num_examples = 0
+    left = loaders.own_examples(loader)
     counts: torch.Tensor | None = None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in loader:
         inputs, labels = (_move(part, device) for part in _pair(batch, keys))
         logits = model(inputs)
         _check(logits, labels, counts)
+        if left is not None:  # the rest are there so that all ranks have as many
+            logits, labels = logits[:left], labels[:left]
+            left -= len(labels)
         num_classes = logits.shape[1]
         if counts is None:
             counts = torch.zeros(3, num_classes, dtype=torch.int64, device=device)
@@ -114,11 +119,15 @@ def _count(
         counts[1].index_add_(0, predictions, ones)
         counts[2].index_add_(0, labels, (predictions == labels).long())
         num_examples += len(labels)
-    if counts is None or num_examples == 0:
+    if counts is None or (num_examples == 0 and left is None):
         raise ConfigError("the loader gave no examples, so there is nothing to evaluate")
     # One transfer: counts are exact as float64 up to 2**53.
-    values = torch.cat([sums, counts.flatten().double()]).cpu().numpy()
-    return num_examples, values[:2], values[2:].reshape(3, -1)
+    examples = torch.full((1,), num_examples, dtype=torch.float64, device=device)
+    figures = torch.cat([examples, sums, counts.flatten().double()])
+    if left is not None:
+        figures = group.summed_tensor(figures)
+    values = figures.cpu().numpy()
+    return int(values[0]), values[1:3], values[3:].reshape(3, -1)
 
 
 def _pair(batch: Any, keys: tuple[str, str]) -> tuple[Any, Any]:

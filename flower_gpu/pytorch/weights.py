@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from flower_gpu.errors import ConfigError, WeightsError
+from flower_gpu.pytorch import group, sharding
 
 #: The numpy dtype each entry of a state_dict has as an array.
 _NUMPY_DTYPES: Final[Mapping[torch.dtype, np.dtype[Any]]] = {
@@ -48,7 +50,9 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
     Parameters
     ----------
     model : torch.nn.Module
-        The model, on any device.
+        The model, on any device. Of what :func:`flower_gpu.pytorch.distributed.prepare_model` has made of a
+        model these are the model's own; one that is divided over ranks is put together on the CPU of rank 0,
+        all ranks have to call this, and the others get an empty list.
 
     Returns
     -------
@@ -94,7 +98,8 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     """Load numpy arrays into a model.
 
     Everything is checked before the first write: a list that does not fit leaves the model as it
-    was. The values are copied into the existing tensors, wherever they are; no array is kept.
+    was. The values are copied into the existing tensors, wherever they are; no array is kept. A
+    model that is divided over ranks gets those of rank 0.
 
     Parameters
     ----------
@@ -117,6 +122,7 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     boolean buffer, which are rounded to the nearest integer (halves to the even one), and 0-d
     float64 for a smaller float (numpy before 2.0 promotes 0-d arrays).
     """
+    model = _own(model)
     state = model.state_dict()
     entries = _entries(state)
     if isinstance(weights, str) or not isinstance(weights, Sequence):
@@ -152,6 +158,7 @@ def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
         If names are missing or unexpected, else as :func:`set_weights`; the model is then as it
         was.
     """
+    model = _own(model)
     current = model.state_dict()
     entries = _entries(current)
     if not isinstance(state, Mapping):
@@ -174,8 +181,9 @@ def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
 def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
     """Save a model's ``state_dict`` as a safetensors file.
 
-    The file appears under its name only when it is complete. It holds every name, also of entries
-    that share a tensor, and no device, so this works on a machine without a GPU::
+    The file appears under its name only when it is complete; of several ranks the first writes it.
+    It holds every name, also of entries that share a tensor, and no device, so this works on a
+    machine without a GPU::
 
         model.load_state_dict(safetensors.torch.load_file(path))
 
@@ -200,6 +208,8 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
     except ImportError as error:
         raise ConfigError("saving a model needs safetensors: pip install 'safetensors>=0.4'") from error
     entries = _entries(model)
+    if group.rank() != 0:
+        return
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, tensor in entries.items():
@@ -227,7 +237,11 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
 
 def _entries(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
-    state = model.state_dict() if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        model = _own(model)
+        state = sharding.full_state(model) if sharding.is_sharded(model) else model.state_dict()
+    else:
+        state = dict(model)
     entries = {}
     for name, tensor in state.items():
         problem = None
@@ -243,6 +257,11 @@ def _entries(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.T
             raise WeightsError(f"{name}: {problem}")
         entries[name] = tensor.detach()
     return entries
+
+
+def _own(model: nn.Module) -> nn.Module:
+    """Return the user's model in what averages its gradients over ranks."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype[Any]:
@@ -287,6 +306,9 @@ def _load(
     # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
     # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
     # of modules that came with this very dict, or it may take the arrays for an old release's.
+    if sharding.is_sharded(model):
+        sharding.load_full_state(model, tensors)
+        return
     state.update(tensors)
     model.load_state_dict(state, strict=True)
 

@@ -125,7 +125,8 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     """Do one call; tell whether another one may come, None if this one has no result."""
     global _may_stay
     _may_stay = bool(message["stays"])
-    request, reply, *_ = descriptors  # what else came is held open until the end of the call
+    request, reply, *held = descriptors  # what else came is held open until the end of the call
+    child.keep_for_caller(held[0] if held else -1)
     sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
     os.environ.update(message["env"])
     load = partial(transport.read_request, request)

@@ -1,0 +1,91 @@
+"""Functions of a ``ClientApp`` in several ranks: what of Message and Context goes there and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
+from flower_gpu.flower.message_call import IDENTITY, take_over
+from flower_gpu.flower.records import records_in
+from flower_gpu.ranks import rank, results
+from flower_gpu.ranks.rendezvous import Rendezvous
+from flower_gpu.ranks.results import Part
+
+if TYPE_CHECKING:
+    from flower_gpu.ranks.function import Distributed
+
+_TASK: Final = "flower_gpu.flower.rank_messages:main"
+# By which strategies weight: the first is what Flower's look for.
+_COUNTS: Final = ("num-examples", "num_examples")
+
+
+def call(function: Distributed, count: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a function that gets a Context in ranks, and take over what rank 0 did to the Context's state.
+
+    Parameters
+    ----------
+    function : Distributed
+        What the user made of a function.
+    count : int
+        How many ranks.
+    *args, **kwargs
+        Its arguments, a ``Context`` among the first.
+
+    Returns
+    -------
+    object
+        What rank 0 returned, such as the reply, with metrics averaged over the ranks.
+    """
+    from flower_gpu.ranks import run
+
+    identity = {key: getattr(TaskIdentity, key) for key in IDENTITY}
+    rest = {"kwargs": kwargs, "identity": identity}
+    value, state = run.run(function, count, args, rest, task=_TASK, merged=_merged)
+    take_over(_context_in(args).state, state)
+    return value
+
+
+def main(
+    rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], rest: Mapping[str, Any]
+) -> Any:
+    """Run the function among the other ranks; runs in a worker of its own."""
+    for key, value in rest["identity"].items():
+        setattr(TaskIdentity, key, value)
+    value = rank.run(rendezvous, function, args, rest["kwargs"], _part_of)
+    return (value, _context_in(args).state) if rendezvous.rank == 0 else _part_of(value)
+
+
+def _part_of(value: Any) -> Part:
+    """Return the numbers in a reply's MetricRecords."""
+    if not isinstance(value, Message):
+        return results.part_of(value)
+    counts: list[int] = []
+    metrics: dict[Any, float] = {}
+    for name, record in records_in(value, MetricRecord).items():
+        for key, number in results.numbers_in(record).items():
+            if key in _COUNTS and isinstance(number, int):
+                counts.append(number)
+            else:
+                metrics[name, key] = number
+    return Part(None, counts[0] if counts else None, metrics)
+
+
+def _merged(values: Sequence[Any]) -> tuple[Any, RecordDict]:
+    """Return rank 0's reply with metrics averaged over the ranks, and the state of its Context."""
+    (value, state), *others = values
+    if not isinstance(value, Message):
+        return results.merged([value, *others]), state
+    parts: list[Part] = [_part_of(value), *others]
+    results.check_num_examples([part.num_examples for part in parts])
+    records = records_in(value, MetricRecord)
+    for (name, key), number in results.averaged([part.metrics or {} for part in parts]).items():
+        records[name][key] = number
+    return value, state
+
+
+def _context_in(args: tuple[Any, ...]) -> Context:
+    return next(value for value in args if isinstance(value, Context))

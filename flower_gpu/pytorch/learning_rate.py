@@ -1,0 +1,47 @@
+"""A learning rate for the larger batches of several ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+
+from flower_gpu.pytorch import group
+
+
+def scaled(optimizer: Optimizer) -> Optimizer:
+    """Multiply the learning rate in each step of an optimizer; see ``prepare_optimizer``.
+
+    Within the step only: outside of it the rate is the user's, so that any scheduler goes on from that.
+    """
+    how = group.options()
+    count = group.world_size()
+    if count == 1 or how.lr_scaling is None:
+        return optimizer
+    most = float(count) if how.lr_scaling == "linear" else math.sqrt(count)
+    steps = 0
+    before: list[Any] = []
+
+    def multiply(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nonlocal steps
+        steps += 1
+        factor = factor_at(steps, most, how.warmup_steps)
+        before[:] = [parameters["lr"] for parameters in optimizer.param_groups]
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = parameters["lr"] * factor
+
+    def put_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for parameters, rate in zip(optimizer.param_groups, before, strict=True):
+            parameters["lr"] = rate
+
+    optimizer.register_step_pre_hook(multiply)
+    optimizer.register_step_post_hook(put_back)
+    return optimizer
+
+
+def factor_at(step: int, most: float, warmup_steps: int) -> float:
+    """Return the factor of a step, counted from 1: from 1 to ``most`` in a line over the steps of warm-up."""
+    if step >= warmup_steps:
+        return most
+    return 1 + (most - 1) * (step - 1) / max(1, warmup_steps - 1)

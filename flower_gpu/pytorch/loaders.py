@@ -1,0 +1,83 @@
+"""Loaders that give each rank its part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.pytorch import group
+
+T = TypeVar("T")
+
+
+class RankSampler(DistributedSampler[Any]):
+    """A ``DistributedSampler`` that counts epochs itself, and knows which examples are there twice."""
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = super().__iter__()
+        self.epoch += 1  # set_epoch is what one forgets; it may still be called
+        return indices
+
+    @property
+    def own_examples(self) -> int:
+        """How many of this rank's examples are there for the first time; they come before the others."""
+        whole = min(len(cast(Sized, self.dataset)), self.total_size)
+        return len(range(self.rank, whole, self.num_replicas))
+
+
+def divided(loader: DataLoader[T]) -> DataLoader[T]:
+    """Return a loader like this one for this rank's part of the data; see ``prepare_loader``."""
+    count = group.world_size()
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            "the loader of an IterableDataset cannot be divided: let the data set skip what is not of its "
+            "rank, by flower_gpu.pytorch.distributed.rank() and world_size()"
+        )
+    if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        name = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
+        raise ConfigError(
+            f"a loader with a {name} cannot be divided: give it batch_size and shuffle, or divide the data "
+            "yourself by flower_gpu.pytorch.distributed.rank() and world_size()"
+        )
+    if isinstance(loader.sampler, RandomSampler) and (
+        loader.sampler.replacement or loader.sampler.num_samples != len(cast(Sized, loader.dataset))
+    ):
+        raise ConfigError("a loader that draws a number of samples, or with replacement, cannot be divided")
+    seed = group.of_first(torch.initial_seed()) % 2**62
+    sampler = RankSampler(
+        loader.dataset,
+        num_replicas=count,
+        rank=group.rank(),
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=seed,
+        drop_last=loader.drop_last,
+    )
+    group.note_part(len(cast(Sized, loader.dataset)), len(sampler))
+    size = loader.batch_size if group.options().lr_scaling else -(-loader.batch_size // count)
+    return DataLoader(loader.dataset, size, sampler=sampler, **_rest(loader))
+
+
+def _rest(loader: DataLoader[Any]) -> dict[str, Any]:
+    names = (
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "drop_last",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+        "prefetch_factor",
+        "persistent_workers",
+    )
+    return {name: getattr(loader, name) for name in names}
+
+
+def own_examples(loader: Any) -> int | None:
+    """Return how many examples of a divided loader count for this rank; None for any other loader."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler.own_examples if isinstance(sampler, RankSampler) else None

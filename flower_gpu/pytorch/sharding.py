@@ -1,0 +1,108 @@
+"""A model in parts over the ranks (FSDP), and its weights as a whole in the memory of the host.
+
+Sources: "torch.distributed.fsdp.fully_shard" and "Distributed Checkpoint" in PyTorch's documentation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.pytorch import group
+from flower_gpu.pytorch.device import to_device
+
+
+def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module], ...]) -> nn.Module:
+    """Divide a model's parameters over the ranks; see ``prepare_model``.
+
+    Each tensor goes to the device for itself, from rank 0: none ever has all of them there.
+    """
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError as error:
+        raise ConfigError(f"strategy='fsdp' needs PyTorch 2.6, not {torch.__version__}") from error
+    from torch.distributed.device_mesh import init_device_mesh
+
+    state = model.state_dict() if group.rank() == 0 else {}
+    kept = {name: buffer for name, buffer in model.named_buffers() if name in _not_in_state(model)}
+    to_device(model, "meta")  # shapes only, and tensors that are shared stay so
+    mesh = init_device_mesh(where.type, (group.world_size(),))
+    for module in list(_own_units(model, shard)):
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    shared = _shared(model)
+    model.to_empty(device=where)
+    _tie(model, shared)
+    load_full_state(model, state)
+    for name, buffer in kept.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, buffer.to(where))
+    return model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether a model's parameters are divided over ranks."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(isinstance(each, tensor.DTensor) for each in model.parameters())
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the ``state_dict`` of a divided model as a whole, on the CPU; all ranks call it.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        In rank 0; empty in the others.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
+
+
+def load_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give each rank its part of a ``state_dict`` that rank 0 has, or any has; all ranks call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(state), options=options)
+
+
+def _own_units(model: nn.Module, shard: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """Yield the modules that are divided for themselves, inner ones first."""
+    chosen: set[int] = set()
+    for module in model.modules():
+        if shard:
+            chosen.update(id(part) for part in [module] if isinstance(part, shard))
+        elif isinstance(module, nn.ModuleList | nn.Sequential):
+            chosen.update(id(part) for part in module)
+    for module in reversed(list(model.modules())):
+        is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+        if id(module) in chosen and not is_container and any(True for _ in module.parameters()):
+            yield module
+
+
+def _not_in_state(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_buffers()} - set(model.state_dict())
+
+
+def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter and buffer that has more than one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie(model: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
+    for (first, first_name), *others in shared:
+        for module, name in others:
+            setattr(module, name, getattr(first, first_name))

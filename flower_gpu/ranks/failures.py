@@ -1,0 +1,109 @@
+"""Which of several ranks failed, when the failure of one makes the others fail as well."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from flower_gpu.errors import RankError, WorkerDiedError, WorkerStoppedError, WorkerTimeoutError
+
+# NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
+_WATCHDOG: Final = re.compile(r"\[Rank \d+\].*(?:Watchdog caught collective|taking the entire process down)")
+_FRAME: Final = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank has ended.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    label : str
+        Its name in messages.
+    value : object
+        What it returned.
+    error : BaseException, optional
+        What it failed with.
+    at : float
+        When, on the clock of ``time.monotonic``.
+    says_others : bool
+        Whether it says itself that another rank did not answer.
+    """
+
+    rank: int
+    label: str
+    value: Any
+    error: BaseException | None
+    at: float
+    says_others: bool = False
+
+    @property
+    def is_of_others(self) -> bool:
+        """Whether it failed because another one did."""
+        if self.says_others or isinstance(self.error, WorkerStoppedError):
+            return True
+        return isinstance(self.error, WorkerDiedError) and _WATCHDOG.search(self.error.tail) is not None
+
+
+def of_all(ends: Sequence[End], world_size: int) -> BaseException:
+    """Return the error of a call whose ranks have ended like this: it names the one that failed first."""
+    failed = sorted((end for end in ends if end.error is not None), key=lambda end: end.at)
+    own = [end for end in failed if not end.is_of_others]
+    timed_out = [end for end in own if isinstance(end.error, WorkerTimeoutError)]
+    if own and len(timed_out) < len(own):
+        return _error(next(end for end in own if end not in timed_out))
+    if timed_out:
+        return _late(timed_out)
+    # Nobody failed by itself: who was still running when the others gave up is the one they waited for.
+    waited = [end for end in failed if not isinstance(end.error, WorkerStoppedError)]
+    hung = [end for end in failed if isinstance(end.error, WorkerStoppedError)]
+    if waited and hung:
+        names = " and ".join(f"{end.label} ({where(end)})" for end in hung)
+        first = waited[0]
+        return _caused(
+            RankError(
+                f"{names} did not answer: {first.label} waited for it in vain ({_text(first.error)}). "
+                "Ranks must all take the same steps; timeout_s= of distributed says how long they wait",
+                hung[0].rank,
+            ),
+            first.error,
+        )
+    return _error((waited or hung)[0])
+
+
+def where(end: End) -> str:
+    """Return where the main thread of a rank was when it was ended, as far as it could tell."""
+    found = _FRAME.search(str(end.error))
+    return f"at {found['file']}:{found['line']} in {found['name']}" if found else "where, is not known"
+
+
+def _error(end: End) -> BaseException:
+    error = end.error
+    assert error is not None
+    if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: not the rank's
+        return error
+    text = str(error) if isinstance(error, WorkerDiedError) else f"{end.label}: {_text(error)}"
+    return _caused(RankError(text, end.rank), error)
+
+
+def _late(ends: Sequence[End]) -> WorkerTimeoutError:
+    names = "; ".join(f"{end.label} was {where(end)}" for end in sorted(ends, key=lambda end: end.rank))
+    return WorkerTimeoutError(
+        f"no result within timeout_s: {names}. All ranks were ended. Raise timeout_s if they were only slow"
+    )
+
+
+def _caused(error: RankError, cause: BaseException | None) -> RankError:
+    error.__cause__ = cause
+    return error
+
+
+def _text(error: BaseException | None) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ failed
+        return type(error).__name__

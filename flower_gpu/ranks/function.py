@@ -1,0 +1,162 @@
+"""``distributed``: what a user's function becomes that runs in one rank for each GPU."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, overload
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.request import Request
+from flower_gpu.isolation.call import Task, check_task, load_task, task_name
+from flower_gpu.ranks import run
+from flower_gpu.ranks.settings import RankSettings
+
+#: Runs a function that gets Flower's Context; it knows what of that has to come back.
+_MESSAGE_CALL = "flower_gpu.flower.rank_messages:call"
+
+
+class Distributed:
+    """What :func:`distributed` returns: a function, to be called as the one it was made of.
+
+    Attributes
+    ----------
+    task : callable or str
+        The function it was made of.
+    settings : RankSettings
+        How its ranks work together.
+    num_gpus : int or None
+        How many GPUs a call of it asks for where its client leaves that to it.
+    """
+
+    def __init__(self, task: Task, settings: RankSettings, num_gpus: int | None) -> None:
+        check_task(task)
+        self.task = task
+        self.settings = settings
+        self.num_gpus = num_gpus
+        if isinstance(task, str):
+            self.__name__ = self.__qualname__ = task_name(task)
+        else:
+            functools.update_wrapper(self, task)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it: in ranks in a worker that has several GPUs, or should have; else here."""
+        count = run.how_many()
+        if count == 1:
+            return load_task(self.task)(*args, **kwargs)
+        if any(_is_context(value) for value in args):
+            return load_task(_MESSAGE_CALL)(self, count, *args, **kwargs)
+        return run.run(self, count, args, kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        # A decorated function is in its module under the name of the one that it was made of, which could
+        # not be found there then.
+        if not isinstance(self.task, str) and self.__module__ != "__main__":
+            found: Any = sys.modules.get(self.__module__)
+            for name in self.__qualname__.split("."):
+                found = getattr(found, name, None)
+            if found is self:
+                return self.__qualname__
+        return Distributed, (self.task, self.settings, self.num_gpus)
+
+
+def _is_context(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("state", "node_config", "run_config"))
+
+
+@overload
+def distributed(
+    task: Task,
+    *,
+    num_gpus: int | None = None,
+    strategy: str = "ddp",
+    lr_scaling: str | None = None,
+    warmup_steps: int = 0,
+    sync_batchnorm: bool = False,
+    timeout_s: float = 600.0,
+) -> Distributed: ...
+@overload
+def distributed(
+    *,
+    num_gpus: int | None = None,
+    strategy: str = "ddp",
+    lr_scaling: str | None = None,
+    warmup_steps: int = 0,
+    sync_batchnorm: bool = False,
+    timeout_s: float = 600.0,
+) -> Callable[[Callable[..., Any]], Distributed]: ...
+def distributed(task: Task | None = None, *, num_gpus: int | None = None, **options: Any) -> Any:
+    """Run a function with one process (rank) for each GPU that its call has leased.
+
+    Around a function, or as a decorator with or without options. The function is called in every rank with
+    the same arguments; :mod:`flower_gpu.pytorch.distributed` brings model, data and optimizer to the ranks.
+    On one GPU, or none where one was asked for, it is simply called.
+
+    Parameters
+    ----------
+    task : callable or str
+        The function, or ``"package.module:function"``: then only workers import that module.
+    num_gpus : int, optional
+        How many GPUs a :class:`flower_gpu.GPUClient` asks for when it calls this function; in place of the
+        client's own ``num_gpus``. On a node without GPUs as many ranks run on the CPU.
+    strategy : str
+        ``"ddp"`` (default): each rank has the whole model (``DistributedDataParallel``). ``"fsdp"``: each has
+        a part of every tensor (``fully_shard``), for models that do not fit one GPU.
+    lr_scaling : str, optional
+        None (default): the batch size is that of all ranks together, so that a client learns the same on
+        however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning rate is
+        multiplied by the number of ranks, or the root of that.
+    warmup_steps : int
+        Steps in which the learning rate grows from the optimizer's own to the scaled one.
+    sync_batchnorm : bool
+        Whether BatchNorm layers normalise over the batches of all ranks (on GPUs).
+    timeout_s : float
+        Seconds that ranks wait for each other at one point; then the one that is not there is named.
+
+    Returns
+    -------
+    Distributed
+        A function with the same arguments. It returns what rank 0 returned: of a pair or triple of Flower
+        with numeric metrics averaged over the ranks.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot be used.
+    RankError
+        When called: if a rank failed. The message says which and why; the others are ended.
+
+    Notes
+    -----
+    Where a function returns the number of examples, it is that of all of its data, not of one rank's part.
+
+    References
+    ----------
+    Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, on scaling the learning
+    rate and warm-up.
+
+    Examples
+    --------
+    >>> @distributed(num_gpus=2)
+    ... def train(weights, config): ...
+    >>> client = GPUClient(train, context=context)
+    """
+    known = RankSettings.__dataclass_fields__
+    if unknown := [option for option in options if option not in known]:
+        raise TypeError(f"distributed has no option {unknown[0]!r}; there are num_gpus, {', '.join(known)}")
+    settings = RankSettings(**options)
+    if num_gpus is not None:
+        request = Request(num_gpus=num_gpus)
+        if request.num_gpus != request.count:
+            raise ConfigError(
+                f"num_gpus={num_gpus!r} of a distributed function is not a whole number of GPUs"
+            )
+        num_gpus = request.count
+    if task is None:
+        return lambda function: Distributed(function, settings, num_gpus)
+    return Distributed(task, settings, num_gpus)

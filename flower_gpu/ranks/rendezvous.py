@@ -1,0 +1,55 @@
+"""Where the ranks of one call find each other, and nobody else can: a file in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flower_gpu.ranks.settings import RankSettings
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """What a rank has to know of the others.
+
+    Parameters
+    ----------
+    file : str
+        Path of the file over which they tell each other their addresses (``torch.distributed.FileStore``).
+    rank : int
+        Its number, from 0 on.
+    world_size : int
+        How many there are.
+    settings : RankSettings
+        How they work together.
+    """
+
+    file: str
+    rank: int
+    world_size: int
+    settings: RankSettings
+
+
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """Yield the path of a new file that only processes of this account can open.
+
+    It has no name that could be taken, and is gone with its last process, however that ends. Ports that one
+    chooses for a store of its own, the usual way, may be taken by another client in the same instant.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("flower-gpu-ranks")
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    folder = tempfile.mkdtemp(prefix="flower-gpu-ranks-")
+    try:
+        yield os.path.join(folder, "store")  # noqa: PTH118
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,245 @@
+"""In the worker of a call: one worker more for each rank, and one result or one error of them all."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu import config
+from flower_gpu.calls import leased_worker, leasing, rank_figures
+from flower_gpu.errors import WorkerError
+from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.isolation import child, events, log_lines, own_calls, threads, worker
+from flower_gpu.isolation.call import Call, Task
+from flower_gpu.isolation.forkserver import client
+from flower_gpu.ranks import failures, results
+from flower_gpu.ranks.failures import End
+from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place
+
+if TYPE_CHECKING:
+    from flower_gpu.ranks.function import Distributed
+
+#: What a rank runs; see :func:`flower_gpu.ranks.rank.main`.
+RANK_TASK: Final = "flower_gpu.ranks.rank:main"
+
+# A rank that is lost makes the others fail, too, and they may be heard first.
+_GRACE_S = 1.0
+# Ranks are ended so long before their call is, as far as there is time: to tell where they were.
+_MARGIN_S = 2.0
+_MARGIN = 0.1
+
+
+def how_many() -> int:
+    """Return in how many ranks a distributed function runs in this process.
+
+    One for each GPU of its lease; on the CPU as many as there were GPUs asked for, so that it computes the
+    same. In a process where someone follows it with a debugger, and outside of workers, one.
+    """
+    if own_calls.is_inside() or not leasing.is_worker():
+        return 1
+    lease = leasing.of_this_process()
+    if lease is not None and lease.shares:
+        return len(lease.shares)
+    return int(os.environ.get(config.RANKS_VARIABLE) or 1)
+
+
+def run(
+    function: Distributed,
+    count: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    task: Task = RANK_TASK,
+    merged: Callable[[Sequence[Any]], Any] = results.merged,
+) -> Any:
+    """Run a function in so many ranks.
+
+    Parameters
+    ----------
+    function : Distributed
+        What the user made of a function.
+    count : int
+        As from :func:`how_many`.
+    args, kwargs
+        The function's arguments; each rank has a copy of its own.
+    task : str
+        What each rank runs, with its :class:`~flower_gpu.ranks.rendezvous.Rendezvous`, the function, and its
+        arguments.
+    merged : callable
+        Makes one result of what the ranks returned.
+
+    Returns
+    -------
+    object
+        What rank 0 returned, with metrics of all ranks.
+
+    Raises
+    ------
+    RankError
+        If a rank failed, which ends the others.
+    InvalidResultError
+        If ranks returned what does not fit together.
+    """
+    lease = leasing.of_this_process()
+    shares = lease.shares if lease is not None and lease.shares else (None,) * count
+    with meeting_place() as place, rank_figures.collected() as figures:
+        calls = [
+            _call(
+                task,
+                Rendezvous(place, rank, count, function.settings),
+                lease,
+                share,
+                (function, args, kwargs),
+            )
+            for rank, share in enumerate(shares)
+        ]
+        values = _run_all(calls, figures)
+    return merged(values)
+
+
+def _call(
+    task: Task, rendezvous: Rendezvous, lease: Lease | None, share: Share | None, rest: tuple[Any, ...]
+) -> Call:
+    """Return what one rank does, with its GPU only and its part of the cores."""
+    rank, count = rendezvous.rank, rendezvous.world_size
+    own = None
+    if lease is not None and share is not None:
+        own = replace(lease, shares=(share,), ticket="")  # the worker writes into it for all of them
+    cores = config.openmp_threads(os.environ) or config.cores()
+    prefix = log_lines.current().removesuffix(": ")
+    return Call(
+        task,
+        (rendezvous, *rest),
+        env={
+            **threads.environment(max(1, cores // count), {}),
+            **leasing.worker_environment(own, os.environ),
+            **_network(os.environ),
+            config.RANKS_VARIABLE: "1",
+        },
+        setup=leased_worker.SETUP,
+        label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
+        held=child.held(),
+        log_prefix=f"{prefix}, rank {rank}: " if prefix else f"rank {rank}: ",
+    )
+
+
+def _network(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which ranks find each other on this host without its network cards."""
+    if not os.path.exists("/sys/class/net/lo"):  # noqa: PTH110 - a worker has no pathlib otherwise
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: "lo" for name in names if not environ.get(name)}
+
+
+def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[Any]:
+    """Run the calls at the same time, and return their values; after the first failure end all."""
+    ended: queue.SimpleQueue[End] = queue.SimpleQueue()
+    with _stop_order() as (ordered, order):
+        running = [
+            threading.Thread(target=_run_one, args=(rank, call, ordered, figures, ended), name=call.label)
+            for rank, call in enumerate(calls)
+        ]
+        began: list[threading.Thread] = []
+        ends: dict[int, End] = {}
+        try:
+            for thread in running:
+                thread.start()
+                began.append(thread)
+            _wait(ended, ends, len(calls))
+        finally:
+            order()
+            for thread in began:
+                thread.join()
+    while not ended.empty():
+        end = ended.get()
+        ends[end.rank] = end
+    if any(end.error is not None for end in ends.values()):
+        raise failures.of_all(list(ends.values()), len(calls))
+    return [ends[rank].value for rank in range(len(calls))]
+
+
+def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> None:
+    """Wait until all ranks are through, or one has failed and the others had time to tell why."""
+    until: float | None = None
+    while len(ends) < count:
+        try:
+            end = ended.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            return
+        ends[end.rank] = end
+        if end.error is not None:
+            if not end.is_of_others:
+                return
+            until = until or time.monotonic() + _GRACE_S
+
+
+def _run_one(
+    rank: int, call: Call, ordered: int, figures: rank_figures.RankFigures, ended: queue.SimpleQueue[End]
+) -> None:
+    told: dict[str, Any] = {}
+    value, error = None, None
+    # Chosen by the user for libraries that no fork carries; else the server, which has them loaded. Not a
+    # fork of this worker: its threads look at the GPUs meanwhile, and its arrays would be those of all ranks.
+    is_spawn = os.environ.get(config.START_METHOD_VARIABLE) == "spawn" or not client.is_supported()
+    try:
+        value = worker.run(
+            call,
+            "spawn" if is_spawn else "forkserver",
+            timeout_s=_left_s(),
+            on_event=partial(_on_event, rank, figures, told),
+            or_spawn=True,
+            stopped_by=ordered,
+        )
+    except BaseException as caught:
+        error = caught
+    ended.put(End(rank, call.label, value, error, time.monotonic(), bool(told.get("of_others"))))
+
+
+def _on_event(
+    rank: int, figures: rank_figures.RankFigures, told: dict[str, Any], event: dict[str, Any]
+) -> None:
+    kind = event.get("event")
+    if kind == "rank_failed":
+        told.update(event)
+    elif figures.take(rank, event):
+        return
+    elif kind == "progress" and rank == 0:
+        events.send("progress", **{key: value for key, value in event.items() if key != "event"})
+
+
+def _left_s() -> float | None:
+    """Return how long ranks may take, a little less than their call; None: as long as they want."""
+    text = os.environ.get(config.DEADLINE_VARIABLE)
+    if not text:
+        return None
+    left_s = float(text) - time.monotonic()
+    return max(0.001, left_s - min(_MARGIN_S, _MARGIN * left_s))
+
+
+@contextmanager
+def _stop_order() -> Iterator[tuple[int, Any]]:
+    """Yield a descriptor that tells all who look at it to end their worker, and what gives that order."""
+    try:
+        read, write = os.pipe()
+    except OSError as error:
+        raise WorkerError(f"cannot start ranks: {error}") from error
+    closed: list[int] = []
+
+    def order() -> None:
+        if not closed:
+            closed.append(write)
+            os.close(write)
+
+    try:
+        yield read, order
+    finally:
+        order()
+        with suppress(OSError):
+            os.close(read)
