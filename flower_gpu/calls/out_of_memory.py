@@ -72,8 +72,10 @@ def describe(told: Mapping[str, Any], lease: Lease) -> str:
         number = told.get(f"{name}_bytes")
         return "unknown" if number is None else format_bytes(number)
 
+    rank = "" if told.get("rank") is None else f"rank {told['rank']}: "
+    kind = _KINDS.get(str(told.get("kind")), "unclear")
     return (
-        f"out of memory on GPU {share.index} ({share.name}): {_KINDS.get(str(told.get('kind')), 'unclear')}. "
+        f"{rank}out of memory on GPU {share.index} ({share.name}): {kind}. "
         f"Asked {size('asked')}, reserved {size('reserved')}, cap {size('cap')} of a lease of "
         f"{format_bytes(share.memory_bytes)}, free {size('free')} of {size('total')}"
     )

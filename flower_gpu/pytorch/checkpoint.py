@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,31 +43,22 @@ def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
 ) -> dict[str, Any] | None:
     """Load a checkpoint; see ``load_checkpoint``."""
-    found: Any = None
-    problem = None
-    if group.rank() == 0:
-        try:
-            found = _read(Path(path))
-        except ConfigError as error:
-            problem = str(error)
-    problem, is_there, extra = group.of_first((problem, found is not None, (found or {}).get("extra")))
-    if problem is not None:
-        raise ConfigError(problem)
-    if not is_there:
+    path = Path(path)
+    if not group.of_first(path.exists()):
         return None
+    # Each rank for itself: they are on one host, and share the pages of the file.
+    found = _read(path)
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    found = found or {"model": {}, "optimizer": {}}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=group.world_size() > 1)
     set_state_dict(
         model,
         optimizer or (),
         model_state_dict=found["model"],
         optim_state_dict=found["optimizer"] if optimizer is not None else {},
-        options=options,
+        options=StateDictOptions(full_state_dict=True),
     )
-    loaded: dict[str, Any] = extra
-    return loaded
+    extra: dict[str, Any] = found["extra"]
+    return extra
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
@@ -82,11 +72,11 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _read(path: Path) -> Any:
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path} cannot be read as a checkpoint: {error}") from error
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # a file that is none makes it raise nearly anything
+        raise ConfigError(
+            f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(content, dict) and set(content) == _KEYS):
         raise ConfigError(f"{path} is not a checkpoint of flower_gpu.pytorch.distributed.save_checkpoint")
     return content

@@ -140,7 +140,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, Any] | None:
-    """Load what :func:`save_checkpoint` has written; rank 0 reads it, and gives it to the others.
+    """Load what :func:`save_checkpoint` has written, by however many ranks; all ranks call it.
 
     Returns
     -------

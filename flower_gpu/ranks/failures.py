@@ -42,6 +42,11 @@ class End:
     says_others: bool = False
 
     @property
+    def is_last_word(self) -> bool:
+        """Whether this is why the call failed: what others may say meanwhile changes nothing."""
+        return not (self.is_of_others or isinstance(self.error, WorkerTimeoutError))
+
+    @property
     def is_of_others(self) -> bool:
         """Whether it failed because another one did."""
         if self.says_others or isinstance(self.error, WorkerStoppedError):
@@ -57,7 +62,7 @@ def of_all(ends: Sequence[End], world_size: int) -> BaseException:
     if own and len(timed_out) < len(own):
         return _error(next(end for end in own if end not in timed_out))
     if timed_out:
-        return _late(timed_out)
+        return _late([*timed_out, *(end for end in failed if isinstance(end.error, WorkerStoppedError))])
     # Nobody failed by itself: who was still running when the others gave up is the one they waited for.
     waited = [end for end in failed if not isinstance(end.error, WorkerStoppedError)]
     hung = [end for end in failed if isinstance(end.error, WorkerStoppedError)]

@@ -175,7 +175,7 @@ def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> No
             return
         ends[end.rank] = end
         if end.error is not None:
-            if not end.is_of_others:
+            if end.is_last_word:
                 return
             until = until or time.monotonic() + _GRACE_S
 

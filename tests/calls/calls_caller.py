@@ -121,6 +121,7 @@ def status() -> dict[str, Any]:
             "label": entry.label(),
             "alone": any(part.alone for part in entry.parts),
             "parts": {part.uuid: part.memory_bytes for part in entry.parts},
+            "used": entry.reported()[1],
         }
         for entry in state.holders
     ]

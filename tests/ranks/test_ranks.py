@@ -1,0 +1,163 @@
+"""What a function in several ranks computes, and what comes back of it (on the CPU, with gloo)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flower_gpu import GPUClient, InvalidResultError, RankError, run_in_worker
+from flower_gpu.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(120)
+
+Weights = list[np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return run_in_worker("ranks_tasks:first_weights")
+
+
+def fit(name: str, weights: Weights, num_gpus: int, **config: Any) -> Any:
+    return GPUClient(f"ranks_tasks:{name}", num_gpus=num_gpus).fit(weights, config)
+
+
+def difference(ours: Weights, theirs: Weights) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(weights: Weights) -> Any:
+    """What one process learns with the whole batch."""
+    return fit("train", weights, 1, epochs=2)
+
+
+@pytest.mark.parametrize(("name", "num_gpus"), [("ddp", 2), ("fsdp", 2), ("ddp", 4), ("ddp", 1), ("fsdp", 1)])
+def test_ranks_learn_what_one_process_does(name: str, num_gpus: int, weights: Weights, alone: Any) -> None:
+    learned, num_examples, metrics = fit(name, weights, num_gpus, epochs=2)
+    assert difference(weights, learned) > 0.01
+    assert difference(alone[0], learned) < 1e-5
+    assert [array.dtype for array in learned] == [array.dtype for array in weights]
+    assert num_examples == alone[1] == 256
+    assert metrics["rank"] == "0"
+    assert metrics["loss"] == pytest.approx(alone[2]["loss"], abs=1e-5)
+    kind = {"ddp": "DistributedDataParallel", "fsdp": "FSDPNet"}[name] if num_gpus > 1 else "Net"
+    assert metrics["kind"] == kind
+
+
+@pytest.mark.parametrize("name", ["evaluate_ddp", "evaluate_fsdp"])
+def test_each_example_is_evaluated_once(name: str, weights: Weights) -> None:
+    """101 examples are no multiple of 2: one is there twice, and must not count."""
+    expected = GPUClient(evaluate_fn="ranks_tasks:evaluate").evaluate(weights, {})
+    loss, num_examples, metrics = GPUClient(evaluate_fn=f"ranks_tasks:{name}", num_gpus=2).evaluate(
+        weights, {}
+    )
+    assert num_examples == expected[1] == 101
+    assert loss == pytest.approx(expected[0], abs=1e-6)
+    assert metrics == pytest.approx(expected[2], abs=1e-6)
+
+
+def test_who_they_are() -> None:
+    found = run_in_worker("ranks_tasks:who", num_gpus=2, env={"OMP_NUM_THREADS": "2"})
+    assert found["rank"] == 0
+    assert found["world"] == 2
+    assert found["total"] == 3
+    assert found["mean"] == {"a": 0.5, "b": 1.0}
+    assert found["threads"] == 1  # the cores of the call are divided
+    assert found["visible"] == ""
+    alone = run_in_worker("ranks_tasks:who")
+    assert (alone["rank"], alone["world"], alone["total"]) == (0, 1, 1)
+
+
+def test_a_divided_model(weights: Weights) -> None:
+    found = run_in_worker("ranks_tasks:parts", weights, num_gpus=2)
+    assert found["is_sharded"]
+    assert found["own"] == found["of"] / 2  # all of its tensors can be halved
+    assert found["tied"]
+    assert found["scale"] == 0.5
+    assert difference(found["back"], weights) == 0
+    assert difference(found["plus_one"], [array + 1 for array in weights]) == 0
+
+
+@pytest.mark.parametrize("then", ["ddp_checkpointed", "fsdp_checkpointed"])
+@pytest.mark.parametrize(("first", "num_gpus"), [("ddp_checkpointed", 2), ("fsdp_checkpointed", 2)])
+def test_a_checkpoint_of_any_ranks(first: str, num_gpus: int, then: str, tmp_path: Path) -> None:
+    """Stopped and continued by other ranks, momentum and all, it is where it would be without that."""
+    path, whole = str(tmp_path / "checkpoint.pt"), str(tmp_path / "whole.pt")
+    run_in_worker(f"ranks_tasks:{first}", path, first.split("_")[0], 2, num_gpus=num_gpus)
+    learned, done = run_in_worker(f"ranks_tasks:{then}", path, then.split("_")[0], 3, num_gpus=2)
+    expected, _ = run_in_worker("ranks_tasks:checkpointed", whole, "", 5)
+    assert done == 5
+    assert difference(learned, expected) < 1e-5
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt", "whole.pt"]
+    one_more, done = run_in_worker("ranks_tasks:checkpointed", path, "", 0)
+    assert done == 5
+    assert difference(one_more, learned) == 0
+
+
+def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"something else")
+    with pytest.raises(RankError, match="cannot be read as a checkpoint"):
+        run_in_worker("ranks_tasks:ddp_checkpointed", str(path), "ddp", 1, num_gpus=2)
+    assert path.read_bytes() == b"something else"
+
+
+def test_the_learning_rate_is_scaled() -> None:
+    *sizes_and_rates, at_the_end = run_in_worker("ranks_tasks:rates", num_gpus=2)
+    assert sizes_and_rates == pytest.approx([5, 0.1, 0.15, 0.2, 0.2, 0.2])
+    assert at_the_end == 0.1
+    alone = run_in_worker("ranks_tasks:rates")
+    assert alone == pytest.approx([5, 5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("different_counts", r"different numbers of examples \(rank 0 100, rank 1 101\)"),
+        ("part_of_the_count", "returned 32 examples, which is what this rank had of 64"),
+    ],
+)
+def test_the_number_of_examples_is_that_of_all(name: str, says: str) -> None:
+    with pytest.raises((InvalidResultError, RankError), match=says):
+        GPUClient(f"ranks_tasks:{name}", num_gpus=2).fit([np.zeros(2)], {})
+
+
+def test_in_process_there_is_one() -> None:
+    assert run_in_worker("ranks_tasks:who", num_gpus=2, start_method="in-process")["world"] == 1
+
+
+def test_a_client_says_it_in_one_place(weights: Weights) -> None:
+    from flower_gpu import distributed
+
+    client = GPUClient(distributed("ranks_tasks:train", num_gpus=2), "ranks_tasks:evaluate")
+    _, _, metrics = client.fit(weights, {})
+    assert metrics["kind"] == "DistributedDataParallel"
+    assert client.evaluate(weights, {})[1] == 101  # in one process, as it was given
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "pipeline"},
+        {"lr_scaling": "cubic"},
+        {"warmup_steps": -1, "lr_scaling": "linear"},
+        {"warmup_steps": True, "lr_scaling": "linear"},
+        {"warmup_steps": 5},
+        {"timeout_s": 0},
+        {"timeout_s": float("nan")},
+        {"num_gpus": 0.5},
+        {"num_gpus": 0},
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any]) -> None:
+    from flower_gpu import distributed
+
+    with pytest.raises(ConfigError):
+        distributed("ranks_tasks:train", **options)
+    with pytest.raises(TypeError, match="no option 'gpus'"):
+        distributed("ranks_tasks:train", gpus=2)
