@@ -58,7 +58,7 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
         assert "torch" not in found
     if layer(name) not in ("flower", "launch", "simulation"):
         assert "flwr" not in found
-    light = ("config", "errors", "trace", "isolation", "gpu", "calls", "runner")
+    light = ("config", "errors", "trace", "isolation", "gpu", "calls", "ranks", "runner")
     if name == "flower_gpu" or layer(name) in light:
         assert found == set()  # a worker's and a client's minimum, and what every other module builds on
 
@@ -87,6 +87,8 @@ MAY_IMPORT = {
     "progress_display": {"config", "errors", "trace"},
     "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch"},
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
+    # PyTorch in a rank only; Flower's messages by name only.
+    "ranks": {"config", "errors", "trace", "isolation", "gpu", "calls", "pytorch"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},
     "run": {"config", "errors", "trace", "gpu"},
