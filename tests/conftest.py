@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine, or the first run of a clone, takes long for an example; none of it says anything of the code.
+# A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
