@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, nohup does so with
 # SIGHUP, and programs inherit that; tests that press Ctrl-C need the usual state.

@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,26 @@ pytestmark = pytest.mark.timeout(120)
 
 PACKAGE = Path(flower_gpu.__file__).parent
 
+#: Imports each module in a child of its own. What all of a layer may import is there already in its parent.
 IMPORT = """
-import json, sys
-import {module}
-print(json.dumps([name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules]))
+import importlib, json, os, sys
+there, *names = sys.argv[1:]
+if there:
+    importlib.import_module(there)
+for name in names:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+            found = [name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules]
+            print(json.dumps([name, found]), flush=True)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
 """
+THERE = {"pytorch": "torch", **dict.fromkeys(("flower", "launch", "simulation"), "flwr")}
 
 
 def module_name(path: Path) -> str:
@@ -32,18 +46,24 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+def run_python(code: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
 def brought_in() -> dict[str, set[str]]:
-    """What each module imports, in an interpreter of its own."""
-    with ThreadPoolExecutor(4) as pool:
-        outputs = pool.map(lambda name: run_python(IMPORT.format(module=name)), FILES)
-        return {name: set(json.loads(text)) for name, text in zip(FILES, outputs, strict=True)}
+    """What each module imports, in a process of its own."""
+    brought_in = {}
+    for there in ("", *dict.fromkeys(THERE.values())):
+        names = [name for name in FILES if THERE.get(layer(name), "") == there]
+        for line in run_python(IMPORT, there, *names).splitlines():
+            name, found = json.loads(line)
+            brought_in[name] = set(found)
+    assert brought_in.keys() == FILES.keys()
+    return brought_in
 
 
 def layer(name: str) -> str:

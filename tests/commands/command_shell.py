@@ -42,7 +42,8 @@ class Shell:
         self.env = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("FLOWER_GPU", "FLWR_", "CUDA_")) and name != "LD_LIBRARY_PATH"
+            if not name.startswith(("FLOWER_GPU", "FLWR_", "CUDA_"))
+            and name not in ("LD_LIBRARY_PATH", "COLUMNS", "LINES")
         }
         self.env |= {
             "PATH": f"{scripts}:/usr/bin:/bin",

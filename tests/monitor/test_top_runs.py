@@ -308,7 +308,7 @@ EVENT = st.fixed_dictionaries(
 
 
 @given(st.lists(EVENT, max_size=30), st.integers(1, 120))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]], width: int) -> None:
     (tmp_path / "trace.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     watch = read(tmp_path)

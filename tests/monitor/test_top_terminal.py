@@ -146,18 +146,32 @@ def test_other_keys_do_nothing(terminal: Terminal) -> None:
     assert terminal.end() == 0
 
 
-def test_it_follows_the_size_of_the_terminal(terminal: Terminal) -> None:
-    terminal.read_until(b"q quits\r\n")
-    assert b"q quits".rjust(57) not in _ESCAPES.sub(b"", terminal.output)
-    since = len(terminal.output)
-    terminal.resize(150, 50)
-    # At the right end of the longer line.
-    terminal.read_until(b" " * 80 + b"q quits", since)
-    since = len(terminal.output)
-    terminal.resize(12, 3)
-    terminal.read_until("flower-gpu …".encode(), since)
-    terminal.press(b"q")
-    assert terminal.end() == 0
+# What a shell has exported says what the size once was.
+@pytest.mark.parametrize("exported", [{}, {"COLUMNS": "80", "LINES": "24"}], ids=["", "exported"])
+def test_it_follows_the_size_of_the_terminal(shell: Shell, exported: dict[str, str]) -> None:
+    made = Terminal({**shell.env, **exported})
+    try:
+        made.read_until(b"q quits\r\n")
+        assert b"q quits".rjust(57) not in _ESCAPES.sub(b"", made.output)
+        since = len(made.output)
+        made.resize(150, 50)
+        # At the right end of the longer line.
+        made.read_until(b" " * 80 + b"q quits", since)
+        since = len(made.output)
+        made.resize(12, 3)
+        made.read_until("flower-gpu …".encode(), since)
+        made.press(b"q")
+        assert made.end() == 0
+    finally:
+        made.close()
+
+
+def test_a_terminal_that_knows_no_size_has_the_exported_one(shell: Shell) -> None:
+    made = Terminal({**shell.env, "COLUMNS": "150", "LINES": "50"}, width=0, height=0)
+    try:
+        made.read_until(b" " * 80 + b"q quits")
+    finally:
+        made.close()
 
 
 def test_what_changes_is_shown(shell: Shell, tmp_path: Path) -> None:

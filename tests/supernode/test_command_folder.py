@@ -189,7 +189,7 @@ _TEXTS = st.text(_CHARACTERS, min_size=1, max_size=12)
     max_examples=60,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(_TEXTS, st.lists(_TEXTS, max_size=3), st.lists(_TEXTS, max_size=4))
 @example("it's", ["a b", 'c"d', "e\\f", "{path}"], ["--token", "", "$HOME", "-"])

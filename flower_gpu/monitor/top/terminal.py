@@ -72,11 +72,20 @@ class Terminal:
 
     def show(self, draw: Callable[[int, int], RenderableType]) -> None:
         """Show what a function returns for so many cells and lines."""
-        width, height = self._console.size
         try:
-            self._live.update(draw(width, height), refresh=True)
+            self._console.size = self._size()
+            self._live.update(draw(*self._console.size), refresh=True)
         except OSError:  # its connection is lost, and the signal that tells is under way
             self.ended_by = self.ended_by or signal.SIGHUP
+
+    def _size(self) -> tuple[int, int]:
+        """Return how many cells and lines there are now.
+
+        ``COLUMNS`` and ``LINES``, which rich goes by first, say what there was when they were exported. They
+        count where the terminal itself knows no size.
+        """
+        width, height = os.get_terminal_size(sys.stdout.fileno())
+        return (width, height) if width and height else self._console.size
 
     def wait(self, seconds: float) -> bool:
         """Wait for a key or a signal; tell whether there was one, so that all should be drawn anew."""
