@@ -57,10 +57,6 @@ class RankError(WorkerError):
         self.rank = rank
 
 
-class WorkerStoppedError(WorkerError):
-    """The worker was ended because nobody wants its result any more."""
-
-
 class WorkerTimeoutError(WorkerError, TimeoutError):
     """The call took longer than its ``timeout_s``; the worker and its children were ended."""
 

@@ -13,7 +13,6 @@ from flower_gpu.errors import (
     InvalidResultError,
     WorkerDiedError,
     WorkerError,
-    WorkerStoppedError,
     WorkerTaskError,
     WorkerTimeoutError,
 )
@@ -21,6 +20,10 @@ from flower_gpu.isolation import transport
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.streams import Tail
+
+
+class WorkerStoppedError(WorkerError):
+    """The worker was ended because its caller wants no result of it any more."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itself

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flower_gpu.errors import RankError, WorkerDiedError, WorkerStoppedError, WorkerTimeoutError
+from flower_gpu.errors import RankError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.isolation.outcomes import WorkerStoppedError
 
 # NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
 _WATCHDOG: Final = re.compile(r"\[Rank \d+\].*(?:Watchdog caught collective|taking the entire process down)")
