@@ -84,7 +84,7 @@ def of_all(ends: Sequence[End], world_size: int) -> BaseException:
 def where(end: End) -> str:
     """Return where the main thread of a rank was when it was ended, as far as it could tell."""
     found = _FRAME.search(str(end.error))
-    return f"at {found['file']}:{found['line']} in {found['name']}" if found else "where, is not known"
+    return f"at {found['file']}:{found['line']} in {found['name']}" if found else "where it could not say"
 
 
 def _error(end: End) -> BaseException:

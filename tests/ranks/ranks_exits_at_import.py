@@ -12,7 +12,7 @@ if folder := os.environ.get("RANKS_TEST_FOLDER"):
     if len(list(Path(folder).glob("pid-*"))) == 2:
         os._exit(9)
 
-from flower_gpu import distributed  # noqa: E402
+from flower_gpu import distributed
 
 
 @distributed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ def test_a_checkpoint_of_any_ranks(first: str, num_gpus: int, then: str, tmp_pat
     expected, _ = run_in_worker("ranks_tasks:checkpointed", whole, "", 5)
     assert done == 5
     assert difference(learned, expected) < 1e-5
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt", "whole.pt"]
+    assert {file.name for file in tmp_path.iterdir()} == {"checkpoint.pt", "whole.pt"}
     one_more, done = run_in_worker("ranks_tasks:checkpointed", path, "", 0)
     assert done == 5
     assert difference(one_more, learned) == 0

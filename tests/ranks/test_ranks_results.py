@@ -1,0 +1,125 @@
+"""One result of several, and the rank that is named when several fail: the rules, without processes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_gpu.errors import InvalidResultError, RankError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.isolation.outcomes import WorkerStoppedError
+from flower_gpu.ranks import failures, results
+from flower_gpu.ranks.failures import End
+
+NUMBERS = st.floats(-1e6, 1e6) | st.integers(-1000, 1000)
+METRICS = st.dictionaries(st.sampled_from("abcd"), NUMBERS | st.text(max_size=3) | st.booleans())
+
+
+@given(st.lists(METRICS, min_size=1, max_size=4), st.integers(0, 10**9))
+def test_metrics_are_means_and_the_rest_is_of_rank_0(told: list[dict[str, Any]], count: int) -> None:
+    first, *others = [("weights", count, metrics) for metrics in told]
+    weights, num_examples, metrics = results.merged([first, *map(results.part_of, others)])
+    assert (weights, num_examples) == ("weights", count)
+    assert metrics.keys() == told[0].keys()
+    for name, value in metrics.items():
+        everywhere = [each.get(name) for each in told]
+        if all(type(one) in (int, float) for one in everywhere):
+            assert value == pytest.approx(sum(everywhere) / len(everywhere), abs=1e-6)  # type: ignore[arg-type]
+        else:
+            assert value == told[0][name]
+
+
+@given(METRICS, st.integers(2, 5))
+def test_what_all_have_alike_stays_as_it_is(metrics: dict[str, Any], count: int) -> None:
+    """Also its type: a whole number stays one, for a function that has reduced it already."""
+    parts = [results.part_of((0.5, 7, metrics)) for _ in range(count - 1)]
+    merged = results.merged([(0.5, 7, metrics), *parts])
+    assert merged == (0.5, 7, metrics)
+    assert [type(value) for value in merged[2].values()] == [type(value) for value in metrics.values()]
+
+
+def test_what_is_no_result_of_flower_is_that_of_rank_0() -> None:
+    for value in (None, 5, "text", [1, 2], (1, 2, 3), {"a": 1}):
+        assert results.merged([value, results.part_of(value)]) is value
+
+
+def test_scalars_of_numpy_and_loss() -> None:
+    first = (np.float32(1.0), np.int64(8), {"accuracy": np.float64(0.5)})
+    other = results.part_of((np.float32(2.0), np.int64(8), {"accuracy": np.float64(1.0)}))
+    assert results.merged([first, other]) == (1.5, 8, {"accuracy": 0.75})
+    loss, _, _ = results.merged([(math.nan, 8, {}), results.part_of((1.0, 8, {}))])
+    assert math.isnan(loss)
+    with pytest.raises(InvalidResultError, match="rank 0 8, rank 1 9"):
+        results.merged([first, results.part_of((1.0, 9, {}))])
+
+
+LABELS = ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+STACK = 'Thread 0x1 (most recent call first):\n      File "/app/task.py", line 31 in train'
+
+
+def end(rank: int, error: BaseException | None, at: float, says_others: bool = False) -> End:
+    return End(rank, LABELS[rank], None, error, at, says_others)
+
+
+@given(st.permutations([0, 1, 2]), st.sampled_from([ValueError("odd"), WorkerDiedError("rank died", -9)]))
+def test_the_one_that_failed_by_itself_is_named_whoever_is_heard_first(
+    order: list[int], error: Exception
+) -> None:
+    first, second, third = order
+    ends = [
+        end(first, LOST, 1.0, True),
+        end(second, error, 2.0),
+        end(third, WorkerStoppedError("ended"), 3.0),
+    ]
+    found = failures.of_all(ends, 3)
+    assert isinstance(found, RankError)
+    assert found.rank == second
+    assert found.__cause__ is error
+    assert pickle.loads(pickle.dumps(found)).rank == second
+
+
+def test_the_first_of_several_is_named() -> None:
+    found = failures.of_all([end(0, ValueError("later"), 2.0), end(1, KeyError("first"), 1.0)], 2)
+    assert str(found) == "rank 1 of 3: KeyError: 'first'"
+
+
+def test_the_one_that_the_others_waited_for_is_named() -> None:
+    hung = WorkerStoppedError(
+        f"rank 2 of 3: the worker (pid 7) was ended. The last lines it wrote:\n    {STACK}"
+    )
+    found = failures.of_all([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True), end(2, hung, 2.0)], 3)
+    assert isinstance(found, RankError)
+    assert found.rank == 2
+    assert str(found).startswith(
+        "rank 2 of 3 (at /app/task.py:31 in train) did not answer: rank 0 of 3 waited for it in vain"
+    )
+
+
+def test_all_lost_each_other() -> None:
+    found = failures.of_all([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True)], 2)
+    assert isinstance(found, RankError)
+    assert found.rank == 0
+    assert "Connection closed by peer" in str(found)
+
+
+def test_a_process_that_nccl_ended_is_not_the_one_that_failed() -> None:
+    text = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"
+    ended = WorkerDiedError("rank 0 of 3: was killed by SIGABRT", -6, text)
+    assert end(0, ended, 1.0).is_of_others
+    hung = WorkerStoppedError(f"was ended. {STACK}")
+    found = failures.of_all([end(0, ended, 1.0), end(1, hung, 2.0)], 2)
+    assert isinstance(found, RankError)
+    assert found.rank == 1
+
+
+def test_a_call_that_takes_too_long() -> None:
+    late = WorkerTimeoutError(f"no result. The last lines it wrote:\n    {STACK}")
+    found = failures.of_all([end(1, late, 1.0), end(0, WorkerStoppedError("was ended."), 2.0)], 2)
+    assert isinstance(found, WorkerTimeoutError)
+    assert "rank 0 of 3 was where it could not say; rank 1 of 3 was at /app/task.py:31 in train" in str(found)
