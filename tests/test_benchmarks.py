@@ -170,3 +170,12 @@ def test_tracing_compares_with_and_without(tmp_path: Path) -> None:
     # A start, a result and an end of each worker, and five lines of the run.
     assert (row["part"], row["clients"], row["lines"]) == ("no-op", 4, 3 * 4 + 5)
     assert row["on_s"] > 0 and row["off_s"] > 0 and row["line_us"] > 0
+
+
+def test_ranks_are_measured_beside_the_plain_function(tmp_path: Path) -> None:
+    result = figures(tmp_path / "figures.json", "ranks.py", "--quick")
+    assert [(row["way"], row["ranks"]) for row in result["start"]] == [("plain", 1), ("one", 1), ("ranks", 2)]
+    assert [(row["way"], row["ranks"]) for row in result["train"]] == [
+        ("plain", 1), ("one", 1), ("ddp", 2), ("fsdp", 2),
+    ]  # fmt: skip
+    assert all(row["call_s"] > row["step_s"] > 0 and row["runs"] == 1 for row in result["train"])

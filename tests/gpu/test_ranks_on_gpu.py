@@ -1,0 +1,84 @@
+"""One rank for each real GPU: NCCL, one GPU visible to each, the same result, all memory back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flower_gpu import GPUClient, run_in_worker
+from flower_gpu.errors import GPUOutOfMemoryError
+from flower_gpu.gpu import inventory
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+
+MIB, GIB = 2**20, 2**30
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> int:
+    found = inventory.take()
+    inventory.close()
+    free = [one for one in found.usable if (one.free_bytes or 0) > 6 * GIB]
+    if not free:
+        pytest.skip(f"no NVIDIA GPU with 6 GiB free: {found.problem}")
+    return len(free)
+
+
+@pytest.fixture(scope="module")
+def weights(gpus: int) -> Any:
+    return run_in_worker("on_gpu_rank_tasks:first_weights", gpu="never")
+
+
+def fit(name: str, weights: Any, num_gpus: int) -> Any:
+    return GPUClient(f"on_gpu_rank_tasks:{name}", num_gpus=num_gpus, gpu="require").fit(weights, {})
+
+
+def used() -> list[int]:
+    found = inventory.take()
+    inventory.close()
+    return [one.used_bytes or 0 for one in found.usable]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_one_gpu_is_as_without(name: str, weights: Any) -> None:
+    expected, _, _ = fit("train", weights, 1)
+    learned, _, told = fit(name, weights, 1)
+    assert (told["world"], told["devices"], told["backend"]) == (1, 1, "")
+    assert all(np.array_equal(a, b) for a, b in zip(expected, learned, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_gpus_learn_what_one_does(name: str, weights: Any, gpus: int) -> None:
+    if gpus < 2:
+        pytest.skip(f"needs two GPUs, there is {gpus}")
+    before = used()
+    expected, _, _ = fit("train", weights, 1)
+    learned, _, told = fit(name, weights, 2)
+    assert (told["world"], told["devices"], told["backend"]) == (2, 1, "nccl")
+    off = max(float(np.abs(a - b).max()) for a, b in zip(expected, learned, strict=True))
+    assert off < 1e-4
+    assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
+
+
+def test_nccl_in_a_group_of_one(gpus: int) -> None:
+    found = run_in_worker("on_gpu_rank_tasks:nccl_alone", num_gpus=1, gpu="require")
+    assert found["backend"] == "nccl"
+    assert found["sum"] == [1, 1, 1]
+    assert found["objects"] == [{"a": 1}]
+    assert found["is_sharded"]
+    assert found["off"] == 0
+    assert found["extra"] == {"epoch": 3}
+
+
+def test_a_rank_that_takes_too_much(gpus: int) -> None:
+    before = used()
+    with pytest.raises(GPUOutOfMemoryError) as caught:
+        run_in_worker("on_gpu_rank_tasks:takes_too_much", num_gpus=min(gpus, 2), gpu="require")
+    assert gpus < 2 or "rank 1: out of memory" in str(caught.value)
+    assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
