@@ -75,5 +75,8 @@ if [[ -n $parts ]]; then
   [[ -z $data ]] || options+=(--data "$data")
   if "$python" -c 'import matplotlib' 2>/dev/null; then options+=(--plot "$out/gpu.png"); fi
   "$python" benchmarks/gpu.py "${options[@]}" 2>&1 | tee "$out/gpu.log" || status=1
+  if [[ $parts == all && $device == cuda ]]; then
+    "$python" benchmarks/ranks.py --device cuda --json "$out/ranks.json" 2>&1 | tee "$out/ranks.log" || status=1
+  fi
 fi
 exit $status

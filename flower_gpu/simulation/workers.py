@@ -56,7 +56,8 @@ def concurrency(
     if settings.gpu.policy.gpu != "never":
         shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus())
     is_short = calls_per_worker in (None, 1) and not _may_use_torch(app)
-    return min(max(cores() + is_short, shares), nodes)
+    ranks = settings.gpu.request.count  # of each message, as long as it is on several GPUs
+    return min(max(1, (cores() + is_short) // ranks, shares // ranks), nodes)
 
 
 def gpus() -> list[GPU]:
