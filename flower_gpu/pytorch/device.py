@@ -184,7 +184,7 @@ class _ToDevice:
         return _DESCEND
 
     def _module(self, module: nn.Module) -> nn.Module:
-        shared = _shared_tensors(module)
+        shared = shared_tensors(module)
         try:
             module.to(self._target)
         except NotImplementedError as error:
@@ -316,8 +316,8 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} cannot become a numpy array: {problem}")
 
 
-def _shared_tensors(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
-    """Return the places of each parameter and buffer that has more than one."""
+def shared_tensors(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return the places of each parameter and buffer that has more than one: where it is, by what name."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
     for part in module.modules():
         for tensors in (cast(dict[str, Any], part._parameters), cast(dict[str, Any], part._buffers)):

@@ -14,7 +14,7 @@ from torch import nn
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.pytorch import group
-from flower_gpu.pytorch.device import to_device
+from flower_gpu.pytorch.device import shared_tensors, to_device
 
 
 def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module], ...]) -> nn.Module:
@@ -35,9 +35,11 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
     for module in list(_own_units(model, shard)):
         fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    shared = _shared(model)
+    shared = shared_tensors(model)
     model.to_empty(device=where)
-    _tie(model, shared)
+    for (first, first_name), *others in shared:  # each place has got a tensor of its own
+        for tensors, name in others:
+            tensors[name] = first[first_name]
     load_full_state(model, state)
     for name, buffer in kept.items():
         parent, _, last = name.rpartition(".")
@@ -90,19 +92,3 @@ def _own_units(model: nn.Module, shard: tuple[type[nn.Module], ...]) -> Iterator
 
 def _not_in_state(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_buffers()} - set(model.state_dict())
-
-
-def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter and buffer that has more than one."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                places.setdefault(id(tensor), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie(model: nn.Module, shared: list[list[tuple[nn.Module, str]]]) -> None:
-    for (first, first_name), *others in shared:
-        for module, name in others:
-            setattr(module, name, getattr(first, first_name))
