@@ -30,6 +30,9 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
 os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
 os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "10"
+# Each SuperNode is asked so often whether it has a message. At the launcher's 0.1 s, eight of them keep half
+# a core busy with that, while the tests wait for something else.
+os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5")
 
 
 def pytest_sessionfinish() -> None:
@@ -42,10 +45,11 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Side by side, files whose tests may take long come first: one at the end would leave others idle."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
+        usual_s = float(config.getini("timeout"))
         longest_s: dict[Path, float] = {}
         for item in items:
             marker = item.get_closest_marker("timeout")
-            longest_s[item.path] = max(longest_s.get(item.path, 0), marker.args[0] if marker else 0)
+            longest_s[item.path] = max(longest_s.get(item.path, 0), marker.args[0] if marker else usual_s)
         items.sort(key=lambda item: -longest_s[item.path])
 
 

@@ -16,9 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import cloudpickle
+import numpy
 import pytest
 from processes import is_running, wait_until
 
+import flower_gpu
 from flower_gpu.isolation.forkserver import client, control
 
 #: Environment in which a process finds the modules of this folder.
@@ -168,14 +171,26 @@ def until_only(condition: Any) -> control.Status:
     return found[0]
 
 
-def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
-    """Make a virtual environment with all that this one has and some packages; returns its interpreter."""
+def make_environment(folder: Path, packages: Mapping[str, str], *, is_whole: bool = False) -> str:
+    """Make a virtual environment with some packages and what each worker needs; returns its interpreter.
+
+    It has no torch, which each of many fork servers there would take seconds to import, unless it is to have
+    all that this environment has.
+    """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=60
     )
     site = site_packages(folder)
-    ours = sysconfig.get_paths()["purelib"]
-    (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    if is_whole:
+        ours = sysconfig.get_paths()["purelib"]
+        (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    else:
+        (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")
+    for package in () if is_whole else (cloudpickle, numpy):
+        there = Path(package.__file__).parent
+        for linked in (there, there.with_name(f"{there.name}.libs")):
+            if linked.exists():
+                (site / linked.name).symlink_to(linked)
     for name, text in packages.items():
         install(site, name, text)
     return str(folder / "bin" / "python")

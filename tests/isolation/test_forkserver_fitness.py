@@ -176,10 +176,10 @@ class TestShadows:
             caller.do(f"sys.path.append({str(tmp_path)!r})")
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
 
-    def test_a_module_of_python_that_the_server_cannot_do_without(self, python: str, tmp_path: Path) -> None:
-        (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")
+    def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
+        (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's
         task = ("tasks_forkserver:attribute", "timeit", "VALUE")
-        with Client(python) as caller:
+        with Client() as caller:
             caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
             with pytest.raises(forkservers.CallError, match="cannot do without timeit"):
                 caller.call(*task)
@@ -255,8 +255,8 @@ class TestInherited:
             assert "names" in caller.do("import __main__; answer = sorted(vars(__main__))")
             assert "names" not in caller.call("tasks_forkserver:main_names")
 
-    def test_random_numbers(self, python: str) -> None:
-        with Client(python) as caller:
+    def test_random_numbers(self) -> None:
+        with Client() as caller:  # with torch, which has some of its own
             draws: list[Any] = [caller.call("tasks_forkserver:drawn") for _ in range(4)]
         for column in zip(*draws, strict=True):
             assert len(set(column)) == 4

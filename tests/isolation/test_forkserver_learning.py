@@ -57,6 +57,11 @@ def python(environment: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def python_with_sklearn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return forkservers.make_environment(tmp_path_factory.mktemp("whole") / "venv", PACKAGES, is_whole=True)
+
+
+@pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     compiler = shutil.which("gcc")
     if compiler is None:
@@ -111,9 +116,11 @@ class TestLibraries:
             assert caller.call("tasks_forkserver:loaded_before", "harmless_too", "harmless") == [True, True]
             assert caller.call("tasks_forkserver:server") == server.pid
 
-    def test_many_processes_that_have_it_learn_at_once_wait_for_one_import(self, python: str) -> None:
-        with ExitStack() as stack:
-            callers = [stack.enter_context(Client(python)) for _ in range(4)]
+    def test_many_processes_that_have_it_learn_at_once_wait_for_one_import(
+        self, python_with_sklearn: str
+    ) -> None:
+        with forkservers.own_servers(), ExitStack() as stack:
+            callers = [stack.enter_context(Client(python_with_sklearn)) for _ in range(4)]
             for number, caller in enumerate(callers):
                 names = ("harmless", "sklearn.datasets")[: 1 + number % 2]
                 caller.send_code(
@@ -127,8 +134,8 @@ class TestLibraries:
             ]
             only_server()
 
-    def test_a_real_one_with_all_that_it_imports(self, python: str) -> None:
-        with Client(python) as caller:
+    def test_a_real_one_with_all_that_it_imports(self, python_with_sklearn: str) -> None:
+        with forkservers.own_servers(), Client(python_with_sklearn) as caller:
             learn(caller, "sklearn.datasets")
             names = ("sklearn.datasets", "sklearn.utils", "scipy.sparse")
             assert caller.call("tasks_forkserver:loaded_before", *names) == [True] * 3

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.timeout(170)
 
 #: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
-CUTS = 50  # of which each gives a whole page with pictures
+CUTS = 25  # of which each gives a whole page with pictures
 
 
 class Page(HTMLParser):
@@ -107,7 +108,10 @@ def test_a_trace_that_is_cut_anywhere_gives_a_page(tmp_path: Path) -> None:
     events = Run(clients=4, lease_gib=7.0, failing=0.3, seed=3).events()
     whole = write(tmp_path / "whole", events).read_bytes()
     draw = random.Random(0)
-    for cut in [0, 1, len(whole) - 2, *(draw.randrange(len(whole) - 1) for _ in range(CUTS))]:
+    # One somewhere in each part, so that none of them is left out.
+    starts = [len(whole) * part // CUTS for part in range(CUTS + 1)]
+    anywhere = [draw.randrange(start, end) for start, end in pairwise(starts)]
+    for cut in [0, 1, len(whole) - 2, *(min(cut, len(whole) - 2) for cut in anywhere)]:
         (tmp_path / trace.FILE_NAME).write_bytes(whole[:cut])
         page = page_of(tmp_path)
         assert cut < 1000 or page.has("no end in the trace"), cut

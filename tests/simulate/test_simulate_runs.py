@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from simulations import run, running, wait_for_line
+from simulations import Simulation, run, running, wait_for_line
 
 from flower_gpu.run.registry import registered
 
@@ -26,6 +27,20 @@ def model(folder: Path) -> np.ndarray:
         with np.load(folder / "model.npz") as loaded:
             (array,) = (loaded[name] for name in loaded.files)
     return array
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """A run of four clients that has ended."""
+    done = run("plain", 4, tmp_path_factory.mktemp("complete"), "--seed", "2")
+    assert done.status == 0, done.output
+    return done
+
+
+@pytest.fixture
+def folder(complete: Simulation, tmp_path: Path) -> Path:
+    """The folder of a run that has ended; the test's own."""
+    return Path(shutil.copytree(complete.folder, tmp_path / "runs" / complete.folder.name))
 
 
 def test_each_message_has_its_own_worker_and_states_are_kept(tmp_path: Path) -> None:
@@ -116,27 +131,25 @@ def test_other_strategies_are_refused_at_the_start_of_a_resume(tmp_path: Path) -
     assert "no checkpoint" in again.output and "FedAvg" in again.output
 
 
-def test_a_refused_resume_leaves_the_earlier_run_as_it_was(tmp_path: Path) -> None:
-    folder = run("plain", 4, tmp_path).folder
+def test_a_refused_resume_leaves_the_earlier_run_as_it_was(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    again = run("plain", 4, tmp_path, "--run-config", "strategy='fedavg'", "--resume", str(folder))
+    again = run("plain", 4, folder.parent, "--run-config", "strategy='fedavg'", "--resume", str(folder))
     assert again.status == 2 and "only flower_gpu's FedAvg" in again.output
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path) -> None:
-    folder = run("plain", 4, tmp_path).folder
+def test_two_processes_do_not_go_on_with_one_run(folder: Path) -> None:
     more = ("--run-config", "num-server-rounds=4", "--resume", str(folder))
     with registered(folder, "simulate", "the other one"):
-        again = run("plain", 4, tmp_path, *more)
+        again = run("plain", 4, folder.parent, *more)
     assert again.status == 2 and "another process goes on with this run" in again.output
-    assert run("plain", 4, tmp_path, *more).status == 0
 
 
-def test_a_run_that_is_complete_goes_on_for_more_rounds(tmp_path: Path) -> None:
-    folder = run("plain", 4, tmp_path / "short", "--seed", "2").folder
+def test_a_run_that_is_complete_goes_on_for_more_rounds(folder: Path, tmp_path: Path) -> None:
     more = ("--run-config", "num-server-rounds=4")
-    again = run("plain", 4, tmp_path / "short", *more, "--resume", str(folder))
+    with registered(folder, "simulate", "the other one"):
+        pass  # it went on with this run, and has ended
+    again = run("plain", 4, folder.parent, *more, "--resume", str(folder))
     assert again.status == 0, again.output
     at_once = run("plain", 4, tmp_path / "long", "--seed", "2", *more)
     assert model(folder).tobytes() == model(at_once.folder).tobytes()
@@ -147,9 +160,8 @@ def test_a_strategy_that_waits_for_more_nodes_is_told(tmp_path: Path) -> None:
     assert done.status == 2 and "more nodes than the 1" in done.output
 
 
-def test_another_number_of_nodes_cannot_resume_a_run(tmp_path: Path) -> None:
-    first = run("plain", 4, tmp_path)
-    again = run("plain", 5, tmp_path, "--resume", str(first.folder))
+def test_another_number_of_nodes_cannot_resume_a_run(folder: Path) -> None:
+    again = run("plain", 5, folder.parent, "--resume", str(folder))
     assert again.status == 2 and "num_supernodes" in again.output
 
 

@@ -89,6 +89,9 @@ class SuperNode:
         self._put(state, run.run_id, task_id, config)
         token = state.claim_task(task_id)
         assert token is not None
+        # Flower gives a command 30 s to begin, of which a fork server that hangs takes 20, and a busy machine
+        # more than the rest.
+        assert state.acknowledge_task_heartbeat(task_id)
         address = f"127.0.0.1:{self.port}"
         return Handed(run.run_id, task_id, ("--runtime-api-address", address, "--token", token, "--insecure"))
 

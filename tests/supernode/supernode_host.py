@@ -70,7 +70,6 @@ class Federation:
             "FLWR_HOME": str(folder / "flwr"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "FLOWER_GPU_STATE_DIR": str(self.state),
             "FLOWER_GPU_SERVER_IDLE_S": "10",
