@@ -22,7 +22,7 @@ from typing import Any
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation import preload
 from flower_gpu.isolation.forkserver import sockets
-from flower_gpu.isolation.native import initialized_cuda_devices
+from flower_gpu.isolation.native import initialized_cuda_devices, started_runtime
 
 #: Imported by every fork server, as far as they are installed.
 ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
@@ -91,7 +91,7 @@ def preload_on_cpu(functions: preload.Preload) -> None:
     Raises
     ------
     ConfigError
-        If one of them initialised CUDA.
+        If one of them initialised CUDA, or started the threads of TensorFlow or JAX.
     Exception
         What a function raised.
     """
@@ -101,6 +101,11 @@ def preload_on_cpu(functions: preload.Preload) -> None:
             raise ConfigError(
                 f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
                 "choose the device in the task"
+            )
+        if (library := started_runtime()) is not None:
+            raise ConfigError(
+                f"{name} computes with {library}, whose threads no worker would have: it would wait for them for "
+                "ever. Load numpy arrays there, and make tensors, data sets and models in the task"
             )
 
 
