@@ -63,6 +63,10 @@ def _kept(value: str, _: str) -> str:
     return value
 
 
+def _none(_: str) -> str:
+    return ""
+
+
 @contextmanager
 def _leased(lease: Lease) -> Iterator[None]:
     fraction = cap.cap_fraction(lease)
@@ -70,6 +74,8 @@ def _leased(lease: Lease) -> Iterator[None]:
     for name in {cap.SETTINGS, cap.OLD_SETTINGS} & set(rules):
         # A user's own are put together with the cap.
         rules[name] = partial(lambda at, text: cap.torch_settings(fraction, {at: text}), name)
+    for name in set(cap.JAX_FRACTIONS) - set(rules):  # JAX refuses to start with the other one set as well
+        rules[name] = _none
     with _fixed(rules), _watched(lease):
         yield
 

@@ -187,8 +187,9 @@ def _homes_of_modules() -> dict[str, str]:
     for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if "." not in name and isinstance(file, str) and os.path.isabs(file):
-            folder = Path(file).parent
-            homes[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+            path = Path(file)
+            # By the file: six is a single one, but has a __path__ as packages do.
+            homes[name] = str(path.parent.parent if path.stem == "__init__" else path.parent)
     return homes
 
 
