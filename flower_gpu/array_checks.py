@@ -88,9 +88,9 @@ def each(names: Iterable[str], convert: Callable[..., Any], *columns: Iterable[A
 def fitted(value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return ``value`` as an array of this shape and dtype, which may be ``value`` itself.
 
-    Two differences of dtype are taken, because averaging makes them: floats for integers or booleans, which are
-    rounded to the nearest one (halves to the even one), and 0-d float64 for a smaller float (numpy before 2.0
-    promotes 0-d arrays).
+    Two differences of dtype are taken, because averaging makes them: floats for integers or booleans, which
+    are rounded to the nearest one (halves to the even one), and 0-d float64 for a smaller float (numpy before
+    2.0 promotes 0-d arrays).
 
     Raises
     ------

@@ -20,7 +20,8 @@ PACKAGE = Path(flower_gpu.__file__).parent
 IMPORT = """
 import json, sys
 import {module}
-print(json.dumps([name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules]))
+names = ("torch", "flwr", "numpy", "tqdm", "rich", "tensorflow", "keras", "jax")
+print(json.dumps([name for name in names if name in sys.modules]))
 """
 
 
@@ -58,6 +59,7 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
         assert "torch" not in found
     if layer(name) not in ("flower", "launch", "simulation"):
         assert "flwr" not in found
+    assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
     light = ("config", "errors", "trace", "isolation", "gpu", "calls", "runner")
     if name == "flower_gpu" or layer(name) in light:
         assert found == set()  # a worker's and a client's minimum, and what every other module builds on
@@ -84,8 +86,12 @@ MAY_IMPORT = {
     "isolation": {"config", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
     "pytorch": {"config", "errors", "trace"},
+    "array_checks": {"errors"},
+    "tensorflow": set(),
+    "keras": {"errors", "array_checks"},
+    "jax": {"errors", "array_checks"},
     "progress_display": {"config", "errors", "trace"},
-    "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch"},
+    "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch", "tensorflow"},
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},

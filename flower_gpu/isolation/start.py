@@ -262,8 +262,8 @@ def choose(start_method: str, *, preload: bool = False) -> str:
     A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
     Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
     itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
-    where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then the
-    fork server keeps that.
+    where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then
+    the fork server keeps that.
 
     Parameters
     ----------

@@ -23,14 +23,14 @@ def get_weights(tree: Any) -> list[NDArray[Any]]:
     Returns
     -------
     list of numpy.ndarray
-        One C-contiguous array for each leaf, in JAX's order; ``None`` is no leaf. They share no memory with the
-        tree. bfloat16 is float32; every other dtype and all shapes are kept.
+        One C-contiguous array for each leaf, in JAX's order; ``None`` is no leaf. They share no memory with
+        the tree. bfloat16 is float32; every other dtype and all shapes are kept.
 
     Raises
     ------
     WeightsError
-        If a leaf has no numpy counterpart (a random key, float8, a string), was donated, lies on other hosts, or
-        is a tracer; the message has its path.
+        If a leaf has no numpy counterpart (a random key, float8, a string), was donated, lies on other hosts,
+        or is a tracer; the message has its path.
     """
     paths, leaves, _ = _flattened(tree)
     array_checks.each(paths, _check_values, leaves)  # all are looked at before the first copy
@@ -57,8 +57,9 @@ def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
     Raises
     ------
     WeightsError
-        If the number of arrays, a shape or a dtype is not the tree's, or if floats meant for integers or booleans
-        hold a value that does not fit; the message has the leaf's path, what was expected and what came.
+        If the number of arrays, a shape or a dtype is not the tree's, or if floats meant for integers or
+        booleans hold a value that does not fit; the message has the leaf's path, what was expected and what
+        came.
 
     Notes
     -----
@@ -94,7 +95,9 @@ def _dtype(leaf: Any) -> np.dtype[Any]:
     if dtype is None or not hasattr(leaf, "shape"):
         raise WeightsError(f"expected an array or a number, got {type(leaf).__name__}")
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        raise WeightsError("a random key is no weight; keep it out of the tree, or give jax.random.key_data of it")
+        raise WeightsError(
+            "a random key is no weight; keep it out of the tree, or give jax.random.key_data of it"
+        )
     return array_checks.numpy_dtype(dtype.name)
 
 

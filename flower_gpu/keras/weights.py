@@ -1,9 +1,9 @@
 """A Keras model's weights as numpy arrays and back.
 
-Works with every backend of Keras 3, and with Keras 2: only what all models have is used. The arrays are those of
-``model.weights``: what is trained, and what is not but belongs to the model, such as BatchNormalization's moving
-averages. The states of seed generators (of Dropout, for example) are not among them: they are random numbers of
-one process, and an average of several means nothing. Nor is the optimizer's state.
+Works with every backend of Keras 3, and with Keras 2: only what all models have is used. The arrays are those
+of ``model.weights``: what is trained, and what is not but belongs to the model, such as BatchNormalization's
+moving averages. The states of seed generators (of Dropout, for example) are not among them: they are random
+numbers of one process, and an average of several means nothing. Nor is the optimizer's state.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
     Raises
     ------
     WeightsError
-        If the model is not built, if the number of arrays, a shape or a dtype is not the model's, or if floats
-        meant for integers or booleans hold a value that does not fit; the message names the weights, what was
-        expected and what came.
+        If the model is not built, if the number of arrays, a shape or a dtype is not the model's, or if
+        floats meant for integers or booleans hold a value that does not fit; the message names the weights,
+        what was expected and what came.
 
     Notes
     -----
@@ -81,7 +81,7 @@ def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
 
 
 def _variables(model: Any) -> list[Any]:
-    if not hasattr(model, "weights") or not hasattr(model, "trainable_weights"):
+    if not hasattr(type(model), "trainable_weights"):  # of its class: Keras 2 raises where it is not built
         raise WeightsError(f"expected a Keras model, got {type(model).__name__}")
     if not getattr(model, "built", True):
         raise WeightsError(

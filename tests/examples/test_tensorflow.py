@@ -48,5 +48,7 @@ def test_the_same_app_in_a_simulation(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout
     (folder,) = tmp_path.iterdir()
-    rounds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert rounds[-1]["accuracy"] >= 0.90, rounds
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "server-evaluate"]
+    assert evaluated[-1]["round"] == 2
+    assert evaluated[-1]["metrics"]["accuracy"] >= 0.90, evaluated

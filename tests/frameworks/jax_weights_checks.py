@@ -166,7 +166,10 @@ def test_not_inside_of_jit() -> None:
     ("arrays", "message"),
     [
         ([np.ones(2, np.float32)], r"expected 2 arrays \(\.kernel, \.bias\), got 1"),
-        ([np.ones((3, 2), np.float32), np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*\(2, 3\).*\(3, 2\)"),
+        (
+            [np.ones((3, 2), np.float32), np.ones(3, np.float32)],
+            r"\.kernel, array 1 of 2: .*\(2, 3\).*\(3, 2\)",
+        ),
         ([np.ones((2, 3)), np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*astype\('float32'\)"),
         ([[1.0], np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*list, not a numpy array"),
         ("ab", "expected a list of 2 numpy arrays, got str"),

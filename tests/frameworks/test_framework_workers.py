@@ -1,4 +1,4 @@
-"""TensorFlow and JAX in real workers with a lease: what they are told of memory, and what forks of them can do."""
+"""TensorFlow and JAX in real workers with a lease: what they are told of memory, what forks of them can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from phases import without_phases
 
 from flower_gpu.calls import leased_worker
@@ -56,7 +55,9 @@ def call(
     lease = Lease("ab12", tuple(shares))
     env |= cap.worker_environment(lease, {**os.environ, **env})
     functions = ((f"framework_tasks:{preload}", {}),) if preload else ()
-    prepared = Call(f"framework_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=functions)
+    prepared = Call(
+        f"framework_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=functions
+    )
     events: list[dict[str, Any]] = []
     value = worker.run(prepared, method, timeout_s=120, on_event=without_phases(events))
     return value, events
@@ -74,7 +75,9 @@ def test_tensorflow_would_start_with_the_cap(method: str, learned: None) -> None
 
 
 GROWTH = "[tf.config.experimental.set_memory_growth(gpu, True) for gpu in gpus]"
-LOGICAL = "tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration({})] * 2)"
+LOGICAL = (
+    "tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration({})] * 2)"
+)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,9 @@ def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> Non
 
 def test_running_out_of_memory_is_told(learned: None) -> None:
     events: list[dict[str, Any]] = []
-    env = cap.worker_environment(Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ)
+    env = cap.worker_environment(
+        Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ
+    )
     prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=leased_worker.SETUP)
     with pytest.raises(WorkerTaskError, match="ResourceExhaustedError: OOM when allocating"):
         worker.run(prepared, "forkserver", timeout_s=120, on_event=without_phases(events))

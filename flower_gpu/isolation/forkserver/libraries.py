@@ -104,8 +104,8 @@ def preload_on_cpu(functions: preload.Preload) -> None:
             )
         if (library := started_runtime()) is not None:
             raise ConfigError(
-                f"{name} computes with {library}, whose threads no worker would have: it would wait for them for "
-                "ever. Load numpy arrays there, and make tensors, data sets and models in the task"
+                f"{name} computes with {library}, whose threads no worker would have: it would wait for them "
+                "for ever. Load numpy arrays there, and make tensors, data sets and models in the task"
             )
 
 
