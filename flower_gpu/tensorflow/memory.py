@@ -1,11 +1,11 @@
 """The cap on TensorFlow's GPU memory in this process.
 
 TensorFlow asks for the whole limit of a logical device at once, unless growth is on: BFCAllocator in
-xla/tsl/framework/bfc_allocator.cc begins with 2 MiB if ``allow_growth`` is set, else with ``memory_limit``, and
-never has more than that. Its Python API refuses growth for a GPU with logical devices (``set_memory_growth``
-in tensorflow/python/eager/context.py), but ``TF_FORCE_GPU_ALLOW_GROWTH``, which every worker with a lease has,
-overrides what programs ask for (``GetAllowGrowthValue`` in gpu_bfc_allocator.cc). So the two together are a
-cap, and no more is taken than is needed.
+xla/tsl/framework/bfc_allocator.cc begins with 2 MiB if ``allow_growth`` is set, else with ``memory_limit``,
+and never has more than that. Its Python API refuses growth for a GPU with logical devices
+(``set_memory_growth`` in tensorflow/python/eager/context.py), but ``TF_FORCE_GPU_ALLOW_GROWTH``, which every
+worker with a lease has, overrides what programs ask for (``GetAllowGrowthValue`` in gpu_bfc_allocator.cc). So
+the two together are a cap, and no more is taken than is needed.
 
 The limit is of that allocator: like the lease's cap without the CUDA context, and without what libraries take
 from CUDA themselves.

@@ -1,4 +1,4 @@
-"""TensorFlow and JAX in real workers with a lease: what they are told of memory, what forks of them can do."""
+"""TensorFlow and JAX in real workers with a lease: what they are told of memory, and what forks can do."""
 
 from __future__ import annotations
 
