@@ -16,9 +16,11 @@ _PATIENCE_S = 120
 def begin_tensorflow() -> Callable[[int], Any]:
     import tensorflow as tf
 
+    tf.config.set_soft_device_placement(False)  # an error, and never main memory until that is full
+
     def make(nbytes: int) -> Any:
         with tf.device("/GPU:0"):
-            return tf.zeros([nbytes], tf.uint8) + tf.constant(1, tf.uint8)  # zeros alone may not be stored
+            return tf.fill([nbytes // 4], 1.0)
 
     return make
 
@@ -42,6 +44,15 @@ def begin_torch() -> Callable[[int], Any]:
 
 
 BEGIN = {"tensorflow": begin_tensorflow, "jax": begin_jax, "torch": begin_torch}
+
+
+def sees_gpu(library: str) -> bool:
+    """Tell whether this build of a library can use the GPU."""
+    try:
+        BEGIN[library]()(1024)
+    except Exception:
+        return False
+    return True
 
 
 def take(library: str, nbytes: int) -> int:
