@@ -152,6 +152,18 @@ def keras_with_backend() -> dict[str, Any]:
     return {"backend": keras.backend.backend(), "back": back, "changed": changed}
 
 
+def torch_step() -> dict[str, Any]:
+    """Train with PyTorch, whose optimizers import Triton."""
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"imported_before": IMPORTED_BEFORE, "changed": not torch.equal(before, model.weight)}
+
+
 def random_numbers() -> list[list[float]]:
     """Draw from each generator that a program may use without a seed."""
     import keras

@@ -136,6 +136,12 @@ def test_preload_functions_that_compute_are_refused(function: str, library: str,
         call("threads", "forkserver", preload=function)
 
 
+def test_torch_trains_in_forks_of_a_process_that_has_tensorflow(learned: None) -> None:
+    """In a process that has imported TensorFlow first, it aborts."""
+    found, _ = call("torch_step", "forkserver")
+    assert found == {"imported_before": ["jax", "keras", "tensorflow"], "changed": True}
+
+
 def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> None:
     drawn = [call("random_numbers", "forkserver")[0] for _ in range(2)]
     for ours, theirs in zip(*drawn, strict=True):

@@ -31,6 +31,11 @@ ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 # that found pyarrow imported build and read data sets of flwr-datasets (benchmarks/client_task.py).
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
+# Libraries that must come first, where they are installed. PyTorch's optimizers import Triton; a process that
+# has TensorFlow aborts then ("registered more than once": both have an LLVM), and with Triton first it does
+# not. Seen with TensorFlow 2.21 and torch 2.15. Who trains with PyTorch gets forks of the same server.
+_FIRST = {"tensorflow": "triton"}
+
 
 class UnfitLibraryError(Exception):
     """Importing a library did something that a fork could not undo.
@@ -189,6 +194,9 @@ class _Watch:
         self._unfit: UnfitLibraryError | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in _FIRST:
+            with suppress(ImportError):
+                import_module(_FIRST[name])
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
