@@ -142,12 +142,6 @@ def test_torch_trains_in_forks_of_a_process_that_has_tensorflow(learned: None) -
     assert found == {"imported_before": ["jax", "keras", "tensorflow"], "changed": True}
 
 
-def test_what_tensorflow_reads_when_it_is_imported_is_the_callers(learned: None) -> None:
-    """Its C++ code reads it, unseen by Python: a server that has imported it is no good for another value."""
-    assert call("limits_mib", "forkserver", TF_ENABLE_ONEDNN_OPTS="0")[0]["imported_before"] == []
-    assert "tensorflow" in call("limits_mib", "forkserver")[0]["imported_before"]
-
-
 def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> None:
     drawn = [call("random_numbers", "forkserver")[0] for _ in range(2)]
     for ours, theirs in zip(*drawn, strict=True):
@@ -198,3 +192,12 @@ def test_a_process_that_computes_is_not_forked(program: str, auto: str, fork: st
     lines = run_script(CHOOSE.format(program=program), env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
     assert lines[0] == auto
     assert fork in lines[1]
+
+
+def test_what_tensorflow_reads_when_it_is_imported_is_the_callers(learned: None) -> None:
+    """Its C++ code reads it, unseen by Python: a server that has imported it is no good for another value.
+
+    The last test here: from then on this process asks for servers of its own.
+    """
+    assert "tensorflow" in call("limits_mib", "forkserver")[0]["imported_before"]
+    assert call("limits_mib", "forkserver", TF_ENABLE_ONEDNN_OPTS="0")[0]["imported_before"] == []
