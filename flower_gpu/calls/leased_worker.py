@@ -174,7 +174,10 @@ class _CappedTensorFlow:
     def _hold_now(self) -> None:
         from flower_gpu.tensorflow import memory
 
-        self._hold = memory.hold_to([share.cap_bytes for share in self._lease.shares])
+        try:
+            self._hold = memory.hold_to([share.cap_bytes for share in self._lease.shares])
+        except (ImportError, AttributeError) as error:  # a release whose parts are elsewhere
+            print(f"flower-gpu: this TensorFlow is not held to its lease ({error})", file=sys.stderr)
 
 
 # What is used ---------------------------------------------------------------------------------------------

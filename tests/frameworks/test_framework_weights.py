@@ -7,8 +7,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from flower_gpu.calls import leased_worker
+from flower_gpu.gpu.lease import Lease, Share
 
 FOLDER = Path(__file__).parent
 
@@ -41,6 +45,19 @@ def test_jax(x64: str) -> None:
     if not find_spec("jax"):
         pytest.skip("needs JAX")
     check("jax_weights_checks.py", JAX_ENABLE_X64=x64)
+
+
+def test_a_tensorflow_with_other_parts_is_used_without_a_cap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, and the task's import does not fail."""
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=None))
+    for name in [name for name in sys.modules if name.startswith("tensorflow.")]:
+        monkeypatch.delitem(sys.modules, name)
+    capped = leased_worker._CappedTensorFlow(Lease("x", (Share("GPU-0", 0, "A", 4, 3, 2),)))
+    capped.begin()
+    capped.end()
+    assert "this TensorFlow is not held to its lease" in capsys.readouterr().err
 
 
 def test_without_any_of_them(run_script) -> None:
