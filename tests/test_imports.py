@@ -27,7 +27,8 @@ for name in names:
     if not child:
         try:
             importlib.import_module(name)
-            found = [name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules]
+            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "tensorflow", "keras", "jax")
+            found = [name for name in looked_for if name in sys.modules]
             print(json.dumps([name, found]), flush=True)
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -78,6 +79,7 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
         assert "torch" not in found
     if layer(name) not in ("flower", "launch", "simulation"):
         assert "flwr" not in found
+    assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
     light = ("config", "errors", "trace", "isolation", "gpu", "calls", "ranks", "runner")
     if name == "flower_gpu" or layer(name) in light:
         assert found == set()  # a worker's and a client's minimum, and what every other module builds on
@@ -104,8 +106,12 @@ MAY_IMPORT = {
     "isolation": {"config", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
     "pytorch": {"config", "errors", "trace"},
+    "array_checks": {"errors"},
+    "tensorflow": set(),
+    "keras": {"errors", "array_checks"},
+    "jax": {"errors", "array_checks"},
     "progress_display": {"config", "errors", "trace"},
-    "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch"},
+    "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch", "tensorflow"},
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
     # PyTorch in a rank only; Flower's messages by name only.
     "ranks": {"config", "errors", "trace", "isolation", "gpu", "calls", "pytorch"},

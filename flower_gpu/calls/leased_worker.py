@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.calls import rank_figures
+from flower_gpu.calls.after_import import AfterImport
 from flower_gpu.calls.fixed_variables import Rule, fixed
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease, Share
@@ -22,6 +20,7 @@ from flower_gpu.isolation import events, own_calls, threads
 
 if TYPE_CHECKING:
     from flower_gpu.pytorch.memory import Hold
+    from flower_gpu.tensorflow.memory import Hold as TensorFlowHold
 
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
@@ -66,6 +65,10 @@ def _kept(value: str, _: str) -> str:
     return value
 
 
+def _none(_: str) -> str:
+    return ""
+
+
 @contextmanager
 def _leased(lease: Lease) -> Iterator[None]:
     fraction = cap.cap_fraction(lease)
@@ -73,15 +76,18 @@ def _leased(lease: Lease) -> Iterator[None]:
     for name in {cap.SETTINGS, cap.OLD_SETTINGS} & set(rules):
         # A user's own are put together with the cap.
         rules[name] = partial(lambda at, text: cap.torch_settings(fraction, {at: text}), name)
+    for name in set(cap.JAX_FRACTIONS) - set(rules):  # JAX refuses to start with the other one set as well
+        rules[name] = _none
     with _fixed(rules), _watched(lease):
         yield
 
 
 @contextmanager
 def _watched(lease: Lease) -> Iterator[None]:
-    capped = _Capped(lease)
+    capped, tensorflow = _Capped(lease), _CappedTensorFlow(lease)
     watch = _Watch(lease)
     capped.begin()
+    tensorflow.begin()
     watch.start()
     error: BaseException | None = None
     try:
@@ -94,8 +100,9 @@ def _watched(lease: Lease) -> Iterator[None]:
         # Whatever fails here must not take the place of the task's own result or error.
         with suppress(Exception):
             _tell(lease, capped, watch, error)
-        with suppress(Exception):
-            capped.end()
+        for cap_of_library in (capped, tensorflow):
+            with suppress(Exception):
+                cap_of_library.end()
 
 
 # The cap --------------------------------------------------------------------------------------------------
@@ -107,7 +114,7 @@ class _Capped:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._fraction = cap.cap_fraction(lease)
-        self._finder: _AfterImport | None = None
+        self._finder: AfterImport | None = None
         self.hold: Hold | None = None
 
     def begin(self) -> None:
@@ -118,13 +125,12 @@ class _Capped:
             # It may have read another process's environment: the fork server's, or the client's.
             self.hold.follow_settings()
         else:
-            self._finder = _AfterImport("torch", self._hold)
-            sys.meta_path.insert(0, self._finder)
+            self._finder = AfterImport.begin("torch", self._hold)
 
     def end(self) -> None:
         """Let go, in a process that outlives the call (``in-process``)."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        if self._finder is not None:
+            self._finder.end()
         if self.hold is not None:
             self.hold.release()
 
@@ -147,31 +153,33 @@ class _Capped:
         return cap.own_fraction(self._fraction, os.environ)
 
 
-class _AfterImport:
-    """Finder that finds nothing itself, and calls a function right after one module was imported."""
+class _CappedTensorFlow:
+    """The same for TensorFlow. JAX reads its own from the environment, when it first looks for devices."""
 
-    def __init__(self, name: str, then: Callable[[], None]) -> None:
-        self._name = name
-        self._then = then
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._finder: AfterImport | None = None
+        self._hold: TensorFlowHold | None = None
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            sys.meta_path.insert(0, self)
-            return spec
-        loader, execute = spec.loader, spec.loader.exec_module
+    def begin(self) -> None:
+        if hasattr(sys.modules.get("tensorflow"), "config"):
+            self._hold_now()
+        else:
+            self._finder = AfterImport.begin("tensorflow", self._hold_now)
 
-        def execute_and_call(module: ModuleType) -> None:
-            del loader.exec_module  # the loader's own again
-            execute(module)
-            self._then()
+    def end(self) -> None:
+        if self._finder is not None:
+            self._finder.end()
+        if self._hold is not None:
+            self._hold.release()
 
-        with suppress(AttributeError):  # a loader that takes no attributes: the environment has the cap
-            loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
+    def _hold_now(self) -> None:
+        from flower_gpu.tensorflow import memory
+
+        try:
+            self._hold = memory.hold_to([share.cap_bytes for share in self._lease.shares])
+        except (ImportError, AttributeError) as error:  # a release whose parts are elsewhere
+            print(f"flower-gpu: this TensorFlow is not held to its lease ({error})", file=sys.stderr)
 
 
 # What is used ---------------------------------------------------------------------------------------------

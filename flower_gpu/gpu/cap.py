@@ -29,7 +29,8 @@ FRACTION: Final = "per_process_memory_fraction"
 # An unknown setting makes PyTorch raise an error when CUDA starts. This one came with 2.10 (pytorch#161035).
 _FRACTION_SINCE = (2, 10)
 
-_JAX_FRACTION, _OLD_JAX_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+#: Where JAX reads its cap, when it first looks for devices. With both set it does not start.
+JAX_FRACTIONS: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 _DIGITS = 12  # of a fraction; of a GPU with 200 GB that is less than a byte
 
@@ -147,8 +148,8 @@ def torch_version_knows(version: str) -> bool:
 
 
 def _jax_fraction(cap: str, environ: Mapping[str, str]) -> dict[str, str]:
-    # jaxlib refuses to start when both names are set. All versions take the old one so far.
-    names = [name for name in (_JAX_FRACTION, _OLD_JAX_FRACTION) if environ.get(name)] or [_OLD_JAX_FRACTION]
+    # All versions take the old name so far (up to 0.10.2).
+    names = [name for name in JAX_FRACTIONS if environ.get(name)] or [JAX_FRACTIONS[1]]
     return {name: _smaller(cap, environ.get(name) or None, name, most=math.inf) for name in names}
 
 

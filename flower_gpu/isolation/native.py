@@ -1,10 +1,11 @@
-"""What native libraries of this process would do to a fork. Neither torch nor CUDA is imported here."""
+"""What native libraries of this process would do to a fork. None of them is imported here, nor CUDA."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 
 _CUDA_SUCCESS = 0
@@ -32,6 +33,25 @@ def initialized_cuda_devices() -> int | None:
     if libcuda.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
         return None  # CUDA_ERROR_NOT_INITIALIZED
     return count.value
+
+
+def started_runtime() -> str | None:
+    """Name the library whose threads this process has started, which a fork would wait for.
+
+    For ever: seen with TensorFlow 2.21 and JAX 0.10 once a tensor was made, and not after importing them.
+
+    Returns
+    -------
+    str or None
+        ``"TensorFlow"`` or ``"JAX"``, once that has made its first tensor or looked for devices; importing it
+        starts no threads. Neither has a function in its API that tells without starting them.
+    """
+    context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
+    if getattr(context, "_context_handle", None) is not None:
+        return "TensorFlow"
+    if getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None):
+        return "JAX"
+    return None
 
 
 def release_openmp_threads() -> None:

@@ -20,7 +20,7 @@ from flower_gpu.isolation import child, transport
 from flower_gpu.isolation.call import Call, task_name
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.forkserver.sockets import Gone as Gone
-from flower_gpu.isolation.native import initialized_cuda_devices, release_openmp_threads
+from flower_gpu.isolation.native import initialized_cuda_devices, release_openmp_threads, started_runtime
 from flower_gpu.isolation.process import OwnChild, Process
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
@@ -261,8 +261,9 @@ def choose(start_method: str, *, preload: bool = False) -> str:
 
     A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
     Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
-    itself if that can see one GPU only, and in a fresh interpreter otherwise. What it preloads, however,
-    would be gone with it: then the fork server keeps that.
+    itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
+    where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then
+    the fork server keeps that.
 
     Parameters
     ----------
@@ -287,13 +288,21 @@ def choose(start_method: str, *, preload: bool = False) -> str:
             "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it "
             "could not. Use 'auto' or 'spawn'"
         )
+    runtime = started_runtime()
+    if start_method == "fork" and runtime is not None:
+        raise ConfigError(
+            f"start_method='fork' cannot be used: this process has computed with {runtime}, and a fork of it "
+            "would wait for its threads for ever. Use 'auto' or 'spawn', or compute in the worker only"
+        )
     if start_method == "forkserver" and not client.is_supported():
         raise ConfigError("start_method='forkserver' needs Linux 5.3 or later. Use 'auto' or 'spawn'")
     if start_method != "auto":
         return start_method
     in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
     if in_client_app and not (preload and client.is_supported()):
-        return "fork" if gpus is None else "inline" if gpus == 1 else "spawn"
+        if gpus is None:
+            return "fork" if runtime is None else "spawn"
+        return "inline" if gpus == 1 else "spawn"
     return "forkserver" if client.is_supported() else "spawn"
 
 

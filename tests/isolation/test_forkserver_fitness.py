@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from forkservers import Client, until_only
 from processes import wait_until
 
-from flower_gpu.isolation.forkserver import client, control
+from flower_gpu.isolation.forkserver import client, control, fitness
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -175,6 +176,19 @@ class TestShadows:
         with Client(learned) as caller:
             caller.do(f"sys.path.append({str(tmp_path)!r})")
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+
+    def test_a_single_file_that_calls_itself_a_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As six does. It lies where it was found, and so nothing of a caller hides it."""
+        (tmp_path / "six_alike.py").write_text("__path__ = []\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.import_module("six_alike")
+        shadows = fitness.Shadows()
+        assert shadows.hidden([str(tmp_path)], "/") == []
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "six_alike.py").touch()
+        assert shadows.hidden([str(tmp_path / "own"), str(tmp_path)], "/") == ["six_alike"]
 
     def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
         (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's

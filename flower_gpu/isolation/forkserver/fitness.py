@@ -23,9 +23,17 @@ _NOT_OF_A_LIBRARY = {
     "_",
 }
 
+# What the C++ code of a library reads while it is imported, unnoticed by os.environ (seen for TensorFlow 2.21
+# and jaxlib 0.10). Everything else of these two is read when they look for devices, in the worker.
+_LOGGING = ("TF_CPP_MAX_VLOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL", "TF_CPP_VMODULE")
+_READ_BY_NATIVE_CODE = {
+    "jaxlib": _LOGGING,
+    "tensorflow": (*_LOGGING, "TF_ENABLED_DEVICE_TYPES", "TF_ENABLE_ONEDNN_OPTS"),
+}
+
 
 class EnvironmentUse:
-    """Notes which environment variables Python code of this process reads and sets.
+    """Notes which environment variables libraries of this process read, and which they set.
 
     A library that read ``HF_HOME`` when it was imported keeps that folder in all forks: they are no good for
     a caller with another one. What a library has set must also be set in the forks.
@@ -57,7 +65,7 @@ class EnvironmentUse:
                 self._listed = deque(names)
             yield from names
 
-        before = dict(os.environ)
+        before, modules = dict(os.environ), set(sys.modules)
         kind.__getitem__, kind.__iter__ = noting_get, noting_iterate
         try:
             yield
@@ -67,6 +75,9 @@ class EnvironmentUse:
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
                     self.changed[name] = after.get(name)
+            for library in _READ_BY_NATIVE_CODE.keys() & (sys.modules.keys() - modules):
+                for name in _READ_BY_NATIVE_CODE[library]:
+                    self.read.setdefault(name, before.get(name))
 
     def differs_from(self, environ: Mapping[str, str]) -> list[str]:
         """Return the variables that the libraries would have found otherwise in ``environ``."""
@@ -176,8 +187,9 @@ def _homes_of_modules() -> dict[str, str]:
     for name, module in list(sys.modules.items()):
         file = getattr(getattr(module, "__spec__", None), "origin", None)
         if "." not in name and isinstance(file, str) and os.path.isabs(file):
-            folder = Path(file).parent
-            homes[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+            path = Path(file)
+            # By the file: six is a single one, but has a __path__ as packages do.
+            homes[name] = str(path.parent.parent if path.stem == "__init__" else path.parent)
     return homes
 
 

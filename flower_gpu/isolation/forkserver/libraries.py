@@ -22,7 +22,7 @@ from typing import Any
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation import preload
 from flower_gpu.isolation.forkserver import sockets
-from flower_gpu.isolation.native import initialized_cuda_devices
+from flower_gpu.isolation.native import initialized_cuda_devices, started_runtime
 
 #: Imported by every fork server, as far as they are installed.
 ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
@@ -30,6 +30,11 @@ ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 # Libraries that start threads when they are imported, and whose forks were seen to work all the same: workers
 # that found pyarrow imported build and read data sets of flwr-datasets (benchmarks/client_task.py).
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
+
+# Libraries that must come first, where they are installed. PyTorch's optimizers import Triton; a process that
+# has TensorFlow aborts then ("registered more than once": both have an LLVM), and with Triton first it does
+# not. Seen with TensorFlow 2.21 and torch 2.15. Who trains with PyTorch gets forks of the same server.
+_FIRST = {"tensorflow": "triton"}
 
 
 class UnfitLibraryError(Exception):
@@ -91,7 +96,7 @@ def preload_on_cpu(functions: preload.Preload) -> None:
     Raises
     ------
     ConfigError
-        If one of them initialised CUDA.
+        If one of them initialised CUDA, or started the threads of TensorFlow or JAX.
     Exception
         What a function raised.
     """
@@ -101,6 +106,11 @@ def preload_on_cpu(functions: preload.Preload) -> None:
             raise ConfigError(
                 f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
                 "choose the device in the task"
+            )
+        if (library := started_runtime()) is not None:
+            raise ConfigError(
+                f"{name} computes with {library}, whose threads no worker would have: it would wait for them "
+                "for ever. Load numpy arrays there, and make tensors, data sets and models in the task"
             )
 
 
@@ -184,6 +194,9 @@ class _Watch:
         self._unfit: UnfitLibraryError | None = None
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name in _FIRST:
+            with suppress(ImportError):
+                import_module(_FIRST[name])
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue

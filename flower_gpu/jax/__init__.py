@@ -1,0 +1,1 @@
+"""What is for JAX. Nothing here imports it before a function is called."""

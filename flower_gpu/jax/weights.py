@@ -1,0 +1,139 @@
+"""A pytree of JAX arrays as numpy arrays and back: parameters, batch statistics, states of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flower_gpu import array_checks
+from flower_gpu.errors import WeightsError
+
+
+def get_weights(tree: Any) -> list[NDArray[Any]]:
+    """Copy the leaves of a pytree to numpy arrays.
+
+    Parameters
+    ----------
+    tree : pytree
+        Its leaves are JAX arrays on any device, numpy arrays, or Python's numbers.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        One C-contiguous array for each leaf, in JAX's order; ``None`` is no leaf. They share no memory with
+        the tree. bfloat16 is float32; every other dtype and all shapes are kept.
+
+    Raises
+    ------
+    WeightsError
+        If a leaf has no numpy counterpart (a random key, float8, a string), was donated, lies on other hosts,
+        or is a tracer; the message has its path.
+    """
+    paths, leaves, _ = _flattened(tree)
+    array_checks.each(paths, _check_values, leaves)  # all are looked at before the first copy
+    return array_checks.each(paths, _to_numpy, leaves)
+
+
+def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
+    """Return a pytree like ``tree`` with these arrays as its leaves; ``tree`` stays as it is.
+
+    Parameters
+    ----------
+    tree : pytree
+        Has structure, shapes, dtypes and devices; its values are not looked at, so what ``jax.eval_shape``
+        returns will do.
+    weights : sequence of numpy.ndarray
+        One array for each leaf, in JAX's order, as from :func:`get_weights`.
+
+    Returns
+    -------
+    pytree
+        The same structure. JAX arrays are where those of ``tree`` are, numpy arrays and Python's numbers stay
+        what they are.
+
+    Raises
+    ------
+    WeightsError
+        If the number of arrays, a shape or a dtype is not the tree's, or if floats meant for integers or
+        booleans hold a value that does not fit; the message has the leaf's path, what was expected and what
+        came.
+
+    Notes
+    -----
+    Of averages two differences of dtype are taken, see :func:`flower_gpu.array_checks.fitted`.
+    """
+    import jax
+
+    paths, leaves, structure = _flattened(tree)
+    arrays = array_checks.check_count(weights, paths)
+    labels = [f"{path}, array {i} of {len(paths)}" for i, path in enumerate(paths, start=1)]
+    fitting = array_checks.each(labels, _fitted, arrays, leaves)
+    made = [_like(array, leaf) for array, leaf in zip(fitting, leaves, strict=True)]
+    return jax.tree_util.tree_unflatten(structure, made)
+
+
+def _flattened(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Return the paths of a tree's leaves, the leaves, and its structure."""
+    import jax
+
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    # A tree that is one leaf has no path.
+    paths = [jax.tree_util.keystr(path) or "the tree" for path, _ in pairs]
+    return paths, [leaf for _, leaf in pairs], structure
+
+
+def _dtype(leaf: Any) -> np.dtype[Any]:
+    """Return the dtype in which a leaf travels."""
+    import jax
+
+    if isinstance(leaf, bool | int | float | complex):
+        return array_checks.numpy_dtype(np.asarray(leaf).dtype.name)
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or not hasattr(leaf, "shape"):
+        raise WeightsError(f"expected an array or a number, got {type(leaf).__name__}")
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        raise WeightsError(
+            "a random key is no weight; keep it out of the tree, or give jax.random.key_data of it"
+        )
+    return array_checks.numpy_dtype(dtype.name)
+
+
+def _check_values(leaf: Any) -> None:
+    """Raise if there are no values of a leaf here."""
+    import jax
+
+    if isinstance(leaf, jax.core.Tracer):
+        raise WeightsError("a tracer has no values; call get_weights outside of jit, grad and vmap")
+    _dtype(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise WeightsError("a shape has no values")
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise WeightsError("its memory was donated or deleted; keep what the function returned")
+        if not leaf.is_fully_addressable:
+            raise WeightsError("parts of it are on other hosts; gather it first")
+
+
+def _to_numpy(leaf: Any) -> NDArray[Any]:
+    return array_checks.to_numpy(leaf, _dtype(leaf))
+
+
+def _fitted(array: object, leaf: Any) -> NDArray[Any]:
+    return array_checks.fitted(array, np.shape(leaf), _dtype(leaf))
+
+
+def _like(array: NDArray[Any], leaf: Any) -> Any:
+    """Return an array as what a leaf is: an array of JAX on the same devices, of numpy, or a number."""
+    import jax
+
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf)(array.item())
+    values = array.astype(leaf.dtype)  # a copy: the caller's must not change with it
+    if isinstance(leaf, np.generic):
+        return values[()]
+    if isinstance(leaf, np.ndarray):
+        return values
+    return jax.device_put(values, getattr(leaf, "sharding", None))

@@ -1,0 +1,1 @@
+"""What is for Keras models, with any of its backends. Imports none of them."""

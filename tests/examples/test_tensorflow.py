@@ -1,0 +1,54 @@
+"""examples/tensorflow, as a federation and as a simulation; what it saves can be loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import framework_launch
+import pytest
+from launched import REPOSITORY, Launch
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not find_spec("tensorflow"), reason="needs TensorFlow"),
+]
+
+LOAD = """
+import sys
+import keras
+from sklearn.datasets import load_digits
+images = (load_digits().data[:3] / 16).reshape(-1, 8, 8, 1)
+print(keras.models.load_model(sys.argv[1]).predict(images, verbose=0).argmax(axis=1).tolist())
+"""
+
+
+def test_a_federation_learns_the_digits(launch: Launch, tmp_path: Path) -> None:
+    done = framework_launch.launched(launch, "tensorflow", tmp_path)
+    # What is preloaded is kept by the fork server, also where a client is otherwise forked.
+    framework_launch.check(done, "fit", "keras_digits.task:initial_weights", "forkserver")
+    model = str(done.folder / "model.keras")
+    loaded = subprocess.run([sys.executable, "-c", LOAD, model], capture_output=True, text=True, timeout=120)
+    assert loaded.stdout == "[0, 1, 2]\n", loaded.stderr
+
+
+def test_the_same_app_in_a_simulation(tmp_path: Path) -> None:
+    app = str(REPOSITORY / "examples" / "tensorflow")
+    command = [sys.executable, "-m", "flower_gpu.cli", "simulate", app, "--num-supernodes", "4"]
+    done = subprocess.run(
+        [*command, "--log-dir", str(tmp_path), "--run-config", "num-clients=4 num-server-rounds=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout
+    (folder,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["kind"] == "server-evaluate"]
+    assert evaluated[-1]["round"] == 2
+    assert evaluated[-1]["metrics"]["accuracy"] >= 0.90, evaluated

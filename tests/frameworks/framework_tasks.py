@@ -1,0 +1,174 @@
+"""Tasks of workers that compute with TensorFlow or JAX. Importing this module imports neither."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+#: Whether they were there before the task: its module is loaded with everything set up.
+IMPORTED_BEFORE = sorted({"tensorflow", "jax", "keras"} & set(sys.modules))
+
+
+def _pretend_gpus(count: int) -> None:
+    """Have TensorFlow find GPUs, as far as its Python code is concerned: it is not asked to start."""
+    from tensorflow.python import pywrap_tfe
+
+    kinds = ["CPU:0", *(f"GPU:{index}" for index in range(count))]
+    pywrap_tfe.TF_ListPhysicalDevices = lambda: [f"/physical_device:{kind}".encode() for kind in kinds]
+
+
+def limits_mib(program: str = "", gpus: int = 1) -> dict[str, Any]:
+    """Return what TensorFlow would start its runtime with, after a program's own settings."""
+    import tensorflow as tf
+    from tensorflow.python.eager import context
+
+    _pretend_gpus(gpus)
+    looked = context.context()._physical_devices is not None
+    if program:
+        exec(program, {"tf": tf, "gpus": tf.config.list_physical_devices("GPU")})
+    options = context.context().config.gpu_options
+    return {
+        "limits": [list(device.memory_limit_mb) for device in options.experimental.virtual_devices],
+        "growth": os.environ["TF_FORCE_GPU_ALLOW_GROWTH"],
+        "imported_before": IMPORTED_BEFORE,
+        "looked_before": looked,
+        "started": context.context()._context_handle is not None,
+        "loader_is_its_own": "exec_module" not in vars(tf.__spec__.loader),
+    }
+
+
+def tensorflow_sum() -> dict[str, Any]:
+    """Compute with TensorFlow, and tell by what devices."""
+    import tensorflow as tf
+
+    data = tf.data.Dataset.range(10).map(lambda x: x * 2, num_parallel_calls=4).prefetch(2)
+    return {
+        "sum": sum(int(x) for x in data),
+        "devices": [device.name for device in tf.config.list_logical_devices()],
+        "imported_before": IMPORTED_BEFORE,
+        "pid": os.getpid(),
+    }
+
+
+def jax_sum() -> dict[str, Any]:
+    """Compute with JAX, and tell what it was told of memory when it began to look for devices."""
+    import jax
+    import jax.numpy as jnp
+    from jaxlib import xla_client
+
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    total = jax.jit(lambda n: jnp.arange(n).sum(), static_argnums=0)(10)
+    return {
+        "sum": int(total),
+        "fraction": options["memory_fraction"],
+        "preallocate": options["preallocate"],
+        "imported_before": IMPORTED_BEFORE,
+        "pid": os.getpid(),
+    }
+
+
+def jax_fraction_of_its_own(name: str) -> dict[str, Any]:
+    """Ask for all of the GPU, as scripts do at their top."""
+    os.environ[name] = "0.95"
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    return jax_sum()
+
+
+DATA: list[Any] = []
+
+
+def load_numpy() -> None:
+    """Import the libraries, and keep arrays: what a preload function may do."""
+    import jax
+    import keras
+    import numpy as np
+
+    assert jax and keras
+    DATA.append(np.arange(10))
+
+
+def make_tensor() -> None:
+    import tensorflow as tf
+
+    DATA.append(tf.constant(1.0))
+
+
+def make_dataset() -> None:
+    import tensorflow as tf
+
+    DATA.append(tf.data.Dataset.range(3))
+
+
+def make_model() -> None:
+    import keras
+
+    DATA.append(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+
+
+def make_jax_array() -> None:
+    import jax.numpy as jnp
+
+    DATA.append(jnp.ones(3))
+
+
+def sums_of_preloaded() -> dict[str, Any]:
+    found = {"tensorflow": tensorflow_sum()["sum"], "jax": jax_sum()["sum"], "data": int(DATA[0].sum())}
+    return {**found, "imported_before": IMPORTED_BEFORE, "pid": os.getpid()}
+
+
+def threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate())
+
+
+def tensorflow_out_of_memory() -> None:
+    """Fail as TensorFlow does (the text is that of its own message)."""
+    import tensorflow as tf
+
+    raise tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        "OOM when allocating tensor with shape[32768,32768] and type float on "
+        "/job:localhost/replica:0/task:0/device:GPU:0 by allocator GPU_0_bfc [Op:Mul]",
+    )
+
+
+def keras_with_backend() -> dict[str, Any]:
+    """Train a little with whatever backend the environment names, and give the weights back and forth."""
+    import keras
+    import numpy as np
+
+    from flower_gpu.keras.weights import get_weights, set_weights
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
+    before = get_weights(model)
+    model.compile(optimizer="sgd", loss="mse")
+    model.fit(np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), verbose=0)
+    after = get_weights(model)
+    set_weights(model, before)
+    back = all(np.array_equal(a, b) for a, b in zip(before, get_weights(model), strict=True))
+    changed = any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    return {"backend": keras.backend.backend(), "back": back, "changed": changed}
+
+
+def torch_step() -> dict[str, Any]:
+    """Train with PyTorch, whose optimizers import Triton."""
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return {"imported_before": IMPORTED_BEFORE, "changed": not torch.equal(before, model.weight)}
+
+
+def random_numbers() -> list[list[float]]:
+    """Draw from each generator that a program may use without a seed."""
+    import keras
+    import tensorflow as tf
+
+    dense = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    drawn = [tf.random.normal([3]), keras.random.normal([3]), dense.weights[0]]
+    return [[float(number) for number in tf.reshape(array, [-1])] for array in drawn]

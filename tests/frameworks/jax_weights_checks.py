@@ -1,0 +1,181 @@
+"""Run by test_framework_weights.py, with and without 64 bits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from flower_gpu.errors import WeightsError
+from flower_gpu.jax.weights import get_weights, set_weights
+
+X64 = os.environ.get("JAX_ENABLE_X64") == "1"
+DTYPES = ["float32", "float16", "bfloat16", "int32", "uint8", "bool", "complex64"]
+DTYPES += ["float64", "int64"] if X64 else []
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Registered:
+    kernel: Any
+    bias: Any
+
+
+@jax.tree_util.register_pytree_node_class
+class Custom:
+    """A node whose children have no names."""
+
+    def __init__(self, child: Any, fixed: str = "fixed") -> None:
+        self.child, self.fixed = child, fixed
+
+    def tree_flatten(self) -> Any:
+        return (self.child,), self.fixed
+
+    @classmethod
+    def tree_unflatten(cls, fixed: str, children: Any) -> Custom:
+        return cls(*children, fixed)
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    shapes = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+    seeds = st.integers(0, 2**31)
+
+    def device(dtype: str, shape: tuple[int, ...], seed: int) -> Any:
+        values = np.random.default_rng(seed).normal(size=shape) * 100
+        return jnp.asarray(abs(values) if dtype == "uint8" else values).astype(dtype)
+
+    on_device = st.builds(device, st.sampled_from(DTYPES), shapes, seeds)
+    in_numpy = st.builds(lambda shape, seed: np.random.default_rng(seed).normal(size=shape), shapes, seeds)
+    numbers = st.one_of(st.booleans(), st.integers(-(2**31), 2**31), st.floats(allow_nan=False))
+    return st.one_of(on_device, in_numpy, numbers, st.none())
+
+
+TREES = st.recursive(
+    leaves(),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.dictionaries(st.text("ab/.", max_size=2), children, max_size=3),
+        st.tuples(children, children),
+        st.builds(Pair, children, children),
+        st.builds(Registered, children, children),
+        st.builds(Custom, children),
+    ),
+    max_leaves=8,
+)
+
+
+def zero(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jnp.zeros_like(leaf)
+    return np.zeros_like(leaf) if isinstance(leaf, np.ndarray) else type(leaf)(0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TREES)
+def test_there_and_back(tree: Any) -> None:
+    weights = get_weights(tree)
+    flat, structure = jax.tree_util.tree_flatten(tree)
+    assert len(weights) == len(flat)
+    zeros = jax.tree_util.tree_map(zero, tree)
+    back = set_weights(zeros, weights)
+    found, same = jax.tree_util.tree_flatten(back)
+    assert same == structure
+    for array, leaf, again in zip(weights, flat, found, strict=True):
+        assert type(array) is np.ndarray
+        assert array.flags["C_CONTIGUOUS"]
+        assert not np.shares_memory(array, np.asarray(leaf))
+        assert type(again) is type(leaf)
+        assert np.asarray(again).dtype == np.asarray(leaf).dtype
+        assert array.dtype == ("float32" if np.asarray(leaf).dtype == "bfloat16" else np.asarray(leaf).dtype)
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(leaf))
+    for array in weights:
+        array[...] = 1  # of numpy's own, and nobody else's
+    for leaf, again in zip(flat, jax.tree_util.tree_leaves(back), strict=True):
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(leaf))
+
+
+@pytest.mark.parametrize("tree", [{}, [], None, (), {"a": None, "b": [None]}])
+def test_nothing(tree: Any) -> None:
+    assert get_weights(tree) == []
+    assert set_weights(tree, []) == tree
+
+
+def test_averages() -> None:
+    tree = {"steps": jnp.arange(3), "flags": jnp.array([True, False]), "count": 3, "scale": jnp.float32(2)}
+    # Sorted by name, as JAX does it; what a strategy makes of two clients.
+    mean = [2.6, np.array([0.2, 0.9]), np.float64(1.5), np.array([0.5, 1.5, 2.4])]
+    back = set_weights(tree, [np.asarray(array) for array in mean])
+    assert (back["count"], type(back["count"])) == (3, int)
+    assert back["flags"].tolist() == [False, True]
+    assert (float(back["scale"]), back["scale"].dtype) == (1.5, jnp.float32)
+    assert back["steps"].tolist() == [0, 2, 2]
+    assert back["steps"].dtype == tree["steps"].dtype
+
+
+def test_shapes_are_enough_to_set() -> None:
+    tree = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    shapes = jax.eval_shape(lambda: tree)
+    back = set_weights(shapes, get_weights(tree))
+    assert back["w"].dtype == jnp.bfloat16
+    with pytest.raises(WeightsError, match=r"\['w'\]: a shape has no values"):
+        get_weights(shapes)
+
+
+def donated() -> Any:
+    array = jnp.ones(3)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jax.random.key(1), "a random key is no weight"),
+        (lambda: "text", "expected an array or a number, got str"),
+        (lambda: jnp.ones(2, jnp.float8_e4m3fn), "float8_e4m3fn has no numpy counterpart"),
+        (lambda: np.array([object()]), "object has no numpy counterpart"),
+        (lambda: 2**70, "object has no numpy counterpart"),
+        (donated, "donated or deleted"),
+    ],
+    ids=["key", "text", "float8", "objects", "large", "donated"],
+)
+def test_leaves_that_cannot_travel_are_named(make: Any, message: str) -> None:
+    with pytest.raises(WeightsError, match=rf"^\['layer'\]\[1\]: .*{message}"):
+        get_weights({"layer": [jnp.ones(1), make()]})
+
+
+def test_not_inside_of_jit() -> None:
+    with pytest.raises(WeightsError, match="the tree: a tracer has no values"):
+        jax.jit(get_weights)(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ([np.ones(2, np.float32)], r"expected 2 arrays \(\.kernel, \.bias\), got 1"),
+        (
+            [np.ones((3, 2), np.float32), np.ones(3, np.float32)],
+            r"\.kernel, array 1 of 2: .*\(2, 3\).*\(3, 2\)",
+        ),
+        ([np.ones((2, 3)), np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*astype\('float32'\)"),
+        ([[1.0], np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*list, not a numpy array"),
+        ("ab", "expected a list of 2 numpy arrays, got str"),
+    ],
+    ids=["count", "shape", "dtype", "no-array", "text"],
+)
+def test_what_does_not_fit_is_named(arrays: Any, message: str) -> None:
+    with pytest.raises(WeightsError, match=message):
+        set_weights(Registered(jnp.zeros((2, 3), jnp.float32), jnp.zeros(3, jnp.float32)), arrays)

@@ -1,0 +1,77 @@
+"""The weights of Keras models and of JAX's pytrees, in processes of their own: a backend is chosen once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flower_gpu.calls import leased_worker
+from flower_gpu.gpu.lease import Lease, Share
+
+FOLDER = Path(__file__).parent
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def check(file: str, **env: str) -> None:
+    """Run the tests in a file of this folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(FOLDER / file)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_keras(backend: str) -> None:
+    if not (find_spec("keras") and find_spec(backend)):
+        pytest.skip(f"needs Keras and {backend}")
+    check("keras_weights_checks.py", KERAS_BACKEND=backend)
+
+
+@pytest.mark.parametrize("x64", ["0", "1"])
+def test_jax(x64: str) -> None:
+    if not find_spec("jax"):
+        pytest.skip("needs JAX")
+    check("jax_weights_checks.py", JAX_ENABLE_X64=x64)
+
+
+def test_a_tensorflow_with_other_parts_is_used_without_a_cap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, and the task's import does not fail."""
+    monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=None))
+    for name in [name for name in sys.modules if name.startswith("tensorflow.")]:
+        monkeypatch.delitem(sys.modules, name)
+    capped = leased_worker._CappedTensorFlow(Lease("x", (Share("GPU-0", 0, "A", 4, 3, 2),)))
+    capped.begin()
+    capped.end()
+    assert "this TensorFlow is not held to its lease" in capsys.readouterr().err
+
+
+def test_without_any_of_them(run_script) -> None:
+    """What is for a framework that is not there can be imported, and says what it wants."""
+    code = """
+        import sys
+        for name in ("tensorflow", "keras", "jax"):
+            sys.modules[name] = None
+        from flower_gpu.errors import WeightsError
+        from flower_gpu.keras import weights
+        import flower_gpu.jax.weights, flower_gpu.tensorflow.memory
+        try:
+            weights.get_weights(object())
+        except WeightsError as error:
+            print(error)
+    """
+    assert run_script(code).stdout == "expected a Keras model, got object\n"

@@ -1,0 +1,203 @@
+"""TensorFlow and JAX in real workers with a lease: what they are told of memory, and what forks can do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from phases import without_phases
+
+from flower_gpu.calls import leased_worker
+from flower_gpu.errors import WorkerStartError, WorkerTaskError
+from flower_gpu.gpu import cap
+from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.isolation import worker
+from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.forkserver import client
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+
+GIB = 2**30
+METHODS = ["spawn", "forkserver"]
+CAP_MIB = 4096
+
+# Not imported here: a process that has computed with one of them cannot be forked, as other tests do.
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not (find_spec("tensorflow") and find_spec("jax")), reason="needs TensorFlow and JAX"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Less of TensorFlow's output."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
+        yield
+
+
+@pytest.fixture(scope="module")
+def learned(quiet: None) -> None:
+    """Have the fork server import both, as it does once a worker had to."""
+    client.learn(["tensorflow", "jax"])
+
+
+def call(
+    task: str, method: str, *args: Any, gpus: int = 1, preload: str = "", **env: str
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Run a task in a worker that is set up for its lease; return its result and its events."""
+    shares = (Share(f"GPU-{i}", i, "A", 16 * GIB, 5 * GIB, CAP_MIB * 2**20 + 7) for i in range(gpus))
+    lease = Lease("ab12", tuple(shares))
+    env |= cap.worker_environment(lease, {**os.environ, **env})
+    functions = ((f"framework_tasks:{preload}", {}),) if preload else ()
+    prepared = Call(
+        f"framework_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=functions
+    )
+    events: list[dict[str, Any]] = []
+    value = worker.run(prepared, method, timeout_s=120, on_event=without_phases(events))
+    return value, events
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tensorflow_would_start_with_the_cap(method: str, learned: None) -> None:
+    found, _ = call("limits_mib", method)
+    assert found["limits"] == [[CAP_MIB]]
+    assert found["growth"] == "true"
+    assert ("tensorflow" in found["imported_before"]) is (method == "forkserver")
+    assert not found["looked_before"], "a task that does not need TensorFlow must not look for its GPUs"
+    assert not found["started"]
+    assert found["loader_is_its_own"]
+
+
+GROWTH = "[tf.config.experimental.set_memory_growth(gpu, True) for gpu in gpus]"
+LOGICAL = (
+    "tf.config.set_logical_device_configuration(gpus[0], [tf.config.LogicalDeviceConfiguration({})] * 2)"
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "gpus", "expected"),
+    [
+        (GROWTH, 2, [[CAP_MIB], [CAP_MIB]]),
+        (LOGICAL.format("memory_limit=800"), 1, [[800, 800]]),
+        (LOGICAL.format("memory_limit=8000"), 1, [[CAP_MIB / 2] * 2]),
+        ("tf.config.set_visible_devices(gpus[1:], 'GPU')", 2, [[CAP_MIB]]),
+    ],
+    ids=["growth", "smaller", "larger", "one-of-two"],
+)
+def test_what_scripts_do_about_memory_works_within_the_cap(
+    program: str, gpus: int, expected: list[list[float]], learned: None
+) -> None:
+    assert call("limits_mib", "forkserver", program, gpus, gpus=gpus)[0]["limits"] == expected
+
+
+def test_jax_begins_with_the_cap_whoever_has_imported_it(learned: None) -> None:
+    for method in METHODS:
+        found, _ = call("jax_sum", method)
+        assert found["sum"] == 45
+        assert 0.2499 * 16 * GIB < found["fraction"] * 16 * GIB <= CAP_MIB * 2**20 + 7
+        assert found["preallocate"] is False
+        assert ("jax" in found["imported_before"]) is (method == "forkserver")
+
+
+@pytest.mark.parametrize("name", cap.JAX_FRACTIONS)
+def test_a_fraction_that_a_module_sets_is_not_used(name: str, learned: None) -> None:
+    found, _ = call("jax_fraction_of_its_own", "forkserver", name)
+    assert found["fraction"] < 0.26
+    assert found["preallocate"] is False
+
+
+def test_forks_of_a_process_that_has_imported_both_compute(learned: None) -> None:
+    """Data sets with threads of their own, compiled functions, and what a preload function has left."""
+    first, _ = call("sums_of_preloaded", "forkserver", preload="load_numpy")
+    again, _ = call("sums_of_preloaded", "forkserver", preload="load_numpy")
+    for found in (first, again):
+        assert (found["tensorflow"], found["jax"], found["data"]) == (90, 45, 45)
+        assert found["imported_before"] == ["jax", "keras", "tensorflow"]
+    assert first["pid"] != again["pid"]
+
+
+@pytest.mark.parametrize(
+    ("function", "library"),
+    [
+        ("make_tensor", "TensorFlow"),
+        ("make_dataset", "TensorFlow"),
+        ("make_model", "TensorFlow"),
+        ("make_jax_array", "JAX"),
+    ],
+)
+def test_preload_functions_that_compute_are_refused(function: str, library: str, learned: None) -> None:
+    with pytest.raises(WorkerStartError, match=f"{function} computes with {library}.*Load numpy arrays"):
+        call("threads", "forkserver", preload=function)
+
+
+def test_torch_trains_in_forks_of_a_process_that_has_tensorflow(learned: None) -> None:
+    """In a process that has imported TensorFlow first, it aborts."""
+    found, _ = call("torch_step", "forkserver")
+    assert found == {"imported_before": ["jax", "keras", "tensorflow"], "changed": True}
+
+
+def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> None:
+    drawn = [call("random_numbers", "forkserver")[0] for _ in range(2)]
+    for ours, theirs in zip(*drawn, strict=True):
+        assert ours != theirs
+
+
+def test_running_out_of_memory_is_told(learned: None) -> None:
+    events: list[dict[str, Any]] = []
+    env = cap.worker_environment(
+        Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ
+    )
+    prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=leased_worker.SETUP)
+    with pytest.raises(WorkerTaskError, match="ResourceExhaustedError: OOM when allocating"):
+        worker.run(prepared, "forkserver", timeout_s=120, on_event=without_phases(events))
+    (told,) = (event for event in events if event["event"] == "out_of_memory")
+    assert told["uuid"] == "GPU-0"
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_keras_trains_in_a_worker_with_every_backend(backend: str) -> None:
+    found, _ = call("keras_with_backend", "spawn", KERAS_BACKEND=backend)
+    assert found == {"backend": backend, "back": True, "changed": True}
+
+
+CHOOSE = """
+import sys
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation import start
+sys.argv[0] = "/some/where/flwr-clientapp"
+{program}
+print(start.choose("auto"))
+try:
+    print(start.choose("fork"))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "auto", "fork"),
+    [
+        ("import tensorflow, jax", "fork", "fork"),
+        ("import tensorflow; tensorflow.constant(1)", "spawn", "this process has computed with TensorFlow"),
+        ("import jax; jax.devices()", "spawn", "this process has computed with JAX"),
+    ],
+)
+def test_a_process_that_computes_is_not_forked(program: str, auto: str, fork: str, run_script: Any) -> None:
+    lines = run_script(CHOOSE.format(program=program), env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
+    assert lines[0] == auto
+    assert fork in lines[1]
+
+
+def test_what_tensorflow_reads_when_it_is_imported_is_the_callers(learned: None) -> None:
+    """Its C++ code reads it, unseen by Python: a server that has imported it is no good for another value.
+
+    The last test here: from then on this process asks for servers of its own.
+    """
+    assert "tensorflow" in call("limits_mib", "forkserver")[0]["imported_before"]
+    assert call("limits_mib", "forkserver", TF_ENABLE_ONEDNN_OPTS="0")[0]["imported_before"] == []
