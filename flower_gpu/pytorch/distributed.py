@@ -53,6 +53,8 @@ def prepare_model(
     where = device()
     if group.world_size() == 1:
         return to_device(model, where)
+    if isinstance(model, DistributedDataParallel) or sharding.is_sharded(model):
+        return model  # it is prepared already
     if group.options().sync_batchnorm and where.type == "cuda":  # there is none for the CPU
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if group.options().strategy == "fsdp":

@@ -28,6 +28,8 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
         raise ConfigError(f"strategy='fsdp' needs PyTorch 2.6, not {torch.__version__}") from error
     from torch.distributed.device_mesh import init_device_mesh
 
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError("a compiled model cannot be divided: use torch.compile(prepare_model(model))")
     state = model.state_dict() if group.rank() == 0 else {}
     not_in_state = _not_in_state(model)
     kept = {name: buffer for name, buffer in _buffers(model) if name in not_in_state}

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 import flower_gpu
 from flower_gpu import distributed
+from flower_gpu.errors import ConfigError, WeightsError
 from flower_gpu.pytorch import group, sharding
 from flower_gpu.pytorch.distributed import (
     load_checkpoint,
@@ -28,7 +30,7 @@ from flower_gpu.pytorch.distributed import (
 )
 from flower_gpu.pytorch.distributed import mean as mean_over_ranks
 from flower_gpu.pytorch.evaluation import classification_metrics
-from flower_gpu.pytorch.weights import get_weights, save_model, set_weights
+from flower_gpu.pytorch.weights import get_state, get_weights, save_model, set_state, set_weights
 
 
 class Net(nn.Module):
@@ -141,9 +143,15 @@ def parts_after_evaluation(path: str) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     weights = get_weights(model)
+    with pytest.raises(ConfigError, match="a compiled model"):
+        prepare_model(torch.compile(model))  # type: ignore[arg-type]
     model = prepare_model(model)
+    set_state(model, {"weight": weights[0] + 1, "bias": weights[1] + 1})
+    set_weights(model, weights)
     classification_metrics(model, prepare_loader(DataLoader(data(16), 8)))
     save_model(model, path)
+    with pytest.raises(WeightsError, match="give the model itself"):
+        get_state(model.state_dict())
     return weights, get_weights(model)
 
 
@@ -171,8 +179,9 @@ fsdp_checkpointed = distributed(checkpointed, strategy="fsdp")
 @distributed(lr_scaling="linear", warmup_steps=3)
 def rates() -> list[float]:
     """The learning rates of five steps as the optimizer had them, and as it shows them afterwards."""
-    model = prepare_model(nn.Linear(2, 1))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model = prepare_model(prepare_model(nn.Linear(2, 1)))  # once more changes nothing
+    optimizer = prepare_optimizer(prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1)))
+    assert not isinstance(getattr(model, "module", None), nn.parallel.DistributedDataParallel)
     seen: list[float] = []
     optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
     loader = prepare_loader(DataLoader(data(10), 5))
