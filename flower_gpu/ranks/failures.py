@@ -11,7 +11,9 @@ from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, Worke
 from flower_gpu.isolation.outcomes import WorkerStoppedError
 
 # NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
-_WATCHDOG: Final = re.compile(r"\[Rank \d+\].*(?:Watchdog caught collective|taking the entire process down)")
+_WATCHDOG: Final = re.compile(
+    r"Watchdog caught collective|taking the entire process down|WorkNCCL::checkTimeout"
+)
 _SAME_STEPS: Final = "Ranks must all take the same steps; timeout_s= of distributed says how long they wait"
 _FRAME: Final = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 

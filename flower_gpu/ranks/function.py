@@ -51,9 +51,9 @@ class Distributed:
         if count == 1:
             if self.num_gpus is not None and self.num_gpus > 1 and run.is_asked_for_one():
                 leasing.say_once(
-                    f"{self.__name__} is for {self.num_gpus} GPUs, but its call has asked for one: a client "
-                    "knows of it only where it is given the function itself, and not its name. Give "
-                    f"num_gpus={self.num_gpus} to the client as well"
+                    f"{self.__name__} is for {self.num_gpus} GPUs, but its call has asked for one: who "
+                    "calls it knows that only where it is a client's function itself, and not its name. Give "
+                    f"num_gpus={self.num_gpus} to the client, the mod or simulate as well"
                 )
             return load_task(self.task)(*args, **kwargs)
         if any(_is_context(value) for value in args):

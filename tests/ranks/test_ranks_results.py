@@ -126,8 +126,15 @@ def test_the_rank_is_named_once() -> None:
     assert str(failures.of_all([end(0, error, 1.0)], 3)) == str(error)
 
 
-def test_a_process_that_nccl_ended_is_not_the_one_that_failed() -> None:
-    text = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+        "[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(Seq",
+        "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<std::chrono",
+    ],
+)
+def test_a_process_that_nccl_ended_is_not_the_one_that_failed(text: str) -> None:
     ended = WorkerDiedError("rank 0 of 3: was killed by SIGABRT", -6, text)
     assert end(0, ended, 1.0).is_of_others
     hung = WorkerStoppedError(f"was ended. {STACK}")
