@@ -22,7 +22,9 @@ from flower_gpu.pytorch.group import world_size as world_size
 T = TypeVar("T")
 
 
-def prepare_model(model: nn.Module, shard: tuple[type[nn.Module], ...] = ()) -> nn.Module:
+def prepare_model(
+    model: nn.Module, shard: tuple[type[nn.Module], ...] = (), *, find_unused_parameters: bool = False
+) -> nn.Module:
     """Bring a model to this rank's device, with the same weights in all ranks: those of rank 0.
 
     Parameters
@@ -32,6 +34,9 @@ def prepare_model(model: nn.Module, shard: tuple[type[nn.Module], ...] = ()) -> 
     shard : tuple of classes
         With ``strategy="fsdp"``: modules of these classes, such as a transformer's blocks, are whole on a
         GPU one at a time. Default: the parts of each ``ModuleList`` and ``Sequential``.
+    find_unused_parameters : bool
+        With ``strategy="ddp"``: whether there are parameters that learn, but not from every batch, such as
+        heads of which each batch uses one. PyTorch says so where it is needed; it costs time in each step.
 
     Returns
     -------
@@ -48,6 +53,8 @@ def prepare_model(model: nn.Module, shard: tuple[type[nn.Module], ...] = ()) -> 
     where = device()
     if group.world_size() == 1:
         return to_device(model, where)
+    if isinstance(model, DistributedDataParallel) or sharding.is_sharded(model):
+        return model  # it is prepared already
     if group.options().sync_batchnorm and where.type == "cuda":  # there is none for the CPU
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if group.options().strategy == "fsdp":
@@ -55,7 +62,11 @@ def prepare_model(model: nn.Module, shard: tuple[type[nn.Module], ...] = ()) -> 
     to_device(model, where)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model  # nothing to average
-    return DistributedDataParallel(model, device_ids=[where] if where.type == "cuda" else None)
+    return DistributedDataParallel(
+        model,
+        device_ids=[where] if where.type == "cuda" else None,
+        find_unused_parameters=find_unused_parameters,
+    )
 
 
 def prepare_loader(loader: DataLoader[T]) -> DataLoader[T]:

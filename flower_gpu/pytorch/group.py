@@ -19,7 +19,8 @@ from flower_gpu.pytorch.device import device
 # What gloo and NCCL say when another rank is gone or does not answer. Not each error has a class of its own.
 _OF_OTHERS: Final = re.compile(
     r"gloo/|Gloo .*failed|Connection (?:closed|reset) by|Connection refused|Broken pipe|Timed out waiting"
-    r"|NCCL (?:error|communicator)|remote process exited|ncclRemoteError|wait timeout after",
+    r"|Application timeout caused|NCCL (?:error|communicator)|remote process exited|ncclRemoteError"
+    r"|wait timeout after",
     re.IGNORECASE,
 )
 _CLASSES: Final = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 from torch.optim import Optimizer
 
 from flower_gpu.pytorch import group
+
+_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def scaled(optimizer: Optimizer) -> Optimizer:
@@ -17,8 +20,9 @@ def scaled(optimizer: Optimizer) -> Optimizer:
     """
     how = group.options()
     count = group.world_size()
-    if count == 1 or how.lr_scaling is None:
+    if count == 1 or how.lr_scaling is None or optimizer in _scaled:
         return optimizer
+    _scaled.add(optimizer)
     most = float(count) if how.lr_scaling == "linear" else math.sqrt(count)
     steps = 0
     before: list[Any] = []

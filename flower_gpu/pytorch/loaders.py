@@ -37,22 +37,27 @@ def divided(loader: DataLoader[T]) -> DataLoader[T]:
             "the loader of an IterableDataset cannot be divided: let the data set skip what is not of its "
             "rank, by flower_gpu.pytorch.distributed.rank() and world_size()"
         )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise ConfigError("a loader without batches cannot be divided: give it batch_size")
     if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
         name = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
         raise ConfigError(
             f"a loader with a {name} cannot be divided: give it batch_size and shuffle, or divide the data "
             "yourself by flower_gpu.pytorch.distributed.rank() and world_size()"
         )
-    if isinstance(loader.sampler, RandomSampler) and (
-        loader.sampler.replacement or loader.sampler.num_samples != len(cast(Sized, loader.dataset))
-    ):
-        raise ConfigError("a loader that draws a number of samples, or with replacement, cannot be divided")
+    is_random = isinstance(loader.sampler, RandomSampler)
+    order = cast(Any, loader.sampler)
+    if len(order) != len(cast(Sized, loader.dataset)) or (is_random and order.replacement):
+        raise ConfigError(
+            "a loader that draws a number of samples, or with replacement, cannot be divided: give it the "
+            "examples themselves, such as a Subset"
+        )
     seed = group.of_first(torch.initial_seed()) % 2**62
     sampler = RankSampler(
         loader.dataset,
         num_replicas=count,
         rank=group.rank(),
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=is_random,
         seed=seed,
         drop_last=loader.drop_last,
     )

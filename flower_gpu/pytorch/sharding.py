@@ -28,8 +28,11 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
         raise ConfigError(f"strategy='fsdp' needs PyTorch 2.6, not {torch.__version__}") from error
     from torch.distributed.device_mesh import init_device_mesh
 
+    if hasattr(model, "_orig_mod"):
+        raise ConfigError("a compiled model cannot be divided: use torch.compile(prepare_model(model))")
     state = model.state_dict() if group.rank() == 0 else {}
-    kept = {name: buffer for name, buffer in model.named_buffers() if name in _not_in_state(model)}
+    not_in_state = _not_in_state(model)
+    kept = {name: buffer for name, buffer in _buffers(model) if name in not_in_state}
     to_device(model, "meta")  # shapes only, and tensors that are shared stay so
     mesh = init_device_mesh(where.type, (group.world_size(),))
     for module in list(_own_units(model, shard)):
@@ -49,8 +52,9 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether a model's parameters are divided over ranks."""
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and any(isinstance(each, tensor.DTensor) for each in model.parameters())
+    # Not by its parameters: after an evaluation those of the outermost module are still whole.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -91,4 +95,8 @@ def _own_units(model: nn.Module, shard: tuple[type[nn.Module], ...]) -> Iterator
 
 
 def _not_in_state(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_buffers()} - set(model.state_dict())
+    return {name for name, _ in _buffers(model)} - set(model.state_dict())
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return model.named_buffers(remove_duplicate=False)  # each place of one that is shared

@@ -124,7 +124,7 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     """
     model = _own(model)
     state = model.state_dict()
-    entries = _entries(state)
+    entries = _entries(state, is_divided=True)
     if isinstance(weights, str) or not isinstance(weights, Sequence):
         hint = "; set_state takes a mapping" if isinstance(weights, Mapping) else ""
         raise WeightsError(
@@ -160,7 +160,7 @@ def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
     """
     model = _own(model)
     current = model.state_dict()
-    entries = _entries(current)
+    entries = _entries(current, is_divided=True)
     if not isinstance(state, Mapping):
         raise WeightsError(
             f"expected a mapping of names to numpy arrays, got {type(state).__name__}; "
@@ -235,13 +235,19 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
         temporary.unlink(missing_ok=True)
 
 
-def _entries(model: nn.Module | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _entries(
+    model: nn.Module | Mapping[str, torch.Tensor], is_divided: bool = False
+) -> dict[str, torch.Tensor]:
     """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
     if isinstance(model, nn.Module):
         model = _own(model)
         state = sharding.full_state(model) if sharding.is_sharded(model) else model.state_dict()
     else:
         state = dict(model)
+        if not is_divided and any(hasattr(tensor, "full_tensor") for tensor in state.values()):
+            raise WeightsError(
+                "this state_dict is divided over ranks; give the model itself, which is put together"
+            )
     entries = {}
     for name, tensor in state.items():
         problem = None

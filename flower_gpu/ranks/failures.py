@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flower_gpu.errors import RankError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, WorkerTimeoutError
 from flower_gpu.isolation.outcomes import WorkerStoppedError
 
 # NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
-_WATCHDOG: Final = re.compile(r"\[Rank \d+\].*(?:Watchdog caught collective|taking the entire process down)")
+_WATCHDOG: Final = re.compile(
+    r"Watchdog caught collective|taking the entire process down|WorkNCCL::checkTimeout"
+)
+_SAME_STEPS: Final = "Ranks must all take the same steps; timeout_s= of distributed says how long they wait"
 _FRAME: Final = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 
 
@@ -73,12 +76,14 @@ def of_all(ends: Sequence[End], world_size: int) -> BaseException:
         return _caused(
             RankError(
                 f"{names} did not answer: {first.label} waited for it in vain ({_text(first.error)}). "
-                "Ranks must all take the same steps; timeout_s= of distributed says how long they wait",
+                f"{_SAME_STEPS}",
                 hung[0].rank,
             ),
             first.error,
         )
-    return _error((waited or hung)[0])
+    if waited:
+        return _in_vain(waited[0])
+    return _error(hung[0])
 
 
 def where(end: End) -> str:
@@ -92,8 +97,17 @@ def _error(end: End) -> BaseException:
     assert error is not None
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: not the rank's
         return error
-    text = str(error) if isinstance(error, WorkerDiedError) else f"{end.label}: {_text(error)}"
+    names_it = isinstance(error, WorkerDiedError | WorkerTaskError)
+    text = str(error) if names_it else f"{end.label}: {_text(error)}"
     return _caused(RankError(text, end.rank), error)
+
+
+def _in_vain(end: End) -> BaseException:
+    """Return the error of a rank that speaks of the others, where none of them was lost or late."""
+    if isinstance(end.error, WorkerDiedError):
+        return _error(end)
+    text = f"{end.label}: {_text(end.error)}. No other rank failed before. {_SAME_STEPS}"
+    return _caused(RankError(text, end.rank), end.error)
 
 
 def _late(ends: Sequence[End]) -> WorkerTimeoutError:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, overload
 
+from flower_gpu.calls import leasing
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.request import Request
 from flower_gpu.isolation.call import Task, check_task, load_task, task_name
@@ -31,20 +32,29 @@ class Distributed:
         How many GPUs a call of it asks for where its client leaves that to it.
     """
 
+    task: Task
+
     def __init__(self, task: Task, settings: RankSettings, num_gpus: int | None) -> None:
         check_task(task)
+        if isinstance(task, Distributed):
+            task = task.task  # its options are those that are given last
+        self.__name__ = self.__qualname__ = task_name(task)  # a partial, or an object, has none of its own
+        if not isinstance(task, str):
+            functools.update_wrapper(self, task)
         self.task = task
         self.settings = settings
         self.num_gpus = num_gpus
-        if isinstance(task, str):
-            self.__name__ = self.__qualname__ = task_name(task)
-        else:
-            functools.update_wrapper(self, task)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: in ranks in a worker that has several GPUs, or should have; else here."""
         count = run.how_many()
         if count == 1:
+            if self.num_gpus is not None and self.num_gpus > 1 and run.is_asked_for_one():
+                leasing.say_once(
+                    f"{self.__name__} is for {self.num_gpus} GPUs, but its call has asked for one: who "
+                    "calls it knows that only where it is a client's function itself, and not its name. Give "
+                    f"num_gpus={self.num_gpus} to the client, the mod or simulate as well"
+                )
             return load_task(self.task)(*args, **kwargs)
         if any(_is_context(value) for value in args):
             return load_task(_MESSAGE_CALL)(self, count, *args, **kwargs)

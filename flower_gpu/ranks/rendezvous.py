@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from flower_gpu.errors import WorkerError
 from flower_gpu.ranks.settings import RankSettings
 
 
@@ -42,7 +43,10 @@ def meeting_place() -> Iterator[str]:
     chooses for a store of its own, the usual way, may be taken by another client in the same instant.
     """
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("flower-gpu-ranks")
+        try:
+            descriptor = os.memfd_create("flower-gpu-ranks")
+        except OSError as error:
+            raise WorkerError(f"cannot start ranks: {error}") from error
         try:
             yield f"/proc/{os.getpid()}/fd/{descriptor}"
         finally:

@@ -107,10 +107,10 @@ def check_num_examples(counts: Sequence[int | None]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    # Scalars of numpy and of PyTorch on the way.
-    return isinstance(value, Real) or (getattr(value, "ndim", None) == 0 and hasattr(value, "item"))
+    # Scalars of numpy and of PyTorch on the way; theirs may be texts, dates or complex, too.
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _plain(value: Any) -> float:

@@ -50,6 +50,12 @@ def how_many() -> int:
     return int(os.environ.get(config.RANKS_VARIABLE) or 1)
 
 
+def is_asked_for_one() -> bool:
+    """Tell whether this is the worker of a call that is for one GPU, or for a part of one."""
+    is_here = own_calls.is_inside() or not leasing.is_worker()
+    return not is_here and config.RANKS_VARIABLE not in os.environ
+
+
 def run(
     function: Distributed,
     count: int,
@@ -150,7 +156,10 @@ def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[A
         ends: dict[int, End] = {}
         try:
             for thread in running:
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # there can be no more
+                    raise WorkerError(f"cannot start ranks: {error}") from error
                 began.append(thread)
             _wait(ended, ends, len(calls))
         finally:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 import flower_gpu
 from flower_gpu import distributed
+from flower_gpu.errors import ConfigError, WeightsError
 from flower_gpu.pytorch import group, sharding
 from flower_gpu.pytorch.distributed import (
     load_checkpoint,
@@ -28,7 +30,7 @@ from flower_gpu.pytorch.distributed import (
 )
 from flower_gpu.pytorch.distributed import mean as mean_over_ranks
 from flower_gpu.pytorch.evaluation import classification_metrics
-from flower_gpu.pytorch.weights import get_weights, set_weights
+from flower_gpu.pytorch.weights import get_state, get_weights, save_model, set_state, set_weights
 
 
 class Net(nn.Module):
@@ -41,6 +43,7 @@ class Net(nn.Module):
         self.again = nn.Linear(16, 16)
         self.again.weight = self.first.weight
         self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+        self.last.register_buffer("scale", self.scale, persistent=False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,11 +130,29 @@ def parts(weights: list[np.ndarray]) -> dict[str, Any]:
         "own": own,
         "of": sum(each.numel() for each in model.parameters()),
         "tied": model.again.weight is model.first.weight,
-        "scale": float(model.scale),
+        "scale": [float(model.scale), float(model.last.scale)],
         "is_sharded": sharding.is_sharded(model),
         "back": again,
         "plus_one": get_weights(model),
     }
+
+
+@distributed(strategy="fsdp")
+def parts_after_evaluation(path: str) -> Any:
+    """The weights of a model in one part, and what it gives back that has computed something last."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    weights = get_weights(model)
+    with pytest.raises(ConfigError, match="a compiled model"):
+        prepare_model(torch.compile(model))  # type: ignore[arg-type]
+    model = prepare_model(model)
+    set_state(model, {"weight": weights[0] + 1, "bias": weights[1] + 1})
+    set_weights(model, weights)
+    classification_metrics(model, prepare_loader(DataLoader(data(16), 8)))
+    save_model(model, path)
+    with pytest.raises(WeightsError, match="give the model itself"):
+        get_state(model.state_dict())
+    return weights, get_weights(model)
 
 
 def checkpointed(path: str, strategy: str, steps: int) -> Any:
@@ -158,8 +179,9 @@ fsdp_checkpointed = distributed(checkpointed, strategy="fsdp")
 @distributed(lr_scaling="linear", warmup_steps=3)
 def rates() -> list[float]:
     """The learning rates of five steps as the optimizer had them, and as it shows them afterwards."""
-    model = prepare_model(nn.Linear(2, 1))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model = prepare_model(prepare_model(nn.Linear(2, 1)))  # once more changes nothing
+    optimizer = prepare_optimizer(prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1)))
+    assert not isinstance(getattr(model, "module", None), nn.parallel.DistributedDataParallel)
     seen: list[float] = []
     optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
     loader = prepare_loader(DataLoader(data(10), 5))
@@ -169,6 +191,40 @@ def rates() -> list[float]:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     return [*seen, optimizer.param_groups[0]["lr"]]
+
+
+class TwoHeads(nn.Module):
+    """Of two layers it uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@distributed
+def one_head(find_unused_parameters: bool) -> int:
+    model = prepare_model(TwoHeads(), find_unused_parameters=find_unused_parameters)
+    for _ in range(2):
+        model(data(4).tensors[0]).sum().backward()
+    return sum(parameter.grad is not None for parameter in model.parameters())
+
+
+@distributed
+def sampler_of_others() -> None:
+    examples = data(10)
+    prepare_loader(DataLoader(examples, 2, sampler=SequentialSampler(range(6))))
+
+
+def arguments(*args: Any, **kwargs: Any) -> Any:
+    return world_size(), group.options().strategy, args, kwargs
+
+
+@distributed(num_gpus=2)
+def asks_for_two() -> int:
+    return world_size()
 
 
 @distributed

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -77,9 +79,17 @@ def test_a_divided_model(weights: Weights) -> None:
     assert found["is_sharded"]
     assert found["own"] == found["of"] / 2  # all of its tensors can be halved
     assert found["tied"]
-    assert found["scale"] == 0.5
+    assert found["scale"] == [0.5, 0.5]
     assert difference(found["back"], weights) == 0
     assert difference(found["plus_one"], [array + 1 for array in weights]) == 0
+
+
+def test_a_divided_model_after_an_evaluation(tmp_path: Path) -> None:
+    """It has its parameters as a whole then, and still is one in parts."""
+    path = tmp_path / "model.safetensors"
+    weights, back = run_in_worker("ranks_tasks:parts_after_evaluation", str(path), num_gpus=2)
+    assert difference(back, weights) == 0
+    assert path.exists()
 
 
 @pytest.mark.parametrize("then", ["ddp_checkpointed", "fsdp_checkpointed"])
@@ -124,6 +134,45 @@ def test_the_learning_rate_is_scaled() -> None:
 def test_the_number_of_examples_is_that_of_all(name: str, says: str) -> None:
     with pytest.raises((InvalidResultError, RankError), match=says):
         GPUClient(f"ranks_tasks:{name}", num_gpus=2).fit([np.zeros(2)], {})
+
+
+def test_parameters_that_a_batch_does_not_use() -> None:
+    """PyTorch names the option by which it works, and there it is."""
+    with pytest.raises(RankError, match="find_unused_parameters=True"):
+        run_in_worker("ranks_tasks:one_head", False, num_gpus=2)
+    assert run_in_worker("ranks_tasks:one_head", True, num_gpus=2) == 2
+
+
+def test_a_sampler_of_other_examples_is_refused() -> None:
+    with pytest.raises(RankError, match="draws a number of samples"):
+        run_in_worker("ranks_tasks:sampler_of_others", num_gpus=2)
+
+
+class Callable:
+    def __call__(self, *args: Any) -> Any:
+        return args
+
+
+def test_what_is_no_plain_function() -> None:
+    """A partial and an object have no name of their own; what is distributed has options already."""
+    import ranks_tasks
+
+    from flower_gpu import distributed
+
+    part = distributed(partial(ranks_tasks.arguments, a=1), strategy="fsdp")
+    assert run_in_worker(part, 5, num_gpus=2) == (2, "fsdp", (5,), {"a": 1})
+    again = distributed(distributed(ranks_tasks.arguments, num_gpus=2), strategy="fsdp", num_gpus=3)
+    assert (again.num_gpus, again.settings.strategy, again.task) == (3, "fsdp", ranks_tasks.arguments)
+    found = cloudpickle.loads(cloudpickle.dumps(distributed(Callable())))
+    assert found(1) == (1,)
+
+
+def test_a_function_given_by_name_says_that_it_asked_for_more(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its client does not import it, and so cannot know."""
+    assert run_in_worker("ranks_tasks:asks_for_two") == 1
+    assert "asks_for_two is for 2 GPUs, but its call has asked for one" in capfd.readouterr().err
+    assert run_in_worker("ranks_tasks:asks_for_two", num_gpus=2) == 2
+    assert "asks_for_two" not in capfd.readouterr().err
 
 
 def test_in_process_there_is_one() -> None:

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_gpu.errors import InvalidResultError, RankError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.errors import (
+    InvalidResultError,
+    RankError,
+    WorkerDiedError,
+    WorkerTaskError,
+    WorkerTimeoutError,
+)
 from flower_gpu.isolation.outcomes import WorkerStoppedError
 from flower_gpu.ranks import failures, results
 from flower_gpu.ranks.failures import End
@@ -56,6 +62,13 @@ def test_scalars_of_numpy_and_loss() -> None:
     assert math.isnan(loss)
     with pytest.raises(InvalidResultError, match="rank 0 8, rank 1 9"):
         results.merged([first, results.part_of((1.0, 9, {}))])
+
+
+def test_what_numpy_and_pytorch_have_besides_numbers() -> None:
+    metrics = {"text": np.str_("a"), "complex": np.complex64(1j), "day": np.datetime64("2020-01-01")}
+    others = results.part_of((0.5, 8, metrics | {"yes": np.True_}))
+    assert others.metrics == {}
+    assert results.merged([(0.5, 8, metrics), others]) == (0.5, 8, metrics)
 
 
 LABELS = ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
@@ -105,11 +118,23 @@ def test_all_lost_each_other() -> None:
     found = failures.of_all([end(0, LOST, 1.0, True), end(1, LOST, 1.1, True)], 2)
     assert isinstance(found, RankError)
     assert found.rank == 0
-    assert "Connection closed by peer" in str(found)
+    assert "Connection closed by peer. No other rank failed before. Ranks must all take" in str(found)
 
 
-def test_a_process_that_nccl_ended_is_not_the_one_that_failed() -> None:
-    text = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)"
+def test_the_rank_is_named_once() -> None:
+    error = WorkerTaskError("rank 0 of 3 raised app.Odd: 5")
+    assert str(failures.of_all([end(0, error, 1.0)], 3)) == str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)",
+        "[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(Seq",
+        "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<std::chrono",
+    ],
+)
+def test_a_process_that_nccl_ended_is_not_the_one_that_failed(text: str) -> None:
     ended = WorkerDiedError("rank 0 of 3: was killed by SIGABRT", -6, text)
     assert end(0, ended, 1.0).is_of_others
     hung = WorkerStoppedError(f"was ended. {STACK}")
