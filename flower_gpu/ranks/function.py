@@ -108,11 +108,11 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
         ``"ddp"`` (default): each rank has the whole model (``DistributedDataParallel``). ``"fsdp"``: each has
         a part of every tensor (``fully_shard``), for models that do not fit one GPU.
     lr_scaling : str, optional
-        None (default): the batch size is that of all ranks together, so that a client learns the same on
-        however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning rate is
-        multiplied by the number of ranks, or the root of that.
+        None or ``"none"`` (default): the batch size is that of all ranks together, so that a client learns
+        the same on however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning
+        rate is multiplied by the number of ranks, or the root of that.
     warmup_steps : int
-        Steps in which the learning rate grows from the optimizer's own to the scaled one.
+        Steps, in each call anew, in which the learning rate grows from the optimizer's own to the scaled one.
     sync_batchnorm : bool
         Whether BatchNorm layers normalise over the batches of all ranks (on GPUs).
     timeout_s : float
