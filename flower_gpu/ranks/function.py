@@ -45,6 +45,8 @@ class Distributed:
         """Run it: in ranks in a worker that has several GPUs, or should have; else here."""
         count = run.how_many()
         if count == 1:
+            if self.num_gpus is not None and self.num_gpus > 1:
+                run.tell_that_there_is_one(self.__name__, self.num_gpus)
             return load_task(self.task)(*args, **kwargs)
         if any(_is_context(value) for value in args):
             return load_task(_MESSAGE_CALL)(self, count, *args, **kwargs)
@@ -103,7 +105,8 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
         The function, or ``"package.module:function"``: then only workers import that module.
     num_gpus : int, optional
         How many GPUs a :class:`flower_gpu.GPUClient` asks for when it calls this function; in place of the
-        client's own ``num_gpus``. On a node without GPUs as many ranks run on the CPU.
+        client's own ``num_gpus``. A client that is given the function as text does not see this: give the
+        number to the client. On a node without GPUs as many ranks run on the CPU.
     strategy : str
         ``"ddp"`` (default): each rank has the whole model (``DistributedDataParallel``). ``"fsdp"``: each has
         a part of every tensor (``fully_shard``), for models that do not fit one GPU.

@@ -50,6 +50,16 @@ def how_many() -> int:
     return int(os.environ.get(config.RANKS_VARIABLE) or 1)
 
 
+def tell_that_there_is_one(name: str, num_gpus: int) -> None:
+    """Warn that a function which is meant for several GPUs runs in one process, where nobody may know why."""
+    if own_calls.is_inside() or not leasing.is_worker() or config.RANKS_VARIABLE in os.environ:
+        return  # it is debugged, or is itself what ranks run
+    leasing.say_once(
+        f"{name} is made for num_gpus={num_gpus}, and its call has one GPU, or is meant for one: it runs in "
+        f"one process. A client that has it as text, and a simulation, must be told num_gpus={num_gpus}"
+    )
+
+
 def run(
     function: Distributed,
     count: int,

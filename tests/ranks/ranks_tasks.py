@@ -203,6 +203,11 @@ def other_than_saved(path: str, features: int, momentum: float) -> None:
         save_checkpoint(path, model, optimizer)
 
 
+@distributed(num_gpus=2)
+def for_two(weights: list[np.ndarray], config: dict[str, Any]) -> Any:
+    return weights, 1, {"world": world_size()}
+
+
 @distributed
 def different_counts(*_: Any) -> Any:
     return [np.zeros(2)], 100 + rank(), {}

@@ -170,6 +170,19 @@ def test_a_config_says_that_nothing_is_scaled() -> None:
     assert distributed("ranks_tasks:train", lr_scaling="none").settings == distributed("x:y").settings
 
 
+def test_one_process_for_what_is_meant_for_several_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """A client that has the function's name does not see how many GPUs it is for."""
+    says = "for_two is made for num_gpus=2, and its call has one GPU"
+    assert GPUClient("ranks_tasks:for_two").fit([np.zeros(2)], {})[2] == {"world": 1}
+    assert says in capfd.readouterr().err
+    for client in (
+        GPUClient("ranks_tasks:for_two", num_gpus=2),
+        GPUClient("ranks_tasks:for_two", start_method="in-process"),
+    ):
+        client.fit([np.zeros(2)], {})
+        assert says not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "options",
     [
