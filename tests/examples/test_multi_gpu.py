@@ -155,7 +155,7 @@ def test_two_ranks_learn_from_real_images_what_one_does() -> None:
 
 
 @pytest.mark.timeout(200)
-def test_a_killed_training_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = settings(local_epochs=3, checkpoint_dir=str(tmp_path), batch_size=64)
     data = task.to_dataset(*task.load_partition(config))
     checkpoint = training.checkpoint_of({"w": np.zeros(3)}, 1, config)
@@ -166,8 +166,8 @@ def test_a_killed_training_goes_on_where_it_was(tmp_path: Path) -> None:
         learn(2, data, config, checkpoint, function=name)
     assert list(checkpoint.parent.iterdir()) == [checkpoint]
 
-    # By now the whole training would be another one: only what is left of it is done.
     left, of_left = learn(2, data, config, checkpoint)
+    assert "goes on after epoch 2 of 3" in capfd.readouterr().out
     assert list(checkpoint.parent.iterdir()) == []
     whole, of_whole = learn(2, data, config)
     assert difference(left, whole) == 0

@@ -53,6 +53,8 @@ def learn(arrays, data, config, checkpoint=None):
 
     found = load_checkpoint(checkpoint, model, optimizer) if checkpoint else None
     first, losses = (found["epoch"] + 1, found["losses"]) if found else (1, [])
+    if found and rank() == 0:
+        print(f"goes on after epoch {found['epoch']} of {epochs}", flush=True)
     for epoch in range(first, epochs + 1):
         loader.sampler.set_epoch(epoch)  # the order of an epoch is the same if others were before a stop
         for x, y in progress(loader, desc=f"epoch {epoch}/{epochs}"):
