@@ -111,7 +111,7 @@ def test_models_fit_the_images(model: str, norm: str) -> None:
         assert (torch.nn.BatchNorm2d in kinds) == (norm == "batch")
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_a_simulation_with_fsdp_gives_the_model_of_one_with_ddp(
     norm: str, capfd: pytest.CaptureFixture[str]
@@ -132,7 +132,7 @@ def test_a_simulation_with_fsdp_gives_the_model_of_one_with_ddp(
     assert all(np.isfinite(array).all() for array in models["fsdp"].values())
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not CIFAR10.exists(), reason="the images are not beside the repository")
 def test_two_ranks_learn_from_real_images_what_one_does() -> None:
     from PIL import Image
@@ -154,7 +154,7 @@ def test_two_ranks_learn_from_real_images_what_one_does() -> None:
     assert after < before
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_a_killed_training_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = settings(local_epochs=3, checkpoint_dir=str(tmp_path), batch_size=64)
     data = task.to_dataset(*task.load_partition(config))
