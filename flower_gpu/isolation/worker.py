@@ -22,6 +22,7 @@ from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, send, sending_to
 from flower_gpu.isolation.interrupts import deferred_interrupts
 from flower_gpu.isolation.process import Process
+from flower_gpu.isolation.stop_order import StopOrder
 from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -39,7 +40,7 @@ def run(
     on_event: Sink | None = None,
     on_start: Callable[[int, str], None] | None = None,
     or_spawn: bool = False,
-    stopped_by: int = -1,
+    stopped_by: StopOrder | None = None,
 ) -> Any:
     """Run ``call`` and return what its task returned, once the worker is gone.
 
@@ -58,9 +59,8 @@ def run(
         Receives the pid of the worker, and how it was started.
     or_spawn : bool
         Spawn the worker where there can be no fork server, instead of an error.
-    stopped_by : int
-        Descriptor that becomes readable, or is closed at its other end, when the worker is to be ended; -1
-        for none.
+    stopped_by : StopOrder, optional
+        By which another thread can have the worker ended.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def run(
         if on_start is not None:
             on_start(worker.pid, worker.start_method)
         finished = worker.watch_until(deadline, stopped_by)
-        if not finished:
+        if not finished and (stopped_by is None or not worker.is_stopped or stopped_by.asks_where):
             worker.ask_where_it_is()
         with deferred_interrupts():
             exitcode = worker.end()
@@ -123,6 +123,7 @@ class _Worker:
         self.set_too_late: dict[str, str | None] | None = None
         #: Whether it was ended because its caller was told to.
         self.is_stopped = False
+        self._order = -1
         self._process: Process | None = None
         self._lines: start.Lines | None = None
         self._prepared: start.Prepared | None = None
@@ -162,7 +163,7 @@ class _Worker:
     def on_result(self) -> None:
         self._has_result = True
 
-    def watch_until(self, deadline: float | None, stopped_by: int = -1) -> bool:
+    def watch_until(self, deadline: float | None, stopped_by: StopOrder | None = None) -> bool:
         """Wait for the worker's exit on its pipes, its process, the deadline and an order to stop together.
 
         Returns
@@ -171,8 +172,9 @@ class _Worker:
             Whether it exited, or has delivered its result and only its exit takes too long.
         """
         exit_deadline: float | None = None
-        if stopped_by >= 0:
-            self._selector.register(stopped_by, selectors.EVENT_READ, _Order(self._on_order))
+        if stopped_by is not None:
+            self._order = stopped_by.descriptor
+            self._selector.register(self._order, selectors.EVENT_READ, _Ordered(self._on_order))
         while True:
             if self._has_result and exit_deadline is None:
                 exit_deadline = deadline = time.monotonic() + _EXIT_GRACE_S
@@ -180,10 +182,6 @@ class _Worker:
             if remaining is not None and remaining <= 0:
                 return self._has_result
             if self._wait_once(remaining):
-                if (
-                    stopped_by >= 0 and stopped_by in self._selector.get_map()
-                ):  # or it would be waited for like its output
-                    self._selector.unregister(stopped_by)
                 return True
             if self.is_stopped:
                 return False
@@ -257,14 +255,16 @@ class _Worker:
         """Wait a moment for those who still hold the output of the worker that is gone."""
         if self._pidfd >= 0:  # it would end every wait at once
             self._selector.unregister(self._pidfd)
+        if self._order >= 0 and self._order in self._selector.get_map():  # nor is that its output
+            self._selector.unregister(self._order)
         deadline = time.monotonic() + _CHILDREN_GRACE_S
         while self._selector.get_map() and (remaining := deadline - time.monotonic()) > 0:
             self._read_once(remaining)
 
 
 @dataclass(frozen=True)
-class _Order:
-    """What is looked at like a stream of the worker, and says once that it is to be ended."""
+class _Ordered:
+    """Looked at like a stream of the worker; says once that it is to be ended."""
 
     on_order: Callable[[], None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flower_gpu.errors import ConfigError
-from flower_gpu.pytorch import group
+from flower_gpu.errors import ConfigError, RankError
+from flower_gpu.pytorch import group, learning_rate
 
-_KEYS = {"model", "optimizer", "extra"}
+_KEYS = {"model", "optimizer", "steps", "extra"}
 
 
 def save(
@@ -25,18 +26,25 @@ def save(
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    steps = learning_rate.steps_of(optimizer)
     state, of_optimizer = get_state_dict(model, optimizer or (), options=options)
+    # An optimizer that has no state yet was given one by a step that changes nothing.
+    learning_rate.set_steps(optimizer, steps)
     problem = None
     if group.rank() == 0:
         try:
-            _write(Path(path), {"model": state, "optimizer": of_optimizer, "extra": dict(extra)})
+            _check(extra)
+            _write(
+                Path(path),
+                {"model": state, "optimizer": of_optimizer, "steps": steps, "extra": dict(extra)},
+            )
         except Exception as error:  # the others wait for the word of rank 0
             problem = error
     told = group.of_first(None if problem is None else str(problem))
     if problem is not None:
         raise problem
     if told is not None:
-        raise ConfigError(f"rank 0 could not write {path}: {told}")
+        raise RankError(f"rank 0 could not write {path}: {told}", 0)
 
 
 def load(
@@ -48,17 +56,52 @@ def load(
         return None
     # Each rank for itself: they are on one host, and share the pages of the file.
     found = _read(path)
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-
-    set_state_dict(
-        model,
-        optimizer or (),
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"] if optimizer is not None else {},
-        options=StateDictOptions(full_state_dict=True),
-    )
+    if optimizer is not None and not found["optimizer"]:
+        raise ConfigError(f"{path} was saved without an optimizer, and is loaded with one")
+    try:
+        _set_state(model, optimizer, found)
+    except Exception as error:
+        if group.is_of_others(error):
+            raise
+        raise ConfigError(
+            f"{path} is not of this model and optimizer: {type(error).__name__}: {error}"
+        ) from error
+    learning_rate.set_steps(optimizer, found["steps"])
     extra: dict[str, Any] = found["extra"]
     return extra
+
+
+def _set_state(model: nn.Module, optimizer: Optimizer | None, found: Mapping[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    # PyTorch loads no optimizer that keeps nothing, such as SGD without momentum.
+    keeps = optimizer is not None and any(found["optimizer"]["state"].values())
+    set_state_dict(
+        model,
+        optimizer if optimizer is not None and keeps else (),
+        model_state_dict=found["model"],
+        optim_state_dict=found["optimizer"] if keeps else {},
+        options=StateDictOptions(full_state_dict=True),
+    )
+    if optimizer is None or keeps:
+        return
+    for own, saved in zip(optimizer.param_groups, found["optimizer"]["param_groups"], strict=True):
+        own.update({name: value for name, value in saved.items() if name != "params"})
+
+
+def _check(extra: Mapping[str, Any]) -> None:
+    """Refuse what could be written, but not be read without running code from the file."""
+    for name, value in extra.items():
+        content = io.BytesIO()
+        try:
+            torch.save(value, content)
+            content.seek(0)
+            torch.load(content, weights_only=True)
+        except Exception as error:
+            raise ConfigError(
+                f"{name}, a {type(value).__name__}, cannot be in a checkpoint: numbers, strings, tensors, "
+                "and lists and dicts of them can; make float(...) of a scalar of numpy"
+            ) from error
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

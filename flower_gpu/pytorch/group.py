@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import distributed
 
-from flower_gpu.errors import ConfigError, InvalidResultError
+from flower_gpu.errors import ConfigError, InvalidResultError, RankError
 from flower_gpu.pytorch.device import device
 
 # What gloo and NCCL say when another rank is gone or does not answer. Not each error has a class of its own.
@@ -163,7 +163,7 @@ def is_of_others(error: BaseException) -> bool:
     """Tell whether an exception says that another rank is gone, or does not answer."""
     link: BaseException | None = error
     while link is not None:
-        if type(link).__name__ in _CLASSES:
+        if type(link).__name__ in _CLASSES or isinstance(link, RankError):
             return True
         if isinstance(link, RuntimeError) and _OF_OTHERS.search(str(link)):
             return True

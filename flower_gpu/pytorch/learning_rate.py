@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
 from flower_gpu.pytorch import group
 
-_scaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# How many steps each optimizer has taken whose learning rate is scaled: a checkpoint has it, too.
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def scaled(optimizer: Optimizer) -> Optimizer:
@@ -20,17 +21,15 @@ def scaled(optimizer: Optimizer) -> Optimizer:
     """
     how = group.options()
     count = group.world_size()
-    if count == 1 or how.lr_scaling is None or optimizer in _scaled:
+    if count == 1 or how.lr_scaling is None or optimizer in _steps:
         return optimizer
-    _scaled.add(optimizer)
     most = float(count) if how.lr_scaling == "linear" else math.sqrt(count)
-    steps = 0
+    _steps[optimizer] = 0
     before: list[Any] = []
 
     def multiply(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal steps
-        steps += 1
-        factor = factor_at(steps, most, how.warmup_steps)
+        _steps[optimizer] += 1
+        factor = factor_at(_steps[optimizer], most, how.warmup_steps)
         before[:] = [parameters["lr"] for parameters in optimizer.param_groups]
         for parameters in optimizer.param_groups:
             parameters["lr"] = parameters["lr"] * factor
@@ -42,6 +41,17 @@ def scaled(optimizer: Optimizer) -> Optimizer:
     optimizer.register_step_pre_hook(multiply)
     optimizer.register_step_post_hook(put_back)
     return optimizer
+
+
+def steps_of(optimizer: Optimizer | None) -> int:
+    """Return how many steps an optimizer has taken whose learning rate is scaled; 0 for any other."""
+    return _steps.get(optimizer, 0) if optimizer is not None else 0
+
+
+def set_steps(optimizer: Optimizer | None, steps: int) -> None:
+    """Let warm-up go on after so many steps."""
+    if optimizer is not None and optimizer in _steps:
+        _steps[optimizer] = steps
 
 
 def factor_at(step: int, most: float, warmup_steps: int) -> float:

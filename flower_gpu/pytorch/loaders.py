@@ -32,38 +32,48 @@ class RankSampler(DistributedSampler[Any]):
 def divided(loader: DataLoader[T]) -> DataLoader[T]:
     """Return a loader like this one for this rank's part of the data; see ``prepare_loader``."""
     count = group.world_size()
+    if (reason := _cannot_be_divided(loader)) is not None:
+        if count == 1:  # nor has it to be
+            return loader
+        raise ConfigError(reason)
+    seed = group.of_first(torch.initial_seed()) % 2**62
+    sampler = RankSampler(
+        loader.dataset,
+        num_replicas=count,
+        rank=group.rank(),
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=seed,
+        drop_last=loader.drop_last,
+    )
+    group.note_part(len(cast(Sized, loader.dataset)), len(sampler))
+    whole = cast(int, loader.batch_size)
+    size = whole if group.options().lr_scaling else -(-whole // count)
+    return DataLoader(loader.dataset, size, sampler=sampler, **_rest(loader))
+
+
+def _cannot_be_divided(loader: DataLoader[Any]) -> str | None:
+    """Return why a loader cannot be divided; None where it can."""
     if isinstance(loader.dataset, IterableDataset):
-        raise ConfigError(
+        return (
             "the loader of an IterableDataset cannot be divided: let the data set skip what is not of its "
             "rank, by flower_gpu.pytorch.distributed.rank() and world_size()"
         )
     if loader.batch_size is None and loader.batch_sampler is None:
-        raise ConfigError("a loader without batches cannot be divided: give it batch_size")
+        return "a loader without batches cannot be divided: give it batch_size"
     if loader.batch_size is None or type(loader.sampler) not in (RandomSampler, SequentialSampler):
         name = type(loader.batch_sampler if loader.batch_size is None else loader.sampler).__name__
-        raise ConfigError(
+        return (
             f"a loader with a {name} cannot be divided: give it batch_size and shuffle, or divide the data "
             "yourself by flower_gpu.pytorch.distributed.rank() and world_size()"
         )
     is_random = isinstance(loader.sampler, RandomSampler)
     order = cast(Any, loader.sampler)
     if len(order) != len(cast(Sized, loader.dataset)) or (is_random and order.replacement):
-        raise ConfigError(
+        return (
             "a loader that draws a number of samples, or with replacement, cannot be divided: give it the "
             "examples themselves, such as a Subset"
         )
-    seed = group.of_first(torch.initial_seed()) % 2**62
-    sampler = RankSampler(
-        loader.dataset,
-        num_replicas=count,
-        rank=group.rank(),
-        shuffle=is_random,
-        seed=seed,
-        drop_last=loader.drop_last,
-    )
-    group.note_part(len(cast(Sized, loader.dataset)), len(sampler))
-    size = loader.batch_size if group.options().lr_scaling else -(-loader.batch_size // count)
-    return DataLoader(loader.dataset, size, sampler=sampler, **_rest(loader))
+    return None
 
 
 def _rest(loader: DataLoader[Any]) -> dict[str, Any]:

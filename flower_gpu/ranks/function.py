@@ -113,16 +113,17 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
         The function, or ``"package.module:function"``: then only workers import that module.
     num_gpus : int, optional
         How many GPUs a :class:`flower_gpu.GPUClient` asks for when it calls this function; in place of the
-        client's own ``num_gpus``. On a node without GPUs as many ranks run on the CPU.
+        client's own ``num_gpus``. A client that is given the function as text does not see this: give the
+        number to the client. On a node without GPUs as many ranks run on the CPU.
     strategy : str
         ``"ddp"`` (default): each rank has the whole model (``DistributedDataParallel``). ``"fsdp"``: each has
         a part of every tensor (``fully_shard``), for models that do not fit one GPU.
     lr_scaling : str, optional
-        None (default): the batch size is that of all ranks together, so that a client learns the same on
-        however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning rate is
-        multiplied by the number of ranks, or the root of that.
+        None or ``"none"`` (default): the batch size is that of all ranks together, so that a client learns
+        the same on however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning
+        rate is multiplied by the number of ranks, or the root of that.
     warmup_steps : int
-        Steps in which the learning rate grows from the optimizer's own to the scaled one.
+        Steps, in each call anew, in which the learning rate grows from the optimizer's own to the scaled one.
     sync_batchnorm : bool
         Whether BatchNorm layers normalise over the batches of all ranks (on GPUs).
     timeout_s : float

@@ -6,8 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +18,7 @@ from flower_gpu.gpu.lease import Lease, Share
 from flower_gpu.isolation import child, events, log_lines, own_calls, threads, worker
 from flower_gpu.isolation.call import Call, Task
 from flower_gpu.isolation.forkserver import client
+from flower_gpu.isolation.stop_order import StopOrder
 from flower_gpu.ranks import failures, results
 from flower_gpu.ranks.failures import End
 from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place
@@ -128,6 +128,8 @@ def _call(
             **leasing.worker_environment(own, os.environ),
             **_network(os.environ),
             config.RANKS_VARIABLE: "1",
+            # Of whoever has started the client: PyTorch would look for its GPU by that.
+            **({"LOCAL_RANK": "0"} if "LOCAL_RANK" in os.environ else {}),
         },
         setup=leased_worker.SETUP,
         label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
@@ -147,25 +149,30 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
 def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[Any]:
     """Run the calls at the same time, and return their values; after the first failure end all."""
     ended: queue.SimpleQueue[End] = queue.SimpleQueue()
-    with _stop_order() as (ordered, order):
-        running = [
-            threading.Thread(target=_run_one, args=(rank, call, ordered, figures, ended), name=call.label)
-            for rank, call in enumerate(calls)
-        ]
-        began: list[threading.Thread] = []
-        ends: dict[int, End] = {}
-        try:
-            for thread in running:
-                try:
-                    thread.start()
-                except RuntimeError as error:  # there can be no more
-                    raise WorkerError(f"cannot start ranks: {error}") from error
-                began.append(thread)
-            _wait(ended, ends, len(calls))
-        finally:
-            order()
-            for thread in began:
-                thread.join()
+    try:
+        order = StopOrder()
+    except OSError as error:
+        raise WorkerError(f"cannot start ranks: {error}") from error
+    running = [
+        threading.Thread(target=_run_one, args=(rank, call, order, figures, ended), name=call.label)
+        for rank, call in enumerate(calls)
+    ]
+    began: list[threading.Thread] = []
+    ends: dict[int, End] = {}
+    try:
+        for thread in running:
+            try:
+                thread.start()
+            except RuntimeError as error:  # there can be no more
+                raise WorkerError(f"cannot start ranks: {error}") from error
+            began.append(thread)
+        # Only where nobody has told why it matters where the others are.
+        order.give(asks_where=not _wait(ended, ends, len(calls)))
+    finally:
+        order.give()
+        for thread in began:
+            thread.join()
+        order.close()
     while not ended.empty():
         end = ended.get()
         ends[end.rank] = end
@@ -174,23 +181,30 @@ def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[A
     return [ends[rank].value for rank in range(len(calls))]
 
 
-def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> None:
-    """Wait until all ranks are through, or one has failed and the others had time to tell why."""
+def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> bool:
+    """Wait until all ranks are through, or one has failed and the others had time to tell why.
+
+    Returns
+    -------
+    bool
+        Whether it is known how this ends: False where those that are still there are waited for in vain.
+    """
     until: float | None = None
     while len(ends) < count:
         try:
             end = ended.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
         except queue.Empty:
-            return
+            return False
         ends[end.rank] = end
         if end.error is not None:
             if end.is_last_word:
-                return
+                return True
             until = until or time.monotonic() + _GRACE_S
+    return True
 
 
 def _run_one(
-    rank: int, call: Call, ordered: int, figures: rank_figures.RankFigures, ended: queue.SimpleQueue[End]
+    rank: int, call: Call, order: StopOrder, figures: rank_figures.RankFigures, ended: queue.SimpleQueue[End]
 ) -> None:
     told: dict[str, Any] = {}
     value, error = None, None
@@ -204,7 +218,7 @@ def _run_one(
             timeout_s=_left_s(),
             on_event=partial(_on_event, rank, figures, told),
             or_spawn=True,
-            stopped_by=ordered,
+            stopped_by=order,
         )
     except BaseException as caught:
         error = caught
@@ -230,25 +244,3 @@ def _left_s() -> float | None:
         return None
     left_s = float(text) - time.monotonic()
     return max(0.001, left_s - min(_MARGIN_S, _MARGIN * left_s))
-
-
-@contextmanager
-def _stop_order() -> Iterator[tuple[int, Any]]:
-    """Yield a descriptor that tells all who look at it to end their worker, and what gives that order."""
-    try:
-        read, write = os.pipe()
-    except OSError as error:
-        raise WorkerError(f"cannot start ranks: {error}") from error
-    closed: list[int] = []
-
-    def order() -> None:
-        if not closed:
-            closed.append(write)
-            os.close(write)
-
-    try:
-        yield read, order
-    finally:
-        order()
-        with suppress(OSError):
-            os.close(read)

@@ -12,7 +12,8 @@ from flower_gpu.errors import ConfigError
 STRATEGIES: Final = ("ddp", "fsdp")
 
 #: What becomes of a learning rate; see :func:`flower_gpu.distributed`.
-LR_SCALINGS: Final = (None, "linear", "sqrt")
+#: Configs of Flower know no None, so ``"none"`` is the same.
+LR_SCALINGS: Final = (None, "none", "linear", "sqrt")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class RankSettings:
         if self.strategy not in STRATEGIES:
             raise ConfigError(f"strategy={self.strategy!r} is not one of {', '.join(STRATEGIES)}")
         if self.lr_scaling not in LR_SCALINGS:
-            raise ConfigError(f"lr_scaling={self.lr_scaling!r} is none of None, 'linear' and 'sqrt'")
+            raise ConfigError(f"lr_scaling={self.lr_scaling!r} is none of 'none', 'linear' and 'sqrt'")
+        if self.lr_scaling == "none":
+            object.__setattr__(self, "lr_scaling", None)
         steps = self.warmup_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ConfigError(f"warmup_steps={steps!r} is not a number of steps, 0 or more")

@@ -227,6 +227,38 @@ def asks_for_two() -> int:
     return world_size()
 
 
+@distributed(lr_scaling="linear", warmup_steps=5)
+def warmed_up(path: str) -> list[float]:
+    """The learning rates of two steps, then after a checkpoint those of three more, by another optimizer."""
+    seen: list[float] = []
+    for count in (2, 3):
+        model = prepare_model(nn.Linear(2, 1))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.01))
+        optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
+        found = load_checkpoint(path, model, optimizer)
+        seen[:] = found["seen"] if found else []
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        save_checkpoint(path, model, optimizer, seen=seen)
+    return [*seen, optimizer.param_groups[0]["lr"]]
+
+
+@distributed
+def cannot_be_saved(path: str, extra: Any) -> None:
+    save_checkpoint(path, prepare_model(nn.Linear(2, 1)), extra=extra)
+
+
+@distributed
+def other_than_saved(path: str, features: int, momentum: float) -> None:
+    for size, beta in ((2, 0.9), (features, momentum)):
+        model = prepare_model(nn.Linear(size, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=beta)
+        load_checkpoint(path, model, optimizer)
+        save_checkpoint(path, model, optimizer)
+
+
 @distributed
 def different_counts(*_: Any) -> Any:
     return [np.zeros(2)], 100 + rank(), {}

@@ -116,6 +116,30 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     assert path.read_bytes() == b"something else"
 
 
+@pytest.mark.parametrize(("num_gpus", "rates"), [(2, [0.1, 0.125, 0.15, 0.175, 0.2]), (1, [0.1] * 5)])
+def test_warm_up_goes_on_after_a_checkpoint(num_gpus: int, rates: list[float], tmp_path: Path) -> None:
+    """Also of an optimizer that keeps nothing else."""
+    seen = run_in_worker("ranks_tasks:warmed_up", str(tmp_path / "checkpoint.pt"), num_gpus=num_gpus)
+    assert seen == pytest.approx([*rates, 0.1])
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    with pytest.raises(RankError, match=r"extra, a float64, cannot be in a checkpoint.* make float"):
+        run_in_worker("ranks_tasks:cannot_be_saved", str(path), np.float64(0.5), num_gpus=2)
+    assert not path.exists()
+    with pytest.raises(RankError, match=r"rank 0 of 2: .*does not exist") as caught:
+        run_in_worker("ranks_tasks:cannot_be_saved", str(tmp_path / "not" / "there"), 0.5, num_gpus=2)
+    assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize(("features", "momentum"), [(3, 0.9), (2, 0.0)])
+def test_a_checkpoint_of_something_else(features: int, momentum: float, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint.pt")
+    with pytest.raises(RankError, match=r"checkpoint\.pt is not of this model and optimizer"):
+        run_in_worker("ranks_tasks:other_than_saved", path, features, momentum, num_gpus=2)
+
+
 def test_the_learning_rate_is_scaled() -> None:
     *sizes_and_rates, at_the_end = run_in_worker("ranks_tasks:rates", num_gpus=2)
     assert sizes_and_rates == pytest.approx([5, 0.1, 0.15, 0.2, 0.2, 0.2])
@@ -186,6 +210,12 @@ def test_a_client_says_it_in_one_place(weights: Weights) -> None:
     _, _, metrics = client.fit(weights, {})
     assert metrics["kind"] == "DistributedDataParallel"
     assert client.evaluate(weights, {})[1] == 101  # in one process, as it was given
+
+
+def test_a_config_says_that_nothing_is_scaled() -> None:
+    from flower_gpu import distributed
+
+    assert distributed("ranks_tasks:train", lr_scaling="none").settings == distributed("x:y").settings
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,200 @@
+"""examples/multi_gpu: two ranks on the CPU learn what one does, by DDP and by FSDP; a killed one goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launched import REPOSITORY, Launch
+from torch.utils.data import DataLoader, TensorDataset
+
+from flower_gpu import RankError, distributed, run_in_worker, simulate
+from flower_gpu.pytorch.distributed import rank
+
+APP = REPOSITORY / "examples" / "multi_gpu"
+CIFAR10 = REPOSITORY.parent / "shared" / "data" / "cifar10_train.npz"
+DEFAULTS = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+sys.path.insert(0, str(APP))
+from multi_gpu import task, training  # noqa: E402
+
+Weights = dict[str, np.ndarray]
+
+
+def settings(partition_id: int = 0, num_partitions: int = 2, **changed: Any) -> dict[str, Any]:
+    """Return what a training gets to know."""
+    changed = {name.replace("_", "-"): value for name, value in changed.items()}
+    assert set(changed) <= {*DEFAULTS, "seed-of-call"}
+    node = {"partition-id": partition_id, "num-partitions": num_partitions}
+    return {**DEFAULTS, **node, "seed-of-call": 7, **changed}
+
+
+def initial_weights(config: dict[str, Any], data: TensorDataset) -> Weights:
+    torch.manual_seed(1)
+    return task.get_state(task.build_model(config, data[0][0].shape[0]))
+
+
+def loss_of(weights: Weights, config: dict[str, Any], data: TensorDataset) -> float:
+    model = task.build_model(config, data[0][0].shape[0])
+    model.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+    return float(task.classification_metrics(model, DataLoader(data, 100))["loss"])
+
+
+def learn(
+    num_gpus: int, data: Any, config: dict[str, Any], *more: Any, **options: Any
+) -> tuple[Weights, Any]:
+    initial = initial_weights(config, data)
+    function = options.pop("function", "multi_gpu.training:learn")
+    learned, metrics = run_in_worker(
+        distributed(function, **options), initial, data, config, *more, num_gpus=num_gpus, timeout_s=100
+    )
+    assert difference(learned, initial) > 0.01
+    assert all(np.isfinite(array).all() for array in learned.values())
+    return learned, metrics
+
+
+def difference(ours: Weights, theirs: Weights) -> float:
+    assert list(ours) == list(theirs)
+    return max(float(np.abs(array - theirs[name]).max()) for name, array in ours.items())
+
+
+def learn_in_double(arrays: Weights, data: TensorDataset, config: dict[str, Any]) -> Any:
+    """As ``training.learn``, with so many digits that rounding does not add up to anything."""
+    torch.set_default_dtype(torch.float64)
+    images, labels = data.tensors
+    return training.learn(arrays, TensorDataset(images.double(), labels), config)
+
+
+def killed_after_the_second_epoch(*args: Any) -> Any:
+    """As ``training.learn``, but rank 1 is killed when the second checkpoint is there."""
+    save = training.save_checkpoint
+
+    def save_and_end(path: Path, *rest: Any, epoch: int, **extra: Any) -> None:
+        save(path, *rest, epoch=epoch, **extra)
+        if epoch == 2 and rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    training.save_checkpoint = save_and_end
+    return training.learn(*args)
+
+
+def test_client_and_server_processes_never_import_torch() -> None:
+    script = (
+        "import sys\n"
+        "from multi_gpu import client_app, server_app\n"
+        "print(sorted({'torch', 'torchvision', 'sklearn'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=APP, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("model", ["resnet14", "resnet18"])
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_models_fit_the_images(model: str, norm: str) -> None:
+    for shape in ((1, 8, 8), (3, 32, 32)):
+        built = task.build_model(settings(model=model, norm=norm), shape[0])
+        assert built(torch.rand(2, *shape)).shape == (2, 10)
+        kinds = {type(module) for module in built.modules()}
+        assert (torch.nn.BatchNorm2d in kinds) == (norm == "batch")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("norm", ["group", "batch"])
+def test_a_simulation_with_fsdp_gives_the_model_of_one_with_ddp(
+    norm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also with BatchNorm, whose running statistics are those of rank 0 in both."""
+    models = {}
+    for strategy in ("ddp", "fsdp"):
+        config = {"num-server-rounds": 1, "local-epochs": 1, "strategy": strategy, "norm": norm}
+        result = simulate(
+            str(APP), 2, run_config=config, seed=3, num_gpus=2, timeout_s=100, log_dir=None, progress=False
+        )
+        assert result.summary["metrics"]["server-evaluate"]["loss"] < 2.2  # log(10) is what one begins with
+        models[strategy] = {name: array.numpy() for name, array in result.model.items()}
+        ranks = re.findall(r"process (\d+) is rank (\d) of 2", capfd.readouterr().out)
+        assert sorted(number for _, number in ranks) == ["0", "0", "1", "1"]
+        assert len({pid for pid, _ in ranks}) == 4
+    assert difference(models["ddp"], models["fsdp"]) < 1e-4
+    assert all(np.isfinite(array).all() for array in models["fsdp"].values())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not CIFAR10.exists(), reason="the images are not beside the repository")
+def test_two_ranks_learn_from_real_images_what_one_does() -> None:
+    from PIL import Image
+
+    with np.load(CIFAR10) as file:
+        offsets, jpeg, labels = file["offsets"], file["jpeg"], file["labels"]
+    files = [jpeg[offsets[i] : offsets[i + 1]].tobytes() for i in range(120)]
+    images = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in files])
+    images, labels = torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels[:120]).long()
+    data = task.to_dataset(images, labels)
+    config = settings(norm="group", batch_size=40, learning_rate=0.02)
+    function = f"{__name__}:learn_in_double"
+    one, of_one = learn(1, data, config, function=function)
+    for strategy in ("ddp", "fsdp"):
+        two, of_two = learn(2, data, config, strategy=strategy, function=function)
+        assert difference(one, two) < 1e-8
+        assert of_two["train_loss"] != of_one["train_loss"]  # that of rank 0's half of the images
+    before, after = (loss_of(weights, config, data) for weights in (initial_weights(config, data), one))
+    assert after < before
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_training_goes_on_where_it_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = settings(local_epochs=3, checkpoint_dir=str(tmp_path), batch_size=64)
+    data = task.to_dataset(*task.load_partition(config))
+    checkpoint = training.checkpoint_of({"w": np.zeros(3)}, 1, config)
+    assert checkpoint.parent == tmp_path / "client-0"
+    assert training.checkpoint_of({"w": np.ones(3)}, 1, config) != checkpoint  # of another model
+    name = f"{__name__}:killed_after_the_second_epoch"
+    with pytest.raises(RankError, match=r"rank 1 of 2: .* was killed by SIGKILL"):
+        learn(2, data, config, checkpoint, function=name)
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+    left, of_left = learn(2, data, config, checkpoint)
+    assert "goes on after epoch 2 of 3" in capfd.readouterr().out
+    assert list(checkpoint.parent.iterdir()) == []
+    whole, of_whole = learn(2, data, config)
+    assert difference(left, whole) == 0
+    assert of_left == of_whole
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scaling", ["none", "linear"])
+def test_few_examples_are_enough(scaling: str) -> None:
+    """Each rank has fewer of them than a batch."""
+    data = TensorDataset(*task.to_dataset(*task.load_partition(settings()))[:40])
+    _, metrics = learn(2, data, settings(batch_size=32), lr_scaling=scaling)
+    assert np.isfinite(metrics["train_loss"])
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_a_federation_of_clients_with_two_ranks_each(launch: Launch) -> None:
+    options = ("--start-method", "forkserver", "--clients", "2", "--rounds", "2")
+    done = launch(APP, *options)
+    assert done.code == 0, done.output + done.logs()
+    rounds = done.result["rounds"]
+    assert [entry["round"] for entry in rounds] == [1, 2]
+    assert rounds[-1]["accuracy"] >= 0.9
+    pids = []
+    for client in range(2):
+        ranks = re.findall(r"process (\d+) is rank (\d) of 2", done.log(f"client-{client}"))
+        assert sorted(number for _, number in ranks) == ["0", "0", "1", "1"]
+        pids += [pid for pid, _ in ranks]
+    assert len(set(pids)) == 8
