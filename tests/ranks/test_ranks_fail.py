@@ -48,11 +48,11 @@ def memory_files() -> list[str]:
 
 @pytest.fixture
 def nothing_left(tmp_path: Path, start_method: str) -> Callable[[int], None]:
-    """Check that so many processes of ranks were there and are gone, and that the next call works."""
+    """Check that so many processes were there, at least, and are gone, and that the next call works."""
 
     def check(count: int) -> None:
         pids = pids_in(tmp_path)
-        assert len(pids) == count
+        assert len(pids) >= count
         deadline = time.monotonic() + WAIT_S
         while running := [pid for pid in pids if is_running(pid)]:
             assert time.monotonic() < deadline, running
@@ -135,4 +135,4 @@ def test_a_rank_ends_before_they_meet(
     env = {"RANKS_TEST_FOLDER": str(tmp_path)}
     with pytest.raises(RankError, match="exited with code 9"):
         run_in_worker("ranks_exits_at_import:task", num_gpus=2, start_method=start_method, env=env)
-    nothing_left(3)
+    nothing_left(2)  # the other rank may be ended before it has imported anything
