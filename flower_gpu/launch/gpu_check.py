@@ -243,4 +243,6 @@ def _without_effect(
     else:
         why = _NO_GPU
     who = "all calls" if callers.are_all else f"calls of {callers}"
-    return f"{_asked(callers, options)} has no effect: {who} run on the CPU, {why}"
+    ranks = callers.settings.request.count
+    but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
+    return f"{_asked(callers, options)} has no effect{but}: {who} run on the CPU, {why}"

@@ -131,7 +131,8 @@ POSSIBLE = [
     (
         "--use-gpu false --num-gpus 4",
         [
-            "note: --num-gpus 4 has no effect: all calls run on the CPU, use-gpu is false",
+            "note: --num-gpus 4 has no effect but for distributed functions, which run in 4 ranks: all "
+            "calls run on the CPU, use-gpu is false",
         ],
     ),
     (
