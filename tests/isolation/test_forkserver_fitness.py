@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import forkservers
 import pytest
@@ -189,6 +193,14 @@ class TestShadows:
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "six_alike.py").touch()
         assert shadows.hidden([str(tmp_path / "own"), str(tmp_path)], "/") == ["six_alike"]
+
+    def test_a_package_that_is_compiled(self) -> None:
+        """As tomli may be: its file is ``__init__`` with a longer ending."""
+        package = ModuleType("compiled_alike")
+        origin = "/there/compiled_alike/__init__.cpython-311-x86_64-linux-gnu.so"
+        package.__spec__ = ModuleSpec("compiled_alike", None, origin=origin)
+        with patch.dict(sys.modules, {"compiled_alike": package}):
+            assert fitness._homes_of_modules()["compiled_alike"] == "/there"
 
     def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
         (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's

@@ -189,7 +189,9 @@ def _homes_of_modules() -> dict[str, str]:
         if "." not in name and isinstance(file, str) and os.path.isabs(file):
             path = Path(file)
             # By the file: six is a single one, but has a __path__ as packages do.
-            homes[name] = str(path.parent.parent if path.stem == "__init__" else path.parent)
+            homes[name] = str(
+                path.parent.parent if path.name.partition(".")[0] == "__init__" else path.parent
+            )
     return homes
 
 
