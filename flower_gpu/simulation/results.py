@@ -240,12 +240,16 @@ class ResultFolder:
         if not self._has_new_rows:
             return
         names = list(dict.fromkeys(name for row in self._rows for name in row["metrics"]))
-        text = StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["round", "kind", *names])
+        rows = [["round", "kind", *names]]
         for row in self._rows:
             values = [_cell(row["metrics"][name]) if name in row["metrics"] else "" for name in names]
-            writer.writerow(["" if row["round"] is None else row["round"], row["kind"], *values])
+            rows.append(["" if row["round"] is None else row["round"], row["kind"], *values])
+        # Before Python 3.13 the module quotes a carriage return only if it is part of the ends of its lines.
+        is_odd = any("\r" in str(cell) for row in rows for cell in row)
+        text = StringIO()
+        csv.writer(
+            text, lineterminator="\n", quoting=csv.QUOTE_ALL if is_odd else csv.QUOTE_MINIMAL
+        ).writerows(rows)
         temporary = self.table.with_name(self.table.name + ".tmp")
         temporary.write_text(text.getvalue(), encoding="utf-8")
         temporary.replace(self.table)

@@ -25,7 +25,7 @@ from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from flwr.serverapp import ServerApp
 from flwr.serverapp import strategy as flwr_strategies
 from flwr.serverapp.strategy import FedAvg, Result, Strategy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from recorded_apps import (
@@ -564,6 +564,7 @@ REPLIES = st.builds(
 )
 
 
+@example([PhaseFinished(None, "train", metrics={"\r": 0.0})], 1.0, 0)
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(PHASES | REPLIES | st.builds(RunResumed, st.integers(0, 5)), max_size=8),
