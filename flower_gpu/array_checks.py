@@ -111,7 +111,8 @@ def fitted(value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArr
     if array.dtype != dtype and not (array.ndim == 0 and array.dtype == np.float64 and dtype.kind == "f"):
         hint = f"; convert it with .astype('{dtype}')" if array.dtype.kind in "biuf" else ""
         raise WeightsError(f"{expected}, {got}{hint}")
-    return array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):  # as in frameworks: what is too large becomes infinite
+        return array.astype(dtype, copy=False)
 
 
 def _round(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:

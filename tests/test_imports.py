@@ -105,7 +105,7 @@ MAY_IMPORT = {
     "trace": {"config", "errors"},
     "isolation": {"config", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
-    "pytorch": {"config", "errors", "trace"},
+    "pytorch": {"config", "errors", "trace", "array_checks"},
     "array_checks": {"errors"},
     "tensorflow": set(),
     "keras": {"errors", "array_checks"},

@@ -60,11 +60,6 @@ class RankFigures:
         """Whether a rank has used CUDA."""
         return bool(self._with_cuda)
 
-    @property
-    def has_run_out(self) -> bool:
-        """Whether a rank has run out of memory, and the caller was told so."""
-        return self._ran_out
-
 
 _current: RankFigures | None = None
 

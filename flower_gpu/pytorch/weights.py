@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flower_gpu import array_checks
 from flower_gpu.errors import ConfigError, WeightsError
 from flower_gpu.pytorch import group, sharding
 
@@ -40,8 +41,6 @@ _NUMPY_DTYPES: Final[Mapping[torch.dtype, np.dtype[Any]]] = {
     torch.uint8: np.dtype(np.uint8),
     torch.bool: np.dtype(np.bool_),
 }
-
-_HANDFUL: Final = 5  # entries a message names before it says "and n more"
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:
@@ -137,7 +136,9 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
                 "; that is the number of parameters, but the state_dict has buffers (such as "
                 "BatchNorm's running mean) or shared parameters too: use get_weights"
             )
-        raise WeightsError(f"expected {len(entries)} arrays ({_few(entries)}), got {len(weights)}{hint}")
+        raise WeightsError(
+            f"expected {len(entries)} arrays ({array_checks.few(entries)}), got {len(weights)}{hint}"
+        )
     labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
     _load(model, state, labels, weights)
 
@@ -170,7 +171,7 @@ def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
     unexpected = [name for name in state if name not in entries]
     if missing or unexpected:
         parts = [
-            f"{len(names)} {word} ({_few(names)})"
+            f"{len(names)} {word} ({array_checks.few(names)})"
             for word, names in (("missing", missing), ("unexpected", unexpected))
             if names
         ]
@@ -228,7 +229,7 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
         except KeyError as error:  # how safetensors says that it does not know a dtype
             dtype = error.args[0]
             names = [name for name, tensor in entries.items() if tensor.dtype == dtype]
-            raise WeightsError(f"safetensors cannot store {dtype}: {_few(names)}") from error
+            raise WeightsError(f"safetensors cannot store {dtype}: {array_checks.few(names)}") from error
         temporary.chmod(mode)  # safetensors may leave a file that only its owner can read
         temporary.replace(path)
     finally:
@@ -299,16 +300,10 @@ def _load(
     arrays: Iterable[NDArray[Any]],
 ) -> None:
     """Check all arrays, then copy them into the model whose ``state_dict`` is ``state``."""
-    tensors = {}
-    problems = []
-    for (name, tensor), label, array in zip(state.items(), labels, arrays, strict=True):
-        dtype = _numpy_dtype(name, tensor)
-        try:
-            tensors[name] = _to_tensor(array, tensor, dtype)
-        except WeightsError as error:
-            problems.append(f"{label}: {error}")
-    if problems:
-        raise WeightsError(_few(problems, separator="\n"))
+    dtypes = [_numpy_dtype(name, tensor) for name, tensor in state.items()]
+    tensors = dict(
+        zip(state, array_checks.each(labels, _to_tensor, arrays, state.values(), dtypes), strict=True)
+    )
     # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
     # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
     # of modules that came with this very dict, or it may take the arrays for an old release's.
@@ -321,21 +316,7 @@ def _load(
 
 def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
     """Return ``value`` as a CPU tensor for the entry ``tensor``, without a copy if possible."""
-    shape = tuple(tensor.shape)
-    expected = f"expected shape {shape} {dtype}"
-    if not isinstance(value, np.ndarray | np.generic):
-        raise WeightsError(f"{expected}, got {type(value).__name__}, not a numpy array")
-    array = np.asarray(value)  # arithmetic on 0-d arrays makes numpy scalars
-    if not array.dtype.isnative:  # torch takes no other byte order
-        array = array.astype(array.dtype.newbyteorder("="))
-    got = f"got shape {array.shape} {array.dtype}"
-    if array.shape != shape:
-        raise WeightsError(f"{expected}, {got}")
-    if dtype.kind in "iub" and array.dtype.kind == "f":
-        array = _round(array, dtype)
-    elif array.dtype != dtype and not (array.ndim == 0 and array.dtype == np.float64 and dtype.kind == "f"):
-        hint = f"; convert it with .astype('{dtype}')" if array.dtype.kind in "biuf" else ""
-        raise WeightsError(f"{expected}, {got}{hint}")
+    array = array_checks.fitted(value, tuple(tensor.shape), dtype)
     # torch warns about read-only memory, and refuses steps that are negative or not whole items. It
     # does not look at the address, and crashes on a complex number that is not where it expects.
     address = array.__array_interface__["data"][0]
@@ -343,24 +324,3 @@ def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> tor
     if odd or not array.flags.writeable:
         array = array.copy()
     return torch.from_numpy(array)
-
-
-def _round(array: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Round floats to the nearest values of an integer or boolean dtype."""
-    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    with np.errstate(all="ignore"):  # what is out of range is refused below
-        rounded = np.rint(np.asarray(array, dtype=np.float64))
-    # high + 1 is a power of two, so exact as a float; high of a 64-bit integer is not. NaN fails.
-    fits = (rounded >= float(low)) & (rounded < float(high + 1))
-    if not fits.all():
-        raise WeightsError(
-            f"expected {dtype} ({low} to {high}), got {array.dtype} with the value {array[~fits].flat[0]}"
-        )
-    return np.asarray(rounded).astype(dtype)
-
-
-def _few(texts: Iterable[str], separator: str = ", ") -> str:
-    """Join the first handful and count the rest."""
-    listed = list(texts)
-    rest = len(listed) - _HANDFUL
-    return separator.join(listed[:_HANDFUL]) + (f" and {rest} more" if rest > 0 else "")

@@ -58,7 +58,7 @@ class End:
         return isinstance(self.error, WorkerDiedError) and _WATCHDOG.search(self.error.tail) is not None
 
 
-def of_all(ends: Sequence[End], world_size: int) -> BaseException:
+def of_all(ends: Sequence[End]) -> BaseException:
     """Return the error of a call whose ranks have ended like this: it names the one that failed first."""
     failed = sorted((end for end in ends if end.error is not None), key=lambda end: end.at)
     own = [end for end in failed if not end.is_of_others]

@@ -177,7 +177,7 @@ def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[A
         end = ended.get()
         ends[end.rank] = end
     if any(end.error is not None for end in ends.values()):
-        raise failures.of_all(list(ends.values()), len(calls))
+        raise failures.of_all(list(ends.values()))
     return [ends[rank].value for rank in range(len(calls))]
 
 
