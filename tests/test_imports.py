@@ -105,7 +105,8 @@ MAY_IMPORT = {
     "trace": {"config", "errors"},
     "isolation": {"config", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
-    "pytorch": {"config", "errors", "trace", "array_checks"},
+    "rank_settings": {"errors"},
+    "pytorch": {"config", "errors", "trace", "array_checks", "rank_settings"},
     "array_checks": {"errors"},
     "tensorflow": set(),
     "keras": {"errors", "array_checks"},
@@ -114,7 +115,7 @@ MAY_IMPORT = {
     "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch", "tensorflow"},
     "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
     # PyTorch in a rank only; Flower's messages by name only.
-    "ranks": {"config", "errors", "trace", "isolation", "gpu", "calls", "pytorch"},
+    "ranks": {"config", "errors", "trace", "rank_settings", "isolation", "gpu", "calls", "pytorch"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},
     "run": {"config", "errors", "trace", "gpu"},

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from torch import distributed
 
 from flower_gpu.errors import ConfigError, InvalidResultError, RankError
 from flower_gpu.pytorch.device import device
+from flower_gpu.rank_settings import RankSettings
 
 # What gloo and NCCL say when another rank is gone or does not answer. Not each error has a class of its own.
 _OF_OTHERS: Final = re.compile(
@@ -26,22 +26,12 @@ _OF_OTHERS: Final = re.compile(
 _CLASSES: Final = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistQueueEmptyError")
 
 
-@dataclass(frozen=True)
-class Options:
-    """How the ranks work together; see :func:`flower_gpu.distributed`."""
-
-    strategy: str = "ddp"
-    lr_scaling: str | None = None
-    warmup_steps: int = 0
-    sync_batchnorm: bool = False
-
-
-_options = Options()
+_options = RankSettings()
 # Of each loader that was divided: how many examples there are, and how many of them are this rank's.
 _parts: list[tuple[int, int]] = []
 
 
-def options() -> Options:
+def options() -> RankSettings:
     """Return how the ranks work together; the defaults where there is one."""
     return _options
 
@@ -57,7 +47,7 @@ def world_size() -> int:
 
 
 @contextmanager
-def joined(file: str, number: int, count: int, how: Options, timeout_s: float) -> Iterator[None]:
+def joined(file: str, number: int, count: int, how: RankSettings) -> Iterator[None]:
     """Be one of several ranks in the block.
 
     Parameters
@@ -66,10 +56,8 @@ def joined(file: str, number: int, count: int, how: Options, timeout_s: float) -
         Over which they find each other.
     number, count : int
         The rank, and how many there are.
-    how : Options
+    how : RankSettings
         How they work together.
-    timeout_s : float
-        Seconds that they wait for each other.
 
     Raises
     ------
@@ -78,7 +66,7 @@ def joined(file: str, number: int, count: int, how: Options, timeout_s: float) -
     """
     global _options
     store = distributed.FileStore(file, count)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=how.timeout_s)
     store.set_timeout(timeout)
     own = device()
     _agree(store, number, count, own.type)
@@ -95,7 +83,7 @@ def joined(file: str, number: int, count: int, how: Options, timeout_s: float) -
     # After an error nobody says goodbye: it would be waited for in vain, and this process ends anyway.
     distributed.barrier()
     distributed.destroy_process_group()
-    _options = Options()
+    _options = RankSettings()
 
 
 def _agree(store: Any, number: int, count: int, kind: str) -> None:

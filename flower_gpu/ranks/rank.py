@@ -40,20 +40,8 @@ def run(
     # With the function, its libraries: PyTorch is imported by now, and one that is not is of no use here.
     from flower_gpu.pytorch import group
 
-    settings = rendezvous.settings
     try:
-        with group.joined(
-            rendezvous.file,
-            rendezvous.rank,
-            rendezvous.world_size,
-            group.Options(
-                strategy=settings.strategy,
-                lr_scaling=settings.lr_scaling,
-                warmup_steps=settings.warmup_steps,
-                sync_batchnorm=settings.sync_batchnorm,
-            ),
-            settings.timeout_s,
-        ):
+        with group.joined(rendezvous.file, rendezvous.rank, rendezvous.world_size, rendezvous.settings):
             value = task(*args, **kwargs)
             group.check_num_examples(part_of(value).num_examples)
             return value

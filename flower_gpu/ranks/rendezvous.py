@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.ranks.settings import RankSettings
+from flower_gpu.rank_settings import RankSettings
 
 
 @dataclass(frozen=True)

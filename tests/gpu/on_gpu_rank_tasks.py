@@ -22,6 +22,7 @@ from flower_gpu.pytorch.distributed import (
     world_size,
 )
 from flower_gpu.pytorch.weights import get_weights, set_weights
+from flower_gpu.rank_settings import RankSettings
 
 GIB = 1 << 30
 
@@ -76,7 +77,7 @@ def nccl_alone() -> dict[str, Any]:
     """Do all that ranks do with NCCL in a group of one, which needs no second GPU."""
     descriptor = os.memfd_create("test")
     file = f"/proc/{os.getpid()}/fd/{descriptor}"
-    with group.joined(file, 0, 1, group.Options(strategy="fsdp"), 60):
+    with group.joined(file, 0, 1, RankSettings("fsdp", timeout_s=60)):
         torch.distributed.barrier()
         value = torch.ones(3, dtype=torch.float64, device=device())
         torch.distributed.all_reduce(value)
