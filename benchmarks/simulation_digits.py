@@ -34,6 +34,10 @@ def measure(
     for count in epochs:
         config = {"num-server-rounds": rounds, "local-epochs": count, "alpha": 0.0, "seed": 0}
         ways = ways_of("digits", clients, config, engines, (1, _MANY_CALLS))
+        if "ours" in engines:
+            options = ("--calls-per-worker", "1", "--preload", "digits.task:load_data")
+            preloaded = Run("ours", "digits", clients, config, saves_model=True, options=options)
+            ways = {"ours, 1 call per worker, data preloaded": preloaded, **ways}
         done = in_turn(ways, runs)
         reference = next(reversed(done.values()))[-1].model  # the loop's, if there is one
         found = [
@@ -77,6 +81,7 @@ def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
     return {
         "engine": run.engine,
         "calls_per_worker": int(run.options[1]) if run.options else None,
+        "preload": "--preload" in run.options,
         "clients": run.clients,
         "rounds": run.config["num-server-rounds"],
         "runs": len(done),
@@ -117,7 +122,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], ideal: str) -> None:
         [
             (
                 row["engine"],
-                row["calls_per_worker"] or "",
+                f"{row['calls_per_worker'] or ''}{', data preloaded' * row['preload']}",
                 f"{row['total_s']:.1f} s",
                 f"{row['round_s']:.2f} s",
                 times(row["total_to_ideal"]),

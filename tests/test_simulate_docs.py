@@ -71,6 +71,12 @@ def train(message, context):
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 """
 
+TASK = """
+def load_data(num_partitions):
+    global data
+    data = [[number] for number in range(num_partitions)]
+"""
+
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
 
 
@@ -100,6 +106,7 @@ def here(tmp_path: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "app.py").write_text(APP)
+    (package / "task.py").write_text(TASK)
     (tmp_path / "my-app" / "pyproject.toml").write_text(PYPROJECT)
     (tmp_path / "values.toml").write_text("learning-rate = 0.25\n")
     return tmp_path

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.commands.verbosity import is_quiet
-from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.errors import ConfigError, GPUUnavailableError, WorkerStartError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.isolation.preload import checked
 from flower_gpu.launch import gpu_options
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
@@ -91,6 +92,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run a few clients in fresh workers as well, and compare the weights",
     )
     workers.add_argument(
+        "--preload",
+        metavar="'MODULE:FUNCTION K=V ...'",
+        action="append",
+        default=[],
+        help="function that loads data, called once, with these arguments, where workers are forked from: all "
+        "of them find what it keeps in its module; may be repeated",
+    )
+    workers.add_argument(
         "--timeout-s",
         metavar="S",
         type=positive_float,
@@ -147,6 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--verify-recycling compares nothing with --calls-per-worker 1: no worker is recycled"
         )
+    preload = given_preload(arguments.preload)
     gpu = GPUOptions.from_arguments(arguments)
     _set_environment(gpu)
     if arguments.resume is None:
@@ -165,6 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         progress=arguments.progress and not is_quiet(arguments),
         state_memory=arguments.state_memory,
+        preload=preload,
         **_call_options(gpu, arguments.timeout_s),
     )
     if isinstance(result, int):
@@ -210,6 +221,25 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     return values
 
 
+def given_preload(texts: Sequence[str]) -> list[tuple[str, dict[str, ConfigValue]]]:
+    """Read ``--preload``: functions, each with its arguments.
+
+    Raises
+    ------
+    ConfigError
+        If one is not of the form ``package.module:function key=value ...``.
+    """
+    found = []
+    for text in texts:
+        name, _, pairs = text.strip().partition(" ")
+        arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
+        try:
+            found += checked((name, arguments))
+        except ConfigError as error:
+            raise ConfigError(f"--preload: {error}") from None
+    return found
+
+
 def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
     # Here: what they import takes a second, and an error in an option is there at once.
     from flower_gpu.simulation.results import SimulationStoppedError
@@ -223,6 +253,9 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
         return 128 + signal.SIGINT
     except (ConfigError, GPUUnavailableError):
         raise
+    except WorkerStartError as error:  # of data that cannot be loaded
+        _say(str(error))
+        return 1
     except Exception as error:
         traceback.print_exc()
         _say(f"{_first_line(error)} (the traceback is above)")

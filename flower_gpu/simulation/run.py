@@ -221,7 +221,10 @@ def simulate(
         workers.seed_server(plan.seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
         recorded_grid = RecordedGrid(grid, report.recorder)
-        found.load_server()(grid=recorded_grid, context=context)
+        server = found.load_server()
+        if workers.loads_data(settings):
+            zygote.process()  # data that cannot be loaded end the run here, and not each client's call
+        server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
         model = report.recorder.model

@@ -15,7 +15,7 @@ from flower_gpu.config import cores, planned_threads
 from flower_gpu.flower.app_imports import libraries_of
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.isolation import threads
+from flower_gpu.isolation import start, threads
 from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.simulation.messages import AppReference
 
@@ -104,6 +104,12 @@ def zygote_settings(
         without=without,
         preload=settings.worker.preload,
     )
+
+
+def loads_data(settings: CallSettings) -> bool:
+    """Tell whether data are loaded where workers are forked from."""
+    worker = settings.worker
+    return bool(worker.preload) and start.choose(worker.start_method, preload=True) == "forkserver"
 
 
 def seed_server(seed: int) -> None:

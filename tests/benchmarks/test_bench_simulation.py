@@ -49,10 +49,11 @@ def test_ours_and_ray_are_compared(tmp_path: Path) -> None:
 
 def test_training_gives_the_model_of_a_plain_loop(tmp_path: Path) -> None:
     rows = quick(tmp_path, "--only", "digits", "--engines", "ours,loop", "--epochs", "1")["digits"]
-    assert [(row["engine"], row["calls_per_worker"]) for row in rows] == [
-        ("ours", 1),
-        ("ours", 1000),
-        ("loop", None),
+    assert [(row["engine"], row["calls_per_worker"], row["preload"]) for row in rows] == [
+        ("ours", 1, True),
+        ("ours", 1, False),
+        ("ours", 1000, False),
+        ("loop", None, False),
     ]
     assert all(row["weights_differ_by"] < 1e-4 and row["accuracy"] > 0.5 for row in rows)
     assert all(row["total_to_ideal"] > 0 and row["round_to_ideal"] > 0 for row in rows)

@@ -53,6 +53,13 @@ from flwr.serverapp import ServerApp
 from flower_gpu import FedAvg
 
 server, client = ServerApp(), ClientApp()
+data = []
+
+
+def load(folder, size):
+    with open(Path(folder) / "loaded", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    data.extend(range(size))
 
 
 @server.main()
@@ -77,6 +84,9 @@ def train(message, context):
         time.sleep(600)
     arrays = ArrayRecord({"w": Array(weights + np.float32(1))})
     metrics = MetricRecord({"num-examples": 1, "rate": config["task.rate"]})
+    if data:
+        metrics["images"] = len(data)
+        data.clear()
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 """
 
@@ -131,6 +141,8 @@ def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
         (["--num-supernodes", "3", "--calls-per-worker", "some"], "'some' is not a whole number"),
         (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "compares nothing"),
         (["--num-supernodes", "3", "--timeout-s", "0"], "must be above 0"),
+        (["--num-supernodes", "3", "--preload", "app:"], "--preload: 'app:' does not name a function; write"),
+        (["--num-supernodes", "3", "--preload", "counting.app:load 3"], "--preload: '3' is not of the form"),
         (["--num-supernodes", "3", "--state-memory", "much"], "--state-memory='much' is no size of memory"),
         (["--num-supernodes", "3", "--gpu-memory", "much"], "--gpu-memory='much' is no size of memory"),
         (["--num-supernodes", "3", "--gpu-memory", "1GiB", "--num-gpus", "1"], "not allowed with argument"),
@@ -208,6 +220,38 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
     assert (result["outcome"], result["rounds"], result["messages"]) == ("completed", 3, 9)
     assert result["metrics"] == {"train": {"rate": 0.25}}
     assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
+
+
+def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) -> None:
+    here = app.parent
+    options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{here}'"]
+    preload = f"counting.app:load folder='{here}' size=3"
+    done = simulate(shell, here, "app", *options, "--preload", preload)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (here / "runs").iterdir()
+    assert result_of(folder)["metrics"] == {"train": {"rate": 0.5, "images": 3.0}}, "8 calls had them whole"
+    assert len((here / "loaded").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("preload", "reason"),
+    [
+        ("counting.nowhere:load", "No module named 'counting.nowhere'"),
+        ("counting.app:nothing", "module 'counting.app' has no 'nothing'"),
+        ("counting.app:load size=3", "missing 1 required positional argument: 'folder'"),
+    ],
+)
+def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
+    shell: Shell, app: Path, preload: str, reason: str
+) -> None:
+    options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{app.parent}'"]
+    done = simulate(shell, app.parent, "app", *options, "--preload", preload)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("flower-gpu simulate: ") and reason in last
+    (folder,) = (app.parent / "runs").iterdir()
+    result = result_of(folder)
+    assert (result["outcome"], result["messages"]) == ("failed", 0)
 
 
 def test_quiet_shows_the_summary_only(shell: Shell, app: Path) -> None:

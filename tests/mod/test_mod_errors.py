@@ -71,7 +71,8 @@ def test_one_that_takes_too_long(method: str) -> None:
     assert isinstance(error, flower_gpu.WorkerTimeoutError)
     assert "train of client 3: no" in str(error) and "within timeout_s=1.5" in str(error)
     if "no result" in str(error):  # and not only no worker, on a very busy machine
-        assert "mod_functions.py" in str(error), "where it was"
+        still_imports = method == "spawn" and "importlib" in str(error)
+        assert "mod_functions.py" in str(error) or still_imports, "where it was"
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "in-process"])

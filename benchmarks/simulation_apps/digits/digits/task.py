@@ -21,7 +21,7 @@ def train(
 ) -> tuple[Weights, int]:
     """Train on a partition; return the weights and how many images it has."""
     torch.manual_seed(hash((config["seed"], partition, server_round)))
-    images, labels = _data()
+    images, labels = load_data()
     mine = torch.from_numpy(_partitions(config["num-clients"], config["alpha"], config["seed"])[partition])
     model = _model(weights).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -35,14 +35,14 @@ def train(
 
 def accuracy(weights: Weights) -> float:
     """Return the share of test images that a model gets right."""
-    images, labels = _data()
+    images, labels = load_data()
     with torch.no_grad():
         answers = _model(weights).eval()(images[-_TEST:]).argmax(1)
     return (answers == labels[-_TEST:]).float().mean().item()
 
 
 @cache
-def _data() -> tuple[torch.Tensor, torch.Tensor]:
+def load_data() -> tuple[torch.Tensor, torch.Tensor]:
     """Return all images in one order; the last ones are for the test."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -53,7 +53,7 @@ def _data() -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _partitions(count: int, alpha: float, seed: int) -> list[np.ndarray]:
     """Return which training images each client has."""
-    labels = _data()[1][:-_TEST].numpy()
+    labels = load_data()[1][:-_TEST].numpy()
     random = np.random.default_rng(seed)
     if not alpha:
         return [np.sort(part) for part in np.array_split(random.permutation(len(labels)), count)]
