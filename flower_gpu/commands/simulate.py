@@ -96,8 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="'MODULE:FUNCTION K=V ...'",
         action="append",
         default=[],
-        help="function that loads data, called once, with these arguments, where workers are forked from: all "
-        "of them find what it keeps in its module; may be repeated",
+        help="function that loads data, called once, with these arguments, where workers are forked from: "
+        "all of them find what it keeps in its module; may be repeated",
     )
     workers.add_argument(
         "--timeout-s",
@@ -229,7 +229,7 @@ def given_preload(texts: Sequence[str]) -> list[tuple[str, dict[str, ConfigValue
     ConfigError
         If one is not of the form ``package.module:function key=value ...``.
     """
-    found = []
+    found: list[tuple[str, dict[str, ConfigValue]]] = []
     for text in texts:
         name, _, pairs = text.strip().partition(" ")
         arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
