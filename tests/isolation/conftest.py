@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    # Forks share that of this process, which an earlier test may have left: what they leak would be there
+    # until this process ends.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     before = descriptors()
     shared = set(SHARED_MEMORY.iterdir())
     this = Run(folder, temporary)
