@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.commands.verbosity import is_quiet
-from flower_gpu.errors import ConfigError, GPUUnavailableError, WorkerStartError
+from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.isolation.preload import checked
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises
     ------
     ConfigError
-        If an option cannot be used; then nothing was started or written.
+        If an option cannot be used; then nothing was started or written. Only ``--preload`` has to be tried.
     """
     app = FlowerApp.load(arguments.app_dir)
     num_supernodes, run_config = _federation(arguments)
@@ -253,9 +253,6 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
         return 128 + signal.SIGINT
     except (ConfigError, GPUUnavailableError):
         raise
-    except WorkerStartError as error:  # of data that cannot be loaded
-        _say(str(error))
-        return 1
     except Exception as error:
         traceback.print_exc()
         _say(f"{_first_line(error)} (the traceback is above)")

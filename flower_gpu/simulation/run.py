@@ -25,7 +25,7 @@ import flower_gpu
 from flower_gpu import config
 from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallSettings
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower import message_call
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
@@ -223,12 +223,20 @@ def simulate(
         recorded_grid = RecordedGrid(grid, report.recorder)
         server = found.load_server()
         if workers.loads_data(settings):
-            zygote.process()  # data that cannot be loaded end the run here, and not each client's call
+            _load_data(zygote)
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
+
+
+def _load_data(zygote: Zygote) -> None:
+    """Start what loads data; if it cannot, the run ends here, and not each client's call."""
+    try:
+        zygote.process()
+    except WorkerStartError as error:
+        raise ConfigError(f"preload: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -234,21 +234,22 @@ def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) 
 
 
 @pytest.mark.parametrize(
-    ("preload", "reason"),
+    ("preload", "code", "reason"),
     [
-        ("counting.nowhere:load", "No module named 'counting.nowhere'"),
-        ("counting.app:nothing", "module 'counting.app' has no 'nothing'"),
-        ("counting.app:load size=3", "missing 1 required positional argument: 'folder'"),
+        ("counting.nowhere:load", 2, "No module named 'counting.nowhere'"),
+        ("counting.app:nothing", 2, "preload: module 'counting.app' has no 'nothing'"),
+        ("counting.app:load size=3", 1, "missing 1 required positional argument: 'folder'"),
     ],
 )
 def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
-    shell: Shell, app: Path, preload: str, reason: str
+    shell: Shell, app: Path, preload: str, code: int, reason: str
 ) -> None:
     options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{app.parent}'"]
     done = simulate(shell, app.parent, "app", *options, "--preload", preload)
-    assert done.returncode == 1
+    assert done.returncode == code
     last = done.stderr.splitlines()[-1]
     assert last.startswith("flower-gpu simulate: ") and reason in last
+    assert ("Traceback" in done.stderr) == (code == 1), "of what the function itself raises"
     (folder,) = (app.parent / "runs").iterdir()
     result = result_of(folder)
     assert (result["outcome"], result["messages"]) == ("failed", 0)
