@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from flower_gpu.calls.options import CallOptions
     from flower_gpu.errors import (
         ClientCallError,
+        ClientsFailedError,
         ConfigError,
         FlowerGPUError,
         GPUError,
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ClientCallError": "flower_gpu.errors",
+    "ClientsFailedError": "flower_gpu.errors",
     "ConfigError": "flower_gpu.errors",
     "FlowerGPUError": "flower_gpu.errors",
     "GPUError": "flower_gpu.errors",
@@ -81,6 +83,7 @@ _HOME = {
 __all__ = [
     "CallOptions",
     "ClientCallError",
+    "ClientsFailedError",
     "ConfigError",
     "FedAvg",
     "FlowerGPUError",

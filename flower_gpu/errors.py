@@ -1,9 +1,42 @@
-"""Every exception of the package.
+"""Every exception of the package, and how much of a text is kept.
 
 A message says what happened, with the numbers, and what to do next.
 """
 
 from __future__ import annotations
+
+from typing import Final
+
+#: So many characters of a text that others have written (exception, traceback, line of a log) are kept.
+MOST_CHARACTERS: Final = 16_000
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return a text as it is kept: of a long one the head and the tail, and how much is left out.
+
+    An exception may quote a whole batch. Its text goes into the reply to the server, the trace, the logs and
+    the summary: each of them keeps what this function returns.
+
+    Parameters
+    ----------
+    text : str
+        What others have written.
+    most : int
+        How many characters of it are kept.
+
+    Returns
+    -------
+    str
+        The text, with at most some dozens of characters more than ``most``.
+    """
+    # A text that is cut already is a little longer than the limit. It is not cut again.
+    if len(text) <= most + _NOTE_CHARACTERS:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+
+
+_NOTE_CHARACTERS: Final = 60
 
 
 class FlowerGPUError(Exception):
@@ -87,6 +120,10 @@ class GPUOutOfMemoryError(WorkerError, GPUError):
 
 class ClientCallError(FlowerGPUError):
     """A function of a ``ClientApp`` raised an exception, which is the cause; the message names the client."""
+
+
+class ClientsFailedError(FlowerGPUError):
+    """Every client failed in the first round, or in three rounds in a row, so the run was ended."""
 
 
 class InvalidResultError(FlowerGPUError, ValueError):

@@ -15,12 +15,18 @@ from flower_gpu.calls import leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.options import CallSettings, split
 from flower_gpu.config import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE, WorkerSettings
-from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError, WorkerDiedError, WorkerTimeoutError
+from flower_gpu.errors import (
+    GPUOutOfMemoryError,
+    LeaseTimeoutError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+    shortened,
+)
 from flower_gpu.gpu import descriptors, lease, ray_actor
 from flower_gpu.gpu.footprint_key import Array
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import log_lines, start, threads, worker
+from flower_gpu.isolation import log_lines, outcomes, start, threads, worker
 from flower_gpu.isolation.call import Call, Task, task_name
 from flower_gpu.progress_display import ProgressDisplay
 
@@ -306,6 +312,7 @@ class _Run:
                     seconds=round(time.monotonic() - began, 4),
                     outcome=_outcome(error, told),
                     error=None if error is None else _text(error),
+                    **_traceback(error),
                 )
 
 
@@ -375,9 +382,14 @@ def _round_in(config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def _traceback(error: BaseException | None) -> dict[str, str]:
+    text = "" if error is None else outcomes.traceback_of(error)
+    return {"traceback": text} if text else {}
+
+
 def _text(error: BaseException) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return shortened(f"{type(error).__name__}: {error}")
     except Exception:  # its own __str__ failed
         return type(error).__name__
 

@@ -118,7 +118,7 @@ MAY_IMPORT = {
     "ranks": {"config", "errors", "trace", "rank_settings", "isolation", "gpu", "calls", "pytorch"},
     # Its small start calls Flower's code only where there is no fork server for that.
     "supernode": {"config", "errors", "isolation", "flower"},
-    "run": {"config", "errors", "trace", "gpu"},
+    "run": {"config", "errors", "printable", "trace", "gpu"},
     "simulation": {
         "config",
         "errors",

@@ -387,14 +387,47 @@ def _check_environment(env: Mapping[str, str]) -> None:
 
 
 def _failure(error: BaseException) -> Outcome:
+    from flower_gpu.errors import MOST_CHARACTERS, shortened
+
     kind = type(error)
-    text = "".join(traceback.format_exception(kind, error, _without_own_frames(error)))
+    is_long = len(_formatted(error)) > MOST_CHARACTERS
+    if is_long:  # the texts first: half of the limit is for the lines of the traceback before them
+        _shorten(error)
+    data = _pickled(error)
+    if is_long and data is not None and len(data) > 2 * MOST_CHARACTERS:
+        data = None  # its text is longer than what it was made of
     return Outcome(
         error_type=f"{kind.__module__}.{kind.__qualname__}",
-        error_text=_text(error),
-        error_traceback=text.rstrip(),
-        error_pickle=_pickled(error),
+        error_text=shortened(_text(error)),
+        error_traceback=shortened(_formatted(error)),
+        error_pickle=data,
     )
+
+
+def _formatted(error: BaseException) -> str:
+    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
+    return "".join(lines).rstrip()
+
+
+def _shorten(error: BaseException) -> None:
+    """Cut the texts that an exception was made of, and those of the exceptions that led to it."""
+    from flower_gpu.errors import MOST_CHARACTERS, shortened
+
+    def cut(value: Any) -> Any:
+        return shortened(value, MOST_CHARACTERS // 4) if type(value) is str else value
+
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        with suppress(Exception):  # a class of its own may allow no change
+            one.args = tuple(map(cut, one.args))
+        with suppress(Exception):
+            one.__notes__ = list(map(cut, one.__notes__))
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
 def _text(error: BaseException) -> str:

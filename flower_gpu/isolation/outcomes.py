@@ -6,15 +6,18 @@ import io
 import pickle
 import signal
 import sys
+import traceback
 from textwrap import indent
 from typing import Any
 
 from flower_gpu.errors import (
+    FlowerGPUError,
     InvalidResultError,
     WorkerDiedError,
     WorkerError,
     WorkerTaskError,
     WorkerTimeoutError,
+    shortened,
 )
 from flower_gpu.isolation import transport
 from flower_gpu.isolation.call import Call
@@ -94,6 +97,28 @@ class _WithoutImports(pickle.Unpickler):
         if name == "subimport":  # cloudpickle's, for the modules that a function uses
             return sys.modules.__getitem__
         return super().find_class(module, name)
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an exception that a call has raised, as far as it is of the task's own code.
+
+    Returns
+    -------
+    str
+        The worker's, or where the call had none that of this process. Empty for an error of this package that
+        says all itself: the worker was killed, timed out, or could not be started.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, WorkerTraceback):
+            return seen.text
+        seen = seen.__cause__
+    if isinstance(error, FlowerGPUError):
+        return ""
+    try:
+        return shortened("".join(traceback.format_exception(error)).rstrip())
+    except Exception:  # its own __str__ failed
+        return ""
 
 
 def timed_out(call: Call, pid: int, timeout_s: float, tail: Tail) -> WorkerTimeoutError:
