@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from flower_gpu.launch.leases import Leases, by_client, out_of_memory_line, summary_lines
-from flower_gpu.launch.result import round_row
+from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, RunStarted
+from flower_gpu.simulation.progress import Progress
+from flower_gpu.simulation.traced import event_of
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_SHOWN: Final = ("loss", "accuracy", "f1")
+_SHOWN: Final = ("loss", "accuracy", "f1")  # before the other metrics
+_MOST_METRICS: Final = {SERVER_EVALUATE: 3, EVALUATE: 3, TRAIN: 2}  # in the table; result.json has them all
 _MOST_CLIENTS: Final = 20  # with more, the table of leases shows those that waited longest
 
 
 class Display:
-    """Plain lines: one per round, and one per call that failed.
+    """Plain lines: one for each round and now and then one within it, and one for each call that failed.
 
     Parameters
     ----------
@@ -26,10 +29,13 @@ class Display:
         Number of rounds, where it is known beforehand.
     """
 
+    is_shown: ClassVar[bool] = True
+
     def __init__(self, num_rounds: int | None) -> None:
-        self.num_rounds = num_rounds
-        self._last_time: float | None = None
+        self._num_rounds = num_rounds
         self._leases = Leases()
+        self._progress = Progress(num_rounds, self.is_shown, sys.stdout)
+        self._is_recorded = False
 
     def line(self, text: str) -> None:
         """Show a line of text."""
@@ -42,13 +48,8 @@ class Display:
     def event(self, event: Mapping[str, Any]) -> None:
         """Show one event of the run's trace."""
         self._leases.see(event)
+        self._see_round(event)
         match event.get("event"):
-            case "round":
-                row = round_row(event, self._last_time)
-                self._last_time = event.get("time")
-                if row is not None:
-                    self.num_rounds = event.get("num_rounds") or self.num_rounds
-                    self.on_round(row)
             case "worker_started":
                 self.on_worker_started(event)
             case "progress":
@@ -65,10 +66,6 @@ class Display:
             case _:
                 pass
 
-    def on_round(self, row: Mapping[str, Any]) -> None:
-        """Show the metrics of a round."""
-        self.line(round_line(row, self.num_rounds))
-
     def on_worker_started(self, event: Mapping[str, Any]) -> None:
         """Show that a worker runs."""
 
@@ -80,10 +77,27 @@ class Display:
 
     def close(self) -> None:
         """Leave the terminal as it was."""
+        self._progress.close()
+
+    def _see_round(self, line: Mapping[str, Any]) -> None:
+        event = event_of(line)
+        if event is None:
+            return
+        if isinstance(event, RunStarted):
+            self._is_recorded = True
+        elif line.get("event") == "round":
+            if self._is_recorded:
+                return  # an evaluation that is told as those of every other app are
+            if (num_rounds := line.get("num_rounds") or self._num_rounds) != self._num_rounds:
+                self._num_rounds = num_rounds
+                self._progress.run_started(num_rounds)
+        self._progress.on_event(event)
 
 
 class QuietDisplay(Display):
     """Nothing before the result, but what has failed."""
+
+    is_shown = False
 
     def line(self, text: str) -> None:
         """Show nothing."""
@@ -94,9 +108,10 @@ class QuietDisplay(Display):
 
 
 class TerminalDisplay(Display):
-    """A bar over the rounds with the last metrics, and under it one over the batches of a running worker."""
+    """The bars of a simulation, and under them one over the batches of a running worker."""
 
     def __init__(self, num_rounds: int | None) -> None:
+        self._stream = sys.stdout  # what is printed goes above the bars as soon as there are any
         super().__init__(num_rounds)
         from tqdm import tqdm
 
@@ -105,28 +120,7 @@ class TerminalDisplay(Display):
         self._running: dict[Any, str] = {}
         self._worker: Any = None  # pid of the worker that is shown
         self._batches: tqdm[Any] | None = None
-        self._rounds: tqdm[Any] = tqdm(
-            total=num_rounds,
-            desc="starting",
-            dynamic_ncols=True,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"
-            if num_rounds
-            else "{desc} {n_fmt} {elapsed}{postfix}",
-            file=sys.stdout,
-        )
-
-    def line(self, text: str) -> None:
-        """Show a line of text above the bars."""
-        self._tqdm.write(text, file=sys.stdout)
-
-    def on_round(self, row: Mapping[str, Any]) -> None:
-        """Move the bar over the rounds."""
-        self._rounds.set_description_str("rounds", refresh=False)
-        self._rounds.total = self.num_rounds
-        shown = {name: f"{row[name]:.3f}" for name in _SHOWN if row[name] is not None}
-        self._rounds.set_postfix(shown, refresh=False)
-        self._rounds.n = row["round"]
-        self._rounds.refresh()
+        self._progress.run_started(num_rounds)  # there is a time to look at while everything starts
 
     def on_worker_started(self, event: Mapping[str, Any]) -> None:
         """Show the worker if no other is shown."""
@@ -156,11 +150,11 @@ class TerminalDisplay(Display):
     def close(self) -> None:
         """Remove the bar of the worker, keep that of the rounds as it is."""
         self._show_worker(None)
-        self._rounds.close()
+        super().close()
 
     def tick(self) -> None:
         """Let the elapsed time go on."""
-        self._rounds.refresh()
+        self._progress.tick()
 
     def _show_worker(self, pid: Any) -> None:
         if self._batches is not None:
@@ -172,10 +166,10 @@ class TerminalDisplay(Display):
                 total=None,
                 desc=f"  {self._running[pid]}",
                 leave=False,
-                position=1,
+                position=2,  # below the rounds and their clients
                 dynamic_ncols=True,
                 bar_format="{desc} ...",  # until it says how much there is to do
-                file=sys.stdout,
+                file=self._stream,
             )
 
 
@@ -186,17 +180,6 @@ def make_display(num_rounds: int | None, verbosity: int) -> Display:
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         return TerminalDisplay(num_rounds)
     return Display(num_rounds)
-
-
-def round_line(row: Mapping[str, Any], num_rounds: int | None) -> str:
-    """Write a round as one line."""
-    head = f"round {row['round']}" + (f"/{num_rounds}" if num_rounds else "")
-    if row["round"] == 0:
-        head = "initial model"
-    parts = [f"{name} {row[name]:.3f}" for name in _SHOWN if row[name] is not None]
-    if row["seconds"] is not None:
-        parts.append(f"{row['seconds']:.1f} s")
-    return "  ".join([head, *parts])
 
 
 def task_label(event: Mapping[str, Any]) -> str:
@@ -210,18 +193,41 @@ def print_table(result: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    rows = [*filter(None, [result["initial"]]), *result["rounds"]]
+    columns = _columns(rows)
+    names = [name for _, name in columns]
     table = Table()
-    for title in ("round", "loss", "accuracy", "F1", "seconds"):
-        table.add_column(title, justify="right")
-    for row in [*filter(None, [result["initial"]]), *result["rounds"]]:
+    for title in ("round", *(_title(task, name, names) for task, name in columns), "seconds"):
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        values = [row["metrics"].get(task, {}).get(name) for task, name in columns]
         table.add_row(
             "initial" if row["round"] == 0 else str(row["round"]),
-            *("-" if row[name] is None else f"{row[name]:.4f}" for name in _SHOWN),
+            *("-" if value is None else _number(value) for value in values),
             "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
         )
     Console(file=sys.stdout, highlight=False).print(table)
     if "leases" in result:
         _print_leases(result)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Choose what is shown: the first few metrics of the server, of the clients, and of their training."""
+    columns = []
+    for task, most in _MOST_METRICS.items():
+        names = list(dict.fromkeys(name for row in rows for name in row["metrics"].get(task, {})))
+        names.sort(key=lambda name: _SHOWN.index(name) if name in _SHOWN else len(_SHOWN))
+        columns += [(task, name) for name in names[:most]]
+    return columns
+
+
+def _title(task: str, name: str, names: Sequence[str]) -> str:
+    title = {"f1": "F1"}.get(name, name)
+    return title if task == SERVER_EVALUATE or names.count(name) == 1 else f"{task} {title}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _print_leases(result: Mapping[str, Any]) -> None:

@@ -29,6 +29,10 @@ _ENGINES: Final[dict[str, type[Engine]]] = {
     "superlink": SuperLinkEngine,
     "start-client": StartClientEngine,
 }
+_NO_ROUNDS: Final = (
+    "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
+    "flower_gpu.gpu_evaluate is shown in any case."
+)
 _TICK_S: Final = 0.2
 # Flower has said how the run ended: what is still there has nothing left to do.
 _GRACE_AT_END_S: Final = 0.5
@@ -167,7 +171,7 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     if result["rounds"] or result["initial"]:
         print_table(result)
     else:
-        print("The app reported no rounds: wrap its evaluation in flower_gpu.gpu_evaluate.")
+        print(_NO_ROUNDS)
     if remark := not_obeyed(plan, result, os.environ):
         _complain(remark)
     if folder.model.exists():

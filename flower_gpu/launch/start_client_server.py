@@ -23,18 +23,22 @@ def main(settings_path: str, address: str) -> None:
     from flwr.common import Context, RecordDict
     from flwr.server import start_server
 
+    from flower_gpu.simulation.recording import recorded_run
+    from flower_gpu.simulation.traced import trace_event_and_replies
+
     context = Context(
         run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config=settings["run_config"]
     )
-    components = server_fn(context)
-    start_server(
-        server_address=address,
-        server=components.server,
-        config=components.config,
-        strategy=components.strategy,
-        client_manager=components.client_manager,
-        grpc_max_message_length=MAX_MESSAGE_BYTES,
-    )
+    with recorded_run(trace_event_and_replies, has_grid=False):
+        components = server_fn(context)
+        start_server(
+            server_address=address,
+            server=components.server,
+            config=components.config,
+            strategy=components.strategy,
+            client_manager=components.client_manager,
+            grpc_max_message_length=MAX_MESSAGE_BYTES,
+        )
 
 
 if __name__ == "__main__":

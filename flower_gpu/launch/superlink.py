@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
@@ -19,11 +20,13 @@ from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.service import Service
 from flower_gpu.launch.supervisor import LaunchFailedError
 from flower_gpu.supernode import warm
-from flower_gpu.supernode.command_folder import fast_start
+from flower_gpu.supernode.command_folder import CommandFolder, fast_start
 from flower_gpu.supernode.rule import Rule
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
+# What the SuperLink finds in the place of Flower's own, by the module with its ``main``.
+_COMMANDS: Final = MappingProxyType({"flwr-serverapp": "flower_gpu.launch.serverapp"})
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # What flwr's FAB builder may take; anything else in the app's folder stays where it is.
@@ -143,8 +146,18 @@ class SuperLinkEngine(Engine):
         return False
 
     def _superlink(self, port: int) -> Service:
-        self._link = Service("SuperLink", superlink_command(port), self.env, self.folder.log("superlink"))
+        env = self._recording()
+        self._link = Service("SuperLink", superlink_command(port), env, self.folder.log("superlink"))
         return self._link
+
+    @cache  # noqa: B019 - an engine lives as long as its run
+    def _recording(self) -> Mapping[str, str]:
+        """Return the environment of a SuperLink that finds our ``flwr-serverapp``; says why not, once."""
+        try:
+            return {**self.env, "PATH": CommandFolder(_COMMANDS).first_on(self.env.get("PATH"))}
+        except ConfigError as error:
+            print(f"Rounds are not shown while they run: {error}", file=sys.stderr)
+            return self.env
 
     def _node(self, client: int, port: int) -> Service:
         env = self.client_environment(client)

@@ -180,6 +180,19 @@ class History:
             whole(event.get("round")), text(event.get("task")), whole(event.get("messages")), time
         )
 
+    def _on_round_grew(self, time: float, event: Mapping[str, Any]) -> None:
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.messages = whole(event.get("messages"))
+
+    def _on_reply(self, time: float, event: Mapping[str, Any]) -> None:
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.replies += 1
+
+    def _open_round_of(self, event: Mapping[str, Any]) -> OpenRound | None:
+        told = (whole(event.get("round")), text(event.get("task")))
+        one = self.open_round
+        return one if one is not None and (one.round, one.task) == told else None
+
     def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
         self.open_round = None
         self._evaluated(time, event, text(event.get("task")))
@@ -280,7 +293,7 @@ class History:
                 if (nbytes := whole(told.get(name))) is not None:
                     into[text(told.get("uuid"))] = nbytes
         if self.open_round is not None and worker.round == self.open_round.round:
-            self.open_round.finished += 1
+            self.open_round.workers_finished += 1
 
     def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
         names = ("client", "task", "uuid", "kind", "then")

@@ -145,4 +145,10 @@ class OpenRound:
     task: str
     messages: int | None
     started_at: float
-    finished: int = 0
+    workers_finished: int = 0
+    replies: int = 0  # told by a launched run only
+
+    @property
+    def finished(self) -> int:
+        """How many of the messages have been handled."""
+        return max(self.workers_finished, self.replies)

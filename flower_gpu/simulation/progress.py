@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from flower_gpu.simulation.events import (
     Event,
@@ -40,6 +40,7 @@ class _Phase:
     done: int = 0
     failed: int = 0
     began_s: float = field(default_factory=time.monotonic)
+    seconds: float | None = None  # known better than by the clock here: it may hear of all at once
 
     def rate(self) -> float | None:
         seconds = time.monotonic() - self.began_s
@@ -51,7 +52,7 @@ class _Phase:
 
 
 class Progress:
-    """Shows how far a run is, on stderr. Safe to use from several threads.
+    """Shows how far a run is. Safe to use from several threads.
 
     Parameters
     ----------
@@ -59,12 +60,16 @@ class Progress:
         How many rounds there will be, where that is known beforehand.
     is_shown : bool
         False: nothing is shown.
+    stream : TextIO, optional
+        Where; by default stderr.
     """
 
-    def __init__(self, num_rounds: int | None = None, is_shown: bool = True) -> None:
+    def __init__(
+        self, num_rounds: int | None = None, is_shown: bool = True, stream: TextIO | None = None
+    ) -> None:
         self._lock = threading.RLock()
         self._phase: _Phase | None = None
-        self._view: _View = _make_view() if is_shown else _View()
+        self._view: _View = _make_view(stream or sys.stderr) if is_shown else _View()
         self._view.num_rounds = num_rounds
 
     def on_event(self, event: Event) -> None:
@@ -81,7 +86,7 @@ class Progress:
             case Replied():
                 self.reply(event.error is not None)
             case PhaseFinished():
-                self.round_finished(event.server_round, event.kind, event.metrics)
+                self.round_finished(event.server_round, event.kind, event.metrics, event.seconds)
 
     def run_started(self, num_rounds: int | None) -> None:
         """Begin anew, with this many rounds."""
@@ -130,15 +135,22 @@ class Progress:
         server_round: int | None = None,
         kind: str | None = None,
         metrics: Metrics | None = None,
+        seconds: float | None = None,
     ) -> None:
         """Show that what :meth:`round_started` has said is done; or, of another kind, its metrics only."""
         with self._lock, suppress(OSError, ValueError):
             phase = self._phase
             if phase is not None and kind in (None, phase.kind):
                 self._phase = None
+                phase.seconds = seconds
             else:
                 phase = _Phase(server_round, kind or "", None)
             self._view.phase_finished(phase, metrics or {})
+
+    def tick(self) -> None:
+        """Let the time that is shown go on."""
+        with self._lock, suppress(OSError, ValueError):
+            self._view.tick()
 
     def close(self) -> None:
         """Show nothing more."""
@@ -168,6 +180,9 @@ class _View:
     def phase_finished(self, phase: _Phase, metrics: Metrics) -> None:
         pass
 
+    def tick(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -183,7 +198,8 @@ class _View:
 class _Lines(_View):
     """One line for each round, and now and then one within a round."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
         self._server_round: int | None = None
         self._parts: list[str] = []
         self._line_at_s = time.monotonic()
@@ -219,7 +235,8 @@ class _Lines(_View):
         if phase.failed:
             parts.append(f"({phase.failed} failed)")
         if phase.done:
-            parts.append(f"in {duration(time.monotonic() - phase.began_s)}")
+            seconds = time.monotonic() - phase.began_s if phase.seconds is None else phase.seconds
+            parts.append(f"in {duration(seconds)}")
         self._parts.append(" ".join([*parts, metrics_text(metrics)]).rstrip())
         if phase.server_round is None:
             self._end_round()
@@ -239,13 +256,13 @@ class _Lines(_View):
 
     def _print(self, text: str) -> None:
         self._line_at_s = time.monotonic()
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=self._stream, flush=True)
 
 
 class _Bars(_View):
     """A bar over the rounds, and below it one over the clients of the round."""
 
-    def __init__(self) -> None:
+    def __init__(self, stream: TextIO) -> None:
         from tqdm import tqdm
 
         class Bar(tqdm):  # type: ignore[type-arg]
@@ -253,8 +270,8 @@ class _Bars(_View):
             monitor_interval = 0
 
         self._bar = Bar
-        self._stream = sys.stderr
-        self._output = OutputAbove(Bar, sys.stderr)
+        self._stream = stream
+        self._output = OutputAbove(Bar, stream)
         self._rounds: tqdm[Any] | None = None
         self._clients: tqdm[Any] | None = None
         self._server_round = 0
@@ -265,7 +282,8 @@ class _Bars(_View):
 
     def run_started(self, num_rounds: int | None) -> None:
         self._end_clients()
-        self._end_rounds()
+        if self._server_round:  # else the bar of this run may be there already, at 0
+            self._end_rounds()
         super().run_started(num_rounds)
         self._server_round = self._done_rounds = self._first_round = 0
         self._began_s = self._round_began_s = time.monotonic()
@@ -312,6 +330,9 @@ class _Bars(_View):
         self._metrics = metrics_text(metrics) or self._metrics
         self._draw_rounds()
 
+    def tick(self) -> None:
+        self._draw_rounds()
+
     def close(self) -> None:
         self._end_clients()
         self._end_rounds()
@@ -341,7 +362,10 @@ class _Bars(_View):
         return max(each_s * rounds_left - (time.monotonic() - self._round_began_s), 0.0)
 
     def _show_rounds(self) -> None:
+        with_end = "{desc} |{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}"
+        bar_format = with_end if self.num_rounds else "{desc} {n_fmt}, {elapsed}{postfix}"
         if self._rounds is not None:
+            self._rounds.total, self._rounds.bar_format = self.num_rounds, bar_format
             return
         self._output.begin()
         self._rounds = self._bar(
@@ -350,9 +374,7 @@ class _Bars(_View):
             file=self._stream,
             dynamic_ncols=True,
             smoothing=0,
-            bar_format="{desc} |{bar}| {n_fmt}/{total_fmt}, {elapsed}{postfix}"
-            if self.num_rounds
-            else "{desc} {n_fmt}, {elapsed}{postfix}",
+            bar_format=bar_format,
         )
 
     def _end_clients(self) -> None:
@@ -369,11 +391,11 @@ class _Bars(_View):
             self._output.end()
 
 
-def _make_view() -> _View:
-    if sys.stderr is None or sys.stderr.closed:
+def _make_view(stream: TextIO | None) -> _View:
+    if stream is None or stream.closed:
         return _View()
-    is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    return _Bars() if is_terminal else _Lines()
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    return _Bars(stream) if is_terminal else _Lines(stream)
 
 
 def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from itertools import zip_longest
 from typing import Any
 
 from flwr.app import Message, RecordDict
@@ -68,8 +69,14 @@ class RecordedGrid(Grid):
         batch = _Batch(self._recorder)
         phases: list[tuple[Phase, int]] = []
         ids = list(self._grid.push_messages(batch.sent(messages, phases)))
-        with self._lock:
-            self._awaited.update(zip(ids, phases, strict=True))
+        # Flower's own grid has no id for a message that it could not push, and none at all if they are too
+        # large together.
+        for id_, (phase, node_id) in zip_longest(ids, phases):
+            if id_ is None:
+                self._recorder.missed(phase, node_id, "the message could not be sent")
+                continue
+            with self._lock:
+                self._awaited[id_] = (phase, node_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -117,11 +124,15 @@ class RecordedGrid(Grid):
 
     def close(self) -> None:
         """Tell of the messages that nobody has pulled a reply of, and close the grid."""
-        with self._lock:
-            left, self._awaited = self._awaited, {}
-        for phase, node_id in left.values():
-            self._recorder.missed(phase, node_id, "no reply was pulled")
+        self.give_up(list(self._awaited), "no reply was pulled")
         self._grid.close()
+
+    def give_up(self, message_ids: Iterable[str], why: str) -> None:
+        """Tell of those of these messages that have no reply that there will be none."""
+        with self._lock:
+            left = [found for id_ in message_ids if (found := self._awaited.pop(id_, None)) is not None]
+        for phase, node_id in left:
+            self._recorder.missed(phase, node_id, why)
 
 
 class _Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from flwr.app import Message, MetricRecord
@@ -21,6 +21,7 @@ from flower_gpu.simulation.events import (
     Replied,
     RunResumed,
     RunStarted,
+    plain,
 )
 
 
@@ -170,6 +171,18 @@ class Recorder:
                 self._show(phase)
         return phase
 
+    def asked(self, kind: str) -> Phase:
+        """Note that a client is asked for what a strategy has announced, without a grid."""
+        with self._lock:
+            phase = self._announced.setdefault(kind, Phase(None, kind, announced=True))
+            phase.sent += 1
+            self._show(phase)
+        return phase
+
+    def answered(self, phase: Phase, client: int, error: str | None) -> None:
+        """Note that it has answered, or failed."""
+        self._ended(phase, client, error, {})
+
     def replied(self, phase: Phase, reply: Message) -> None:
         """Note a reply."""
         error, metrics = None, {}
@@ -237,35 +250,11 @@ class Recorder:
             self._on_event(phase.finished(metrics))
 
 
-def clean(metrics: Mapping[str, Any]) -> dict[str, Metric]:
-    """Make metrics of Python's own types; a value that is no metric becomes its text."""
-    return {str(key): _clean(value) for key, value in metrics.items()}
-
-
-def _clean(value: Any) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, bytes):
-        return f"{len(value)} bytes"
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    if hasattr(value, "item"):  # a number of NumPy or torch
-        try:
-            return _clean(value.item())
-        except (TypeError, ValueError, RuntimeError):
-            pass
-    return str(value)
-
-
 def _metrics_in(reply: Message) -> dict[str, Metric]:
     records = records_in(reply, MetricRecord)
     alone = len(records) == 1
     return {
-        key if alone else f"{name}.{key}": _clean(value)
+        key if alone else f"{name}.{key}": plain(value)
         for name, record in records.items()
         for key, value in record.items()
     }

@@ -18,8 +18,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from flwr.app import ArrayRecord
+from flwr.common import Code
 from flwr.server import Server
 from flwr.server import strategy as legacy
+from flwr.server.client_proxy import ClientProxy
 from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import Strategy
@@ -27,15 +29,17 @@ from flwr.serverapp.strategy import Strategy
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, OnEvent
-from flower_gpu.simulation.recorder import Recorder, clean
+from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, OnEvent, clean
+from flower_gpu.simulation.recorder import Recorder
 
 #: Makes the wrapper of an object's method.
 _Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
 
 @contextmanager
-def recorded_run(on_event: OnEvent, partition_of: Callable[[int], int] | None = None) -> Iterator[Recorder]:
+def recorded_run(
+    on_event: OnEvent, partition_of: Callable[[int], int] | None = None, *, has_grid: bool = True
+) -> Iterator[Recorder]:
     """Hear of what Flower's strategies do in this process, while in the context.
 
     Parameters
@@ -45,6 +49,9 @@ def recorded_run(on_event: OnEvent, partition_of: Callable[[int], int] | None = 
         happens. What it raises ends the run.
     partition_of : callable, optional
         Returns the partition of a node.
+    has_grid : bool
+        False: messages go through no grid, as with ``start_server``. Then what Flower asks its clients for,
+        one by one, is noted here.
 
     Yields
     ------
@@ -57,6 +64,8 @@ def recorded_run(on_event: OnEvent, partition_of: Callable[[int], int] | None = 
         stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
         stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
         stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
+        if not has_grid:
+            stack.enter_context(_wrapped(ClientProxy, hooks.of_clients))
         stack.enter_context(_replaced(DefaultWorkflow, "__call__", hooks.workflow(DefaultWorkflow.__call__)))
         stack.enter_context(_replaced(GPUEvaluate, "__call__", hooks.gpu_evaluate(GPUEvaluate.__call__)))
         stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # there is one bar over the rounds
@@ -98,6 +107,8 @@ class _Hooks:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._inside = threading.local()
+        self._numbers: dict[str, int] = {}  # of clients that have no node
+        self.of_clients: Mapping[str, _Wrap] = {"fit": self._ask(TRAIN), "evaluate": self._ask(EVALUATE)}
         self.of_strategies: Mapping[str, _Wrap] = {
             "start": self._start,
             "configure_train": self._configure(TRAIN),
@@ -233,6 +244,25 @@ class _Hooks:
                 return result
 
         return evaluate
+
+    def _ask(self, kind: str) -> _Wrap:
+        def wrap(client: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+            @_like(method)
+            def ask(*args: Any, **kwargs: Any) -> Any:
+                number = self._numbers.setdefault(client.cid, len(self._numbers))
+                phase = self._recorder.asked(kind)
+                try:
+                    result = method(*args, **kwargs)
+                except BaseException as error:
+                    self._recorder.answered(phase, number, f"{type(error).__name__}: {error}")
+                    raise
+                is_good = result.status.code == Code.OK
+                self._recorder.answered(phase, number, None if is_good else result.status.message)
+                return result
+
+            return ask
+
+        return wrap
 
     @contextmanager
     def _outermost(self, what: str) -> Iterator[bool]:

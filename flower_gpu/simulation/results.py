@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-import os
 from collections.abc import Iterator, Mapping
 from io import StringIO
 from pathlib import Path
@@ -18,9 +16,8 @@ from flower_gpu import trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.folder import RunFolder, short, write_json
 from flower_gpu.simulation.checkpoint import INDEX_NAME
-from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed
+from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed, finite
 from flower_gpu.simulation.model_file import write_model
-from flower_gpu.simulation.recorder import clean
 
 #: Kinds of lines in ``metrics.jsonl`` that are not a row of ``metrics.csv``.
 _NO_ROWS = ("failure", "client", "resumed")
@@ -254,18 +251,6 @@ class ResultFolder:
         temporary.write_text(text.getvalue(), encoding="utf-8")
         temporary.replace(self.table)
         self._has_new_rows = False
-
-
-def finite(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers that are none become null, objects their text."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [finite(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    found = clean({"": value})[""]
-    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _cell(value: Metrics | Any) -> Any:

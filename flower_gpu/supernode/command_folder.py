@@ -40,6 +40,11 @@ from {module} import main; main()
 class CommandFolder:
     """The folder of this Python environment: its commands use the interpreter that made them.
 
+    Parameters
+    ----------
+    commands : mapping
+        What is in it, by the module with its ``main``.
+
     Attributes
     ----------
     path : Path
@@ -51,10 +56,11 @@ class CommandFolder:
         If the state folder cannot be used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, commands: Mapping[str, str] = COMMANDS) -> None:
+        self._commands = commands
         interpreter = shlex.join([sys.executable, *identity.interpreter_flags()])
         path = ascii([entry for entry in sys.path if entry])
-        texts = {name: _PROGRAM.format(path=path, module=module) for name, module in COMMANDS.items()}
+        texts = {name: _PROGRAM.format(path=path, module=module) for name, module in commands.items()}
         name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
         self.path = sockets.folder() / "commands" / name
         # The program beside its starter, under the same name: that is what is seen of a process.
@@ -87,6 +93,25 @@ class CommandFolder:
             raise ConfigError(f"{self.path} cannot be made: {error}") from error
         return self.path
 
+    def first_on(self, path: str | None) -> str:
+        """Make what is missing of it; returns a ``PATH`` by which these commands are found first.
+
+        Raises
+        ------
+        ConfigError
+            If they would not be found, or cannot be made.
+        """
+        folder = self.make()
+        path = os.pathsep.join([str(folder), path or os.defpath])
+        for command in self._commands:
+            # Else Flower's own would be found, later on the path, and messages would have no lease.
+            if shutil.which(command, path=path) != str(folder / command):
+                raise ConfigError(
+                    f"no command can be started in {folder}: it is on a file system without exec, or its "
+                    f"name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of this user"
+                )
+        return path
+
 
 def fast_start(env: Mapping[str, str], rule: Rule, nodes: int = 1) -> dict[str, str]:
     """Return an environment in which ``flower-supernode`` is ours, and starts our ``flwr-clientapp``.
@@ -108,13 +133,5 @@ def fast_start(env: Mapping[str, str], rule: Rule, nodes: int = 1) -> dict[str, 
     poll_s = config.poll_s(env)
     if config.POLL_VARIABLE not in env:
         poll_s = max(poll_s, nodes / _MOST_QUESTIONS_PER_S)
-    folder = CommandFolder().make()
-    path = os.pathsep.join([str(folder), env.get("PATH") or os.defpath])
-    for command in COMMANDS:
-        # Else Flower's own would be found, later on the path, and messages would have no lease.
-        if shutil.which(command, path=path) != str(folder / command):
-            raise ConfigError(
-                f"no command can be started in {folder}: it is on a file system without exec, or its "
-                f"name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of this user"
-            )
+    path = CommandFolder().first_on(env.get("PATH"))
     return {**env, **rule.environment(), config.POLL_VARIABLE: f"{poll_s:g}", "PATH": path}

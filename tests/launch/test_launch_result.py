@@ -11,7 +11,7 @@ import pytest
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.display import Display, QuietDisplay, print_table, round_line
+from flower_gpu.launch.display import Display, QuietDisplay, print_table
 from flower_gpu.launch.folder import RunFolder, write_json
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.result import build_result
@@ -38,34 +38,31 @@ EVENTS = [
     worker("worker_finished", 103.0, 11, seconds=0.25, outcome="died", error="KilledError: gone\nmore"),
     event("round", 104.0, round=2, num_rounds=2, metrics={"loss": float("nan"), "accuracy": True}),
 ]
+NUMBERS = {name: value for name, value in METRICS.items() if name != "num_examples"}
+NOTHING = dict.fromkeys(("loss", "accuracy", "precision", "recall", "f1"))
+NO_MESSAGES = {"messages": 0, "failed": 0}
 RESULT = {
     "initial": {
         "round": 0,
-        "loss": 2.5,
-        "accuracy": None,
-        "precision": None,
-        "recall": None,
-        "f1": None,
+        **{**NOTHING, "loss": 2.5},
         "seconds": None,
+        **NO_MESSAGES,
+        "metrics": {"server-evaluate": {"loss": 2.5}},
     },
     "rounds": [
         {
             "round": 1,
-            "loss": 0.5,
-            "accuracy": 0.75,
-            "precision": 0.7,
-            "recall": 0.6,
-            "f1": 0.65,
+            **NUMBERS,
             "seconds": 2.25,
+            **NO_MESSAGES,
+            "metrics": {"server-evaluate": METRICS},
         },
         {
             "round": 2,
-            "loss": None,
-            "accuracy": None,
-            "precision": None,
-            "recall": None,
-            "f1": None,
+            **NOTHING,
             "seconds": 1.75,
+            **NO_MESSAGES,
+            "metrics": {"server-evaluate": {"loss": None}},
         },
     ],
     "workers": [
@@ -93,7 +90,14 @@ def test_torn_lines_change_nothing(torn: str, tmp_path: Path) -> None:
 
 
 def test_events_nobody_knows_are_skipped() -> None:
-    strange = [event("later", 1.0), event("round", 1.0), event("round", 1.0, round="x"), {"v": 1}]
+    strange = [
+        event("later", 1.0),
+        event("round", 1.0),
+        event("round", 1.0, round="x"),
+        event("round_finished", 1.0, round="x", task="train"),
+        event("round_finished", 1.0, metrics=[]),
+        {"v": 1},
+    ]
     assert build_result(strange) == {"initial": None, "rounds": [], "workers": []}
 
 
@@ -101,9 +105,10 @@ def test_a_round_reported_twice_counts_once() -> None:
     events = [
         event("round", 1.0, round=1, metrics={"loss": 2}),
         event("round", 2.0, round=1, metrics={"loss": 1}),
+        event("round", 5.0, round=2, metrics={"loss": 1}),
     ]
-    (row,) = build_result(events)["rounds"]
-    assert (row["loss"], row["seconds"]) == (1.0, 1.0)
+    first, second = build_result(events)["rounds"]
+    assert (first["loss"], second["seconds"]) == (1.0, 3.0)
 
 
 def test_end_of_a_worker_without_its_start() -> None:
@@ -152,11 +157,78 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         display.event(each)
     display.close()
     assert capsys.readouterr().out.splitlines() == [
-        "initial model  loss 2.500",
-        "round 1/2  loss 0.500  accuracy 0.750  f1 0.650  2.2 s",
+        "before round 1: server-evaluate loss 2.5",
         "fit of client 0 failed: KilledError: gone",
-        "round 2/2  1.8 s",
+        "round 1/2: server-evaluate loss 0.5, accuracy 0.75, precision 0.7",
+        "round 2/2: server-evaluate loss nan",
     ]
+
+
+def finished(time: float, number: int, task: str, messages: int, failed: int, **metrics: Any) -> Any:
+    fields = {"round": number, "task": task, "messages": messages, "failed": failed, "seconds": 1.25}
+    return event("round_finished", time, **fields, metrics=metrics)
+
+
+def reply(time: float, task: str, error: str | None = None) -> dict[str, Any]:
+    return event("reply", time, round=1, task=task, node=2**63 + 1, error=error, metrics={})
+
+
+#: Of an app that knows nothing of flower_gpu, with Flower's own FedAvg and an evaluation on the clients.
+RECORDED = [
+    event("strategy_started", 10.0, strategy="FedAvg", num_rounds=1),
+    event("round_started", 10.5, round=1, task="train", messages=2),
+    reply(11.0, "train"),
+    reply(12.0, "train", "RuntimeError: no"),
+    finished(12.5, 1, "train", 2, 1, train_loss=0.5),
+    event("round_started", 12.5, round=1, task="evaluate", messages=2),
+    reply(13.0, "evaluate"),
+    reply(13.0, "evaluate"),
+    finished(13.5, 1, "evaluate", 2, 0, loss=0.25, eval_acc=0.875),
+    event("round", 14.0, round=1, num_rounds=1, metrics={"accuracy": 0.75, "f1": 0.5}),
+    finished(14.0, 1, "server-evaluate", 0, 0, accuracy=0.75),
+]
+
+
+def test_rounds_of_any_app(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = build_result(RECORDED)
+    assert result["rounds"] == [
+        {
+            "round": 1,
+            **{**NOTHING, "loss": 0.25, "accuracy": 0.75, "f1": 0.5},
+            "seconds": 4.0,
+            "messages": 4,
+            "failed": 1,
+            "metrics": {
+                "train": {"train_loss": 0.5},
+                "evaluate": {"loss": 0.25, "eval_acc": 0.875},
+                "server-evaluate": {"accuracy": 0.75, "f1": 0.5},
+            },
+        }
+    ]
+    monkeypatch.setenv("COLUMNS", "100")
+    print_table(result)
+    assert cells(capsys.readouterr().out) == [
+        ["round", "accuracy", "F1", "loss", "eval_acc", "train_loss", "seconds"],
+        ["1", "0.7500", "0.5000", "0.2500", "0.8750", "0.5000", "4.0"],
+    ]
+
+
+def test_lines_of_any_app_are_those_of_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(None)
+    for each in RECORDED:
+        display.event(each)
+    display.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "round 1/1: train 2 clients (1 failed) in 1.2 s train_loss 0.5; "
+        "evaluate 2 clients in 1.2 s loss 0.25, eval_acc 0.875; server-evaluate accuracy 0.75"
+    ]
+
+
+def test_metrics_of_one_name_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    events = [finished(1.0, 1, task, 1, 0, loss=0.5) for task in ("train", "evaluate", "server-evaluate")]
+    print_table(build_result(events))
+    title, _ = cells(capsys.readouterr().out)
+    assert title == ["round", "loss", "evaluate loss", "train loss", "seconds"]
 
 
 def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,19 +244,10 @@ def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str]) ->
     assert second.startswith("fit of client 0 ")
 
 
-def test_line_without_a_number_of_rounds() -> None:
-    assert round_line(RESULT["rounds"][0], None).startswith("round 1  loss 0.500")
-
-
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     print_table(RESULT)
-    rows = [
-        [cell.strip() for cell in line.strip("│┃").replace("┃", "│").split("│")]
-        for line in capsys.readouterr().out.splitlines()
-        if "│" in line or "┃" in line
-    ]
-    assert rows == [
+    assert cells(capsys.readouterr().out) == [
         ["round", "loss", "accuracy", "F1", "seconds"],
         ["initial", "2.5000", "-", "-", "-"],
         ["1", "0.5000", "0.7500", "0.6500", "2.2"],

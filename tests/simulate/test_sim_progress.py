@@ -164,7 +164,7 @@ def test_elsewhere_there_is_a_line_for_each_round(capfd: pytest.CaptureFixture[s
     progress.close()
     out, err = capfd.readouterr()
     assert out == ""
-    one = "3 clients (1 failed) in 0.0 s score 1.25"
+    one = "3 clients (1 failed) in 0.5 s score 1.25"
     assert err.splitlines() == [
         "before round 1: server-evaluate loss 2.5",
         *[f"round {n}/2: train {one}; evaluate {one}" for n in (1, 2)],

@@ -1,0 +1,153 @@
+"""Our ``flwr-serverapp``: what goes through Flower's own grid is in the trace, unnoticed by the app."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from flower_gpu import trace
+from flower_gpu.launch import serverapp
+from flower_gpu.launch.folder import RunFolder
+from flower_gpu.launch.options import LaunchOptions
+from flower_gpu.launch.plan import make_plan
+from flower_gpu.launch.superlink import SuperLinkEngine
+from flower_gpu.launch.supervisor import Supervisor
+from flower_gpu.simulation.recording import recorded_run
+from flower_gpu.simulation.traced import trace_event_and_replies
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FlowerGrid(HttpGrid):
+    """Flower's own grid with no SuperLink: the nodes 1, 2, ... answer when they are asked for the first time.
+
+    Its ``send_and_receive`` is Flower's.
+    """
+
+    def __init__(self, silent: tuple[int, ...] = (), largest: int = 10) -> None:
+        self.sent: dict[str, Message] = {}
+        self._silent, self._largest = silent, largest
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        if not messages or len(list(messages)) > self._largest:
+            return []
+        ids = []
+        for message in messages:
+            ids.append(f"message {len(self.sent)}")
+            self.sent[ids[-1]] = message
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        here = [id_ for id_ in message_ids if self.sent[id_].metadata.dst_node_id not in self._silent]
+        return [self._reply(id_) for id_ in here]
+
+    def _reply(self, id_: str) -> Message:
+        message = self.sent[id_]
+        node = message.metadata.dst_node_id
+        content = RecordDict({"metrics": MetricRecord({"x": node})})
+        reply = Message(content if node < 9 else Error(1, "node 9 fails\nfor a reason"), reply_to=message)
+        reply.metadata.__dict__["_reply_to_message_id"] = id_
+        reply.metadata.__dict__["_src_node_id"] = node
+        return reply
+
+
+@pytest.fixture(autouse=True)
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the run that is recorded, in a process as Flower starts it."""
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    return tmp_path
+
+
+def messages(*nodes: int, kind: str = "query", server_round: int = 1) -> list[Message]:
+    config = {"config": ConfigRecord({"server-round": server_round})}
+    return [Message(RecordDict(config), node, kind) for node in nodes]
+
+
+def told(folder: Path, *names: str) -> list[list[Any]]:
+    events = trace.read(folder / trace.FILE_NAME)
+    return [[event.get(name) for name in ("event", *names)] for event in events]
+
+
+def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
+    grid = FlowerGrid()
+    with recorded_run(trace_event_and_replies) as recorder:
+        serverapp.record(grid, recorder)
+        replies = list(grid.send_and_receive(messages(1, 2, 9)))
+    assert len(replies) == 3 and isinstance(grid, HttpGrid)
+    lines = told(tmp_path, "round", "node", "error", "messages", "failed", "metrics")
+    assert [*lines[:3], *sorted(lines[3:6], key=lambda line: line[2]), *lines[6:]] == [
+        ["round_started", 1, None, None, 1, None, None],
+        ["round_grew", 1, None, None, 2, None, None],
+        ["round_grew", 1, None, None, 3, None, None],
+        ["reply", 1, 1, None, None, None, {"x": 1}],
+        ["reply", 1, 2, None, None, None, {"x": 2}],
+        ["reply", 1, 9, "node 9 fails", None, None, {}],
+        ["round_finished", 1, None, None, 3, 1, {}],
+    ]
+
+
+def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    grid = FlowerGrid(silent=(2,))
+    with recorded_run(trace_event_and_replies) as recorder:
+        serverapp.record(grid, recorder)
+        assert len(list(grid.send_and_receive(messages(1, 2), timeout=0.05))) == 1
+    replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
+    assert replies == [["reply", 1, None], ["reply", 2, "no reply within 0.05 s"]]
+
+
+def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:
+    grid = FlowerGrid(largest=1)
+    with recorded_run(trace_event_and_replies) as recorder:
+        serverapp.record(grid, recorder)
+        assert list(grid.send_and_receive(messages(1, 2), timeout=0.0)) == []
+    replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
+    assert replies == [["reply", node, "the message could not be sent"] for node in (1, 2)]
+
+
+def test_messages_from_several_threads(tmp_path: Path) -> None:
+    """As Flower's older strategies send them: one by one, each from a thread of its own."""
+    grid = FlowerGrid()
+    with recorded_run(trace_event_and_replies) as recorder:
+        serverapp.record(grid, recorder)
+        threads = [
+            threading.Thread(target=grid.send_and_receive, args=(messages(node, kind="train"),))
+            for node in (1, 2, 3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    lines = told(tmp_path, "round", "task", "node", "error")
+    replies = sorted(line[3] for line in lines if line[0] == "reply")
+    assert replies == [1, 2, 3]
+
+
+def test_a_grid_of_flowers_has_what_is_replaced() -> None:
+    """Its own ``send_and_receive`` goes through the two methods that tell of messages and replies."""
+    names = HttpGrid.send_and_receive.__code__.co_names
+    assert "push_messages" in names and "pull_messages" in names
+    assert issubclass(HttpGrid, Grid)
+
+
+def test_without_our_command_a_run_goes_on_and_says_so(
+    tmp_path: Path, tiny_app: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(file))
+    plan = make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs"))
+    engine = SuperLinkEngine(plan, RunFolder.create(plan.log_dir), os.environ, Supervisor(""))
+    assert engine._recording() == os.environ
+    assert capsys.readouterr().err.startswith("Rounds are not shown")
