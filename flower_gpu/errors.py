@@ -5,6 +5,7 @@ A message says what happened, with the numbers, and what to do next.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 #: So many characters of a text that others have written (exception, traceback, line of a log) are kept.
@@ -33,7 +34,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     if len(text) <= most + _NOTE_CHARACTERS:
         return text
     half = most // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters left out ...]\n{text[-half:]}"
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
 _NOTE_CHARACTERS: Final = 60
@@ -123,7 +124,20 @@ class ClientCallError(FlowerGPUError):
 
 
 class ClientsFailedError(FlowerGPUError):
-    """Every client failed in the first round, or in three rounds in a row, so the run was ended."""
+    """Every client failed in the first round, or in three rounds in a row, so the run was ended.
+
+    Attributes
+    ----------
+    folder : Path or None
+        Where the run's results are.
+    can_resume : bool
+        Whether there is a checkpoint to go on from, once the app is mended.
+    """
+
+    def __init__(self, message: str, folder: Path | None = None, can_resume: bool = False) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.can_resume = can_resume
 
 
 class InvalidResultError(FlowerGPUError, ValueError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.commands.verbosity import is_quiet
-from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.isolation.preload import checked
@@ -23,6 +23,7 @@ from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
 from flower_gpu.launch.folder import short
 from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.option_types import folder, non_negative_int, positive_float, positive_int, text_value
+from flower_gpu.run.failures import FILE_NAME
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.run import SimulationResult
@@ -113,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
         f"{_STATE_MEMORY})",
     )
+    workers.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="go on when every client failed in the first round, or in three rounds in a row (default: such "
+        "a run ends with status 1)",
+    )
     gpu_options.add_arguments(parser, _TEXTS)
     output = parser.add_argument_group("output")
     where = output.add_mutually_exclusive_group()
@@ -141,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0: it is complete. 1: the app raised an exception. 130: Ctrl-C.
+        0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C.
 
     Raises
     ------
@@ -175,6 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         progress=arguments.progress and not is_quiet(arguments),
         state_memory=arguments.state_memory,
+        keep_going=arguments.keep_going,
         preload=preload,
         **_call_options(gpu, arguments.timeout_s),
     )
@@ -251,6 +259,10 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return 128 + signal.SIGINT
+    except ClientsFailedError as failed:
+        _say(str(failed))
+        _say(_once_mended(failed.folder, failed.can_resume))
+        return 1
     except (ConfigError, GPUUnavailableError):
         raise
     except Exception as error:
@@ -280,6 +292,16 @@ def _how_to_go_on(path: Path | None, can_resume: bool) -> str:
             f"--resume {short(path)}"
         )
     return f"interrupted; its results are in {short(path)}, and there is no checkpoint to go on from"
+
+
+def _once_mended(path: Path | None, can_resume: bool) -> str:
+    more = "--keep-going lets such a run go on"
+    if path is None:
+        return more
+    more = f"all failures are in {short(path / FILE_NAME)}; {more}"
+    if can_resume:
+        more += f"; once the app is mended, add this to the same command: --resume {short(path)}"
+    return more
 
 
 def _first_line(error: Exception) -> str:

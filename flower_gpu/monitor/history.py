@@ -42,6 +42,8 @@ class History:
         When the run began, ended, and when the last event was written.
     outcome : str
         How it ended; empty while it runs, or where it was killed.
+    failed_messages, all_messages : int or None
+        How many messages to clients failed until then, and how many were sent; None where nobody has said.
     gpus : dict of str to GPUInfo
         By UUID.
     samples : dict of str to list of GPUSample
@@ -58,6 +60,8 @@ class History:
     def __init__(self, *, keep_finished: bool = True) -> None:
         self._keep_finished = keep_finished
         self.kind = self.name = self.host = self.outcome = ""
+        self.failed_messages: int | None = None
+        self.all_messages: int | None = None
         self.pid: int | None = None
         self.clients: int | None = None
         self.cores: int | None = None
@@ -148,6 +152,7 @@ class History:
 
     def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
+        self.failed_messages, self.all_messages = whole(event.get("failed")), whole(event.get("messages"))
         self.open_round = None
 
     def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:

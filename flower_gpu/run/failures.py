@@ -28,6 +28,7 @@ from flower_gpu.errors import shortened
 from flower_gpu.printable import printable
 
 FILE_NAME: Final = "failures.log"
+COMPLETED: Final = "completed"
 
 _MOST_PRINTED: Final = 20  # kinds
 _MOST_KNOWN: Final = 1000  # tracebacks that need not be written again
@@ -90,11 +91,10 @@ class Failure:
     @property
     def kind(self) -> tuple[str, str]:
         """The type of the exception, and its place."""
-        found = _TYPE.match(self.error)
+        found = _TYPE.match(self.what)
         place = _place(self.traceback)
         if place is None:  # by its text, without pids, clients and seconds
-            lines = self.error.splitlines()
-            place = _NUMBER.sub("#", _LABEL.sub("", lines[0] if lines else ""))
+            place = _NUMBER.sub("#", _first_line(self.what))
         return (found["type"] if found else "", place)
 
     @property
@@ -106,7 +106,12 @@ class Failure:
     @property
     def text(self) -> str:
         """The traceback, or else the error."""
-        return shortened(self.traceback or self.error)
+        return shortened(self.traceback or self.what)
+
+    @property
+    def what(self) -> str:
+        """The error without the client, whom other failures of the kind do not have."""
+        return _LABEL.sub("", self.error)
 
 
 class FailureLog:
@@ -128,12 +133,12 @@ class FailureLog:
         self._first: Failure | None = None
         self._lock = threading.Lock()
 
-    def add(self, failure: Failure) -> None:
-        """Keep a failure; print it if it is the first of its kind."""
+    def add(self, failure: Failure, *, is_said: bool = True) -> None:
+        """Keep a failure; print it if it is the first of its kind, unless that is not wanted."""
         kind = failure.kind
         with self._lock:
             self._first = self._first or failure
-            is_new = kind not in self._kinds and len(self._kinds) < _MOST_PRINTED
+            is_new = is_said and kind not in self._kinds and len(self._kinds) < _MOST_PRINTED
             if is_new:
                 self._kinds.add(kind)
             self._write(failure)
@@ -155,7 +160,7 @@ class FailureLog:
         text = failure.text
         digest = sha256(text.encode(errors="replace")).digest()
         if digest in self._known:  # a round of a thousand clients may have a thousand times the same
-            lines = [f"{title}: {_first_line(failure.error)} (the text is that of: {self._known[digest]})"]
+            lines = [f"{title}: {_first_line(failure.what)} (the text is that of: {self._known[digest]})"]
         else:
             if len(self._known) < _MOST_KNOWN:
                 self._known[digest] = failure.title.replace(" failed", "")
@@ -207,6 +212,8 @@ class AllFailed:
             return None
         if not failed or (task == _EVALUATE and self._successful - {task}):
             return None
+        if failed == 1 and not server_round:
+            return None  # what comes before the rounds, or an app that asks one client after the other
         is_first = task not in self._in_a_row
         before = self._in_a_row.get(task, 0)
         if is_first or failed > 1:
@@ -220,6 +227,18 @@ class AllFailed:
             return f"{who} failed in {where}"
         return None
 
+    def never_succeeded(self, failed: int) -> str | None:
+        """Say why a run that has come to its end is none; None if any client has ever succeeded.
+
+        Parameters
+        ----------
+        failed : int
+            How many replies were errors, in the whole run.
+        """
+        if self._successful or not failed:
+            return None
+        return "the only message failed" if failed == 1 else f"all {failed} messages failed"
+
 
 def outcome_text(outcome: str, failed: int | None, messages: int | None) -> str:
     """Say how a run has ended.
@@ -229,14 +248,15 @@ def outcome_text(outcome: str, failed: int | None, messages: int | None) -> str:
     outcome : str
         ``"completed"``, ``"failed"`` or ``"interrupted"``.
     failed, messages : int or None
-        How many messages failed, and how many were sent; None where that is not known.
+        How many messages failed, and how many were sent; None where that is not known. What is not
+        completed is worded without them.
 
     Returns
     -------
     str
         Such as ``"completed, 3 of 60 messages failed"``.
     """
-    if not failed:
+    if not failed or outcome != COMPLETED:
         return outcome
     of = f" of {messages:,}" if messages else ""
     return f"{outcome}, {failed:,}{of} message{'s' * ((messages or failed) != 1)} failed"

@@ -14,6 +14,7 @@ import flower_gpu
 from flower_gpu import config, trace
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.settings import reserve_bytes
+from flower_gpu.run.failures import COMPLETED
 from flower_gpu.run.registry import registered
 from flower_gpu.run.sampler import GPUSampler
 
@@ -34,10 +35,14 @@ class RecordedRun:
     ----------
     outcome : str
         How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
+    messages, failed : int or None
+        How many messages were sent to clients, and how many failed, where that is known.
     """
 
     def __init__(self, folder: Path, facts: Mapping[str, Any], is_elsewhere: bool) -> None:
-        self.outcome = "completed"
+        self.outcome = COMPLETED
+        self.messages: int | None = None
+        self.failed: int | None = None
         self.is_elsewhere = is_elsewhere
         self._folder = folder
         self._facts = facts
@@ -67,7 +72,9 @@ class RecordedRun:
             return
         self._sampler.stop()
         seconds = round(time.monotonic() - self._began, 3)
-        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds)
+        counts = {"messages": self.messages, "failed": self.failed}
+        known = {name: count for name, count in counts.items() if count is not None}
+        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **known)
 
 
 @contextmanager

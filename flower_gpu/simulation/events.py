@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from flower_gpu.errors import shortened
+
 #: What a metric is: as in Flower's MetricRecord, and the texts that the NumPyClient API allows.
 Metric = bool | int | float | str | None | list[int] | list[float]
 Metrics = Mapping[str, Metric]
@@ -16,6 +18,8 @@ TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 #: The kind of an evaluation that sends no messages.
 SERVER_EVALUATE: Final = "server-evaluate"
+#: Why messages have failed whose replies the app has not asked for until its end.
+NOT_PULLED: Final = "no reply was pulled"
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ class Replied:
         Why it failed.
     metrics : mapping
         What the client reports, where no strategy takes care of that.
+    text : str
+        All of what ``error`` has the first line of.
+    traceback : str
+        The worker's, if the client's code has raised an exception.
     """
 
     server_round: int | None
@@ -107,6 +115,8 @@ class Replied:
     partition: int | None
     error: str | None = None
     metrics: Metrics = field(default_factory=dict)
+    text: str = ""
+    traceback: str = ""
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,10 @@ def clean(metrics: Mapping[str, Any]) -> dict[str, Metric]:
 
 def plain(value: Any) -> Any:
     """Make a metric of Python's own types."""
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return shortened(value)
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, int):
@@ -164,7 +176,7 @@ def plain(value: Any) -> Any:
             return plain(value.item())
         except (TypeError, ValueError, RuntimeError):
             pass
-    return str(value)
+    return shortened(str(value))
 
 
 def finite(value: Any) -> Any:

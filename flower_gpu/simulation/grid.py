@@ -16,8 +16,9 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flower_gpu.errors import ConfigError, WorkerDiedError
+from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.isolation.outcomes import traceback_of
 from flower_gpu.simulation.nodes import VirtualNodes
 
 if TYPE_CHECKING:
@@ -46,6 +47,22 @@ class Keeper(Handler, Protocol):
 
     def cancel(self, message: Message) -> None:
         """End the handling of a message, in whatever thread that is."""
+
+
+class CallError(Error):
+    """An error in the place of a reply's content, with the traceback of the call that failed.
+
+    Parameters
+    ----------
+    code, reason
+        As for Flower's ``Error``.
+    traceback : str
+        The worker's; empty where there is none.
+    """
+
+    def __init__(self, code: int, reason: str, traceback: str) -> None:
+        super().__init__(code, reason)
+        self.traceback = traceback
 
 
 class LocalGrid(Grid):
@@ -283,12 +300,16 @@ class LocalGrid(Grid):
             try:
                 self._nodes.partition_of(node)
             except KeyError:
-                reply = _error(message, ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
+                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
+                reply = Message(error, reply_to=message)
                 return
             try:
                 reply = self._handle(message)
             except BaseException as error:  # a SystemExit is the client's, not this thread's
-                reply = _error(message, _code(error), str(error) or type(error).__name__)
+                text = str(error) or type(error).__name__
+                reply = Message(
+                    CallError(_code(error), shortened(text), traceback_of(error)), reply_to=message
+                )
         finally:
             with self._changed:
                 box.end(message, reply)
@@ -336,10 +357,6 @@ class _Box:
         self.waiting.clear()
         self._replies.clear()
         return list(self.running.values())
-
-
-def _error(message: Message, code: int, text: str) -> Message:
-    return Message(Error(code, text), reply_to=message)
 
 
 def _code(error: BaseException) -> int:

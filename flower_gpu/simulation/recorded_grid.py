@@ -12,6 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
+from flower_gpu.simulation.events import NOT_PULLED
 from flower_gpu.simulation.recorder import Phase, Recorder
 
 
@@ -30,7 +31,7 @@ class RecordedGrid(Grid):
         self._grid = grid
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._awaited: dict[str, tuple[Phase, int]] = {}
+        self._awaited: dict[str, tuple[Phase, int, _Batch]] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also where this object is not made yet, as in copy.copy()
@@ -66,6 +67,7 @@ class RecordedGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
+        self._recorder.check()
         batch = _Batch(self._recorder)
         phases: list[tuple[Phase, int]] = []
         ids = list(self._grid.push_messages(batch.sent(messages, phases)))
@@ -76,7 +78,7 @@ class RecordedGrid(Grid):
                 self._recorder.missed(phase, node_id, "the message could not be sent")
                 continue
             with self._lock:
-                self._awaited[id_] = (phase, node_id)
+                self._awaited[id_] = (phase, node_id, batch)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -86,7 +88,10 @@ class RecordedGrid(Grid):
             with self._lock:
                 found = self._awaited.pop(reply.metadata.reply_to_message_id, None)
             if found is not None:
-                self._recorder.replied(found[0], reply)
+                phase, _, batch = found
+                self._recorder.replied(phase, reply)
+                batch.may_be_settled(phase)
+        self._recorder.check()
         return replies
 
     def send_and_receive(
@@ -97,6 +102,7 @@ class RecordedGrid(Grid):
 
     def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
         """Have messages handled, and yield each reply when it is there."""
+        self._recorder.check()
         batch = _Batch(self._recorder)
         # Closed with this one: whoever wants no further replies has the grid give up the messages.
         with closing(self._grid.stream(batch.sent(messages), timeout=timeout)) as replies:
@@ -105,6 +111,7 @@ class RecordedGrid(Grid):
                 yield reply
                 del reply  # or it stays until the next one is there
         batch.end("no reply" if timeout is None else f"no reply within {timeout:g} s")
+        self._recorder.check()
 
     def resumed(self) -> Any:
         """Return where to go on; None: from the start."""
@@ -124,14 +131,14 @@ class RecordedGrid(Grid):
 
     def close(self) -> None:
         """Tell of the messages that nobody has pulled a reply of, and close the grid."""
-        self.give_up(list(self._awaited), "no reply was pulled")
+        self.give_up(list(self._awaited), NOT_PULLED)
         self._grid.close()
 
     def give_up(self, message_ids: Iterable[str], why: str) -> None:
         """Tell of those of these messages that have no reply that there will be none."""
         with self._lock:
             left = [found for id_ in message_ids if (found := self._awaited.pop(id_, None)) is not None]
-        for phase, node_id in left:
+        for phase, node_id, _ in left:
             self._recorder.missed(phase, node_id, why)
 
 
@@ -140,6 +147,7 @@ class _Batch:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._count = 0
         self._awaited: dict[tuple[int, str], list[Phase]] = {}
         self._lock = threading.Lock()  # a grid may take messages in another thread
 
@@ -150,6 +158,8 @@ class _Batch:
         for message in messages:
             node_id, kind = message.metadata.dst_node_id, message.metadata.message_type
             phase = self._recorder.sent(message, self)
+            self._recorder.check()
+            self._count += 1
             if phases is None:
                 with self._lock:
                     self._awaited.setdefault((node_id, kind), []).append(phase)
@@ -166,6 +176,13 @@ class _Batch:
             phase = waiting.pop() if waiting else None
         if phase is not None:
             self._recorder.replied(phase, reply)
+            self.may_be_settled(phase)
+
+    def may_be_settled(self, phase: Phase) -> None:
+        """Note that a reply is there, and maybe all of them."""
+        # To one client after the other, nobody can tell how many there will be.
+        if self._count > 1:
+            self._recorder.may_be_settled(phase)
 
     def end(self, why: str) -> None:
         """Note that no more replies come."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from flwr.app import Message, MetricRecord
 
+from flower_gpu.errors import ClientsFailedError, shortened
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.run.failures import AllFailed
 from flower_gpu.simulation.events import (
     SERVER_EVALUATE,
     Metric,
@@ -48,6 +51,11 @@ class Phase:
         self.ended = 0
         self.succeeded: set[int] = set()
         self.failed: set[int] = set()
+        #: Clients whose reply was an error, and not only late.
+        self.refused: set[int] = set()
+        #: How many messages a strategy has said that there will be.
+        self.announced_total: int | None = None
+        self.is_judged = False
         self._began_s = time.monotonic()
 
     @property
@@ -77,6 +85,9 @@ class Recorder:
         Hears of every event, one at a time.
     partition_of : callable, optional
         Returns a node's partition; by default nodes are known by their ids.
+    pointer : callable, optional
+        Returns where the first failure can be read, for the error that ends a run in which all fail. None:
+        such a run goes on.
 
     Attributes
     ----------
@@ -84,7 +95,12 @@ class Recorder:
         The latest global model. Only this one is kept.
     """
 
-    def __init__(self, on_event: OnEvent, partition_of: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self,
+        on_event: OnEvent,
+        partition_of: Callable[[int], int] | None = None,
+        pointer: Callable[[], str] | None = None,
+    ) -> None:
         self.model: Any = None
         self._on_event = on_event
         #: How many messages are handled at a time, where that is known.
@@ -95,6 +111,21 @@ class Recorder:
         self._others: dict[tuple[str, Any], Phase] = {}
         self._told: set[tuple[str, int | None]] = set()
         self._resumed_round = -1
+        self._pointer = pointer
+        self._rule = AllFailed()
+        self._refused = 0
+        self._why_over: str | None = None
+
+    def check(self) -> None:
+        """Raise an exception if the run is over since all clients fail.
+
+        Raises
+        ------
+        ClientsFailedError
+            Each time: an app that catches it gets no further.
+        """
+        if self._why_over is not None and self._pointer is not None:
+            raise ClientsFailedError(f"{self._why_over}; {self._pointer()}")
 
     # What a strategy does
 
@@ -124,7 +155,7 @@ class Recorder:
         with self._lock:
             phase = self._announced.get(kind)
             if phase is not None and total:
-                phase.total = total
+                phase.total = phase.announced_total = total
                 self._show(phase)
 
     def phase_closed(self, kind: str, server_round: int | None, metrics: Metrics) -> None:
@@ -181,21 +212,32 @@ class Recorder:
 
     def answered(self, phase: Phase, client: int, error: str | None) -> None:
         """Note that it has answered, or failed."""
-        self._ended(phase, client, error, {})
+        with self._lock:
+            if error is not None:
+                phase.refused.add(client)
+            self._ended(phase, client, error if error is None else error.strip() or "no reason given")
 
     def replied(self, phase: Phase, reply: Message) -> None:
         """Note a reply."""
-        error, metrics = None, {}
+        node_id = reply.metadata.src_node_id
         if reply.has_error():
-            reason = (reply.error.reason or "").strip()
-            error = reason.splitlines()[0] if reason else f"error {reply.error.code}"
-        elif not phase.announced:
-            metrics = _metrics_in(reply)
-        self._ended(phase, reply.metadata.src_node_id, error, metrics)
+            reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
+            with self._lock:
+                phase.refused.add(node_id)
+                self._refused += 1
+                self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
+        else:
+            self._ended(phase, node_id, None, {} if phase.announced else _metrics_in(reply))
 
     def missed(self, phase: Phase, node_id: int, why: str) -> None:
         """Note that there will be no reply."""
-        self._ended(phase, node_id, why, {})
+        self._ended(phase, node_id, why)
+
+    def may_be_settled(self, phase: Phase) -> None:
+        """Note that all messages are sent that were to be sent together, and a reply is there."""
+        with self._lock:
+            if phase.is_idle and not phase.announced:
+                self._judge(phase)
 
     def batch_ended(self, batch: object) -> None:
         """Note that nothing more is sent with these messages, and all replies are there."""
@@ -210,6 +252,7 @@ class Recorder:
                 self._close(phase, {})
             self._others.clear()
             self._announced.clear()
+            self._why_over = self._why_over or self._rule.never_succeeded(self._refused)
 
     def _other(self, message: Message, kind: str, batch: object) -> Phase:
         server_round = round_of(message)
@@ -220,11 +263,31 @@ class Recorder:
             self._others[key] = Phase(server_round, kind, announced=False)
         return self._others[key]
 
-    def _ended(self, phase: Phase, node_id: int, error: str | None, metrics: Metrics) -> None:
+    def _ended(
+        self,
+        phase: Phase,
+        node_id: int,
+        reason: str | None,
+        metrics: Metrics = MappingProxyType({}),
+        traceback: str = "",
+    ) -> None:
         with self._lock:
             phase.ended += 1
-            (phase.succeeded if error is None else phase.failed).add(node_id)
-            self._on_event(Replied(phase.server_round, phase.kind, self._partition(node_id), error, metrics))
+            (phase.succeeded if reason is None else phase.failed).add(node_id)
+            error = None if reason is None else shortened(reason.splitlines()[0])
+            partition = self._partition(node_id)
+            self._on_event(
+                Replied(phase.server_round, phase.kind, partition, error, metrics, reason or "", traceback)
+            )
+            if phase.announced_total is not None and phase.ended >= phase.announced_total:
+                self._judge(phase)
+
+    def _judge(self, phase: Phase) -> None:
+        """Find out whether the run is over, now that all replies of a phase are there."""
+        if not phase.is_judged:
+            phase.is_judged = True
+            why = self._rule.replied(phase.kind, phase.server_round, len(phase.succeeded), len(phase.refused))
+            self._why_over = self._why_over or why
 
     def _partition(self, node_id: int) -> int | None:
         if self._partition_of is None:
@@ -245,6 +308,7 @@ class Recorder:
 
     def _close(self, phase: Phase, metrics: Metrics) -> None:
         # A strategy that asks nobody to evaluate still aggregates: that is nothing to tell.
+        self._judge(phase)
         if phase.sent or metrics:
             self._told.add((phase.kind, phase.server_round))
             self._on_event(phase.finished(metrics))

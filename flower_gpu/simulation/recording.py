@@ -38,7 +38,11 @@ _Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 
 @contextmanager
 def recorded_run(
-    on_event: OnEvent, partition_of: Callable[[int], int] | None = None, *, has_grid: bool = True
+    on_event: OnEvent,
+    partition_of: Callable[[int], int] | None = None,
+    pointer: Callable[[], str] | None = None,
+    *,
+    has_grid: bool = True,
 ) -> Iterator[Recorder]:
     """Hear of what Flower's strategies do in this process, while in the context.
 
@@ -49,6 +53,8 @@ def recorded_run(
         happens. What it raises ends the run.
     partition_of : callable, optional
         Returns the partition of a node.
+    pointer : callable, optional
+        As for :class:`~flower_gpu.simulation.recorder.Recorder`.
     has_grid : bool
         False: messages go through no grid, as with ``start_server``. Then what Flower asks its clients for,
         one by one, is noted here.
@@ -58,7 +64,7 @@ def recorded_run(
     Recorder
         What :class:`~flower_gpu.simulation.recorded_grid.RecordedGrid` needs, and who has the final model.
     """
-    recorder = Recorder(on_event, partition_of)
+    recorder = Recorder(on_event, partition_of, pointer)
     hooks = _Hooks(recorder)
     with ExitStack() as stack:
         stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
@@ -215,6 +221,8 @@ class _Hooks:
             @_like(method)
             def aggregate(*args: Any, **kwargs: Any) -> Any:
                 with self._outermost(f"aggregate {kind}") as is_first:
+                    # Flower's legacy server takes what is raised in its threads for the failure of a client.
+                    self._recorder.check()
                     result = method(*args, **kwargs)
                     if is_first:
                         metrics = {} if result is None else clean(metrics_in(result))

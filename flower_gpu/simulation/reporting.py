@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.errors import ConfigError
-from flower_gpu.simulation.events import Event, RunStarted
+from flower_gpu.errors import ClientsFailedError, ConfigError, shortened
+from flower_gpu.run.failures import Failure, FailureLog
+from flower_gpu.simulation.events import NOT_PULLED, Event, Replied, RunStarted
 from flower_gpu.simulation.progress import Progress
 from flower_gpu.simulation.recorder import Recorder
 from flower_gpu.simulation.recording import recorded_run
@@ -52,6 +53,7 @@ def reported_run(
     progress: bool = True,
     resumed_round: int | None = None,
     on_resume: Callable[[], None] = lambda: None,
+    keep_going: bool = False,
 ) -> Iterator[Report]:
     """Show a run and write it down, while in the context.
 
@@ -69,6 +71,8 @@ def reported_run(
         The round of the checkpoint, if the run goes on with an earlier one in this folder.
     on_resume : callable
         Called when it is clear that it does.
+    keep_going : bool
+        Whether a run in which all clients fail goes on.
 
     Yields
     ------
@@ -79,8 +83,11 @@ def reported_run(
     ------
     SimulationStoppedError
         In the place of a KeyboardInterrupt.
+    ClientsFailedError
+        If all clients fail.
     """
     totals = Totals(clients)
+    failures = FailureLog(None if folder is None else folder.failures)
     refused = False
     has_resumed: list[bool] = []
     shown = Progress(is_shown=progress)
@@ -101,19 +108,28 @@ def reported_run(
             folder.on_event(event)
             trace_event(event)
         shown.on_event(event)
+        if isinstance(event, Replied) and event.error is not None:
+            client = "unknown" if event.partition is None else str(event.partition)
+            failure = Failure(client, event.kind, event.server_round, event.text, event.traceback)
+            failures.add(failure, is_said=event.error != NOT_PULLED)
 
     outcome, error_text = "completed", None
     report: Report | None = None
     try:
-        with recorded_run(on_event, partition_of) as recorder:
+        pointer = None if keep_going else lambda: failures.pointer
+        with recorded_run(on_event, partition_of, pointer) as recorder:
             report = Report(recorder)
             yield report
+            recorder.close()
+            recorder.check()
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise SimulationStoppedError(
             None if folder is None else folder.path, folder is not None and folder.can_resume
         ) from None
     except BaseException as error:
+        if isinstance(error, ClientsFailedError) and folder is not None:
+            error.folder, error.can_resume = folder.path, folder.can_resume
         outcome, error_text = "failed", _text(error)
         raise
     finally:
@@ -130,7 +146,7 @@ def reported_run(
 
 def _text(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return shortened(f"{type(error).__name__}: {lines[0]}") if lines else type(error).__name__
 
 
 def _print(lines: list[str]) -> None:

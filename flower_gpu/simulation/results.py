@@ -15,6 +15,7 @@ from flwr.common import Parameters
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.folder import RunFolder, short, write_json
+from flower_gpu.run.failures import FILE_NAME
 from flower_gpu.simulation.checkpoint import INDEX_NAME
 from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed, finite
 from flower_gpu.simulation.model_file import write_model
@@ -117,6 +118,11 @@ class ResultFolder:
     def summary(self) -> Path:
         """The sums, as JSON."""
         return self.path / "summary.json"
+
+    @property
+    def failures(self) -> Path:
+        """Failed messages, with their tracebacks."""
+        return self.path / FILE_NAME
 
     @property
     def checkpoint(self) -> Path:

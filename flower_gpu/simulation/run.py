@@ -39,7 +39,7 @@ from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recorded_grid import RecordedGrid
-from flower_gpu.simulation.reporting import reported_run
+from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.states import StateStore
@@ -86,6 +86,7 @@ def simulate(
     resume: str | Path | None = None,
     progress: bool = True,
     state_memory: int | str = STATE_MEMORY,
+    keep_going: bool = False,
     **options: Any,
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
@@ -122,6 +123,8 @@ def simulate(
     state_memory : int or str
         How much the nodes' states may take in memory together before they go to the disk: ``"1GiB"``, or
         bytes.
+    keep_going : bool
+        Whether the run goes on when every client failed in its first round, or in three rounds in a row.
     **options
         How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
@@ -136,6 +139,8 @@ def simulate(
         If something that was given cannot be used.
     SimulationStoppedError
         After Ctrl-C.
+    ClientsFailedError
+        If every client failed, and not ``keep_going``.
     Exception
         What the ServerApp raised.
 
@@ -199,6 +204,8 @@ def simulate(
         nodes = VirtualNodes(num_supernodes, plan.seed, run_id, found.run_config, states=states)
         stack.enter_context(_identity(run_id))
         resumed_round = None if state is None else state.server_round
+        report: Report | None = None
+        stack.callback(lambda: _count(recorded, report))
         report = stack.enter_context(
             reported_run(
                 folder,
@@ -207,6 +214,7 @@ def simulate(
                 progress=progress,
                 resumed_round=resumed_round,
                 on_resume=lambda: recorded.begin() if recorded is not None else None,
+                keep_going=keep_going,
             )
         )
         report.recorder.concurrency = plan.concurrency
@@ -229,6 +237,12 @@ def simulate(
         grid.close()  # here workers that wait for another message end by themselves
         model = report.recorder.model
     return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
+
+
+def _count(recorded: RecordedRun | None, report: Report | None) -> None:
+    """Have the run's end in the trace say how many messages failed."""
+    if recorded is not None and report is not None:
+        recorded.messages, recorded.failed = report.summary.get("messages"), report.summary.get("failed")
 
 
 def _load_data(zygote: Zygote) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from flower_gpu.run.failures import outcome_text
 from flower_gpu.simulation.events import (
     Event,
     Metrics,
@@ -83,14 +84,15 @@ class Totals:
         Parameters
         ----------
         outcome : str
-            ``"completed"``, ``"failed"`` or ``"interrupted"``.
+            ``"completed"``, ``"failed"`` or ``"interrupted"``. The summary says of a completed run also how
+            many messages failed.
         **facts
             What else is known.
         """
         seconds = time.monotonic() - self._began_s
         here = self._messages - self._messages_before
         return {
-            "outcome": outcome,
+            "outcome": outcome_text(outcome, self._failed, self._messages),
             "strategy": self._strategy,
             "rounds": self._rounds,
             "num_rounds": self._num_rounds,

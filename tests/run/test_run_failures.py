@@ -75,6 +75,8 @@ def test_events_of_a_trace_are_failures() -> None:
         ([("evaluate", 1, 0, 6)], "all 6 clients failed in round 1"),
         ([("query", None, 6, 0), ("train", 1, 0, 6)], "all 6 clients failed in round 1"),
         ([("train", 1, 0, 0)], None),  # nobody has replied
+        ([("train", None, 0, 1), ("train", None, 0, 1)], None),  # one after the other, of no round
+        ([("get_parameters", 0, 0, 1)], None),
     ],
 )
 def test_a_run_in_which_all_fail_is_ended(
@@ -88,7 +90,8 @@ def test_a_run_in_which_all_fail_is_ended(
 def test_the_outcome_says_what_failed() -> None:
     assert outcome_text("completed", 0, 60) == "completed"
     assert outcome_text("completed", 3, 60) == "completed, 3 of 60 messages failed"
-    assert outcome_text("interrupted", 1, None) == "interrupted, 1 message failed"
+    assert outcome_text("completed", 1, None) == "completed, 1 message failed"
+    assert outcome_text("failed", 3, 60) == "failed"
 
 
 def test_a_long_text_keeps_its_head_and_tail() -> None:

@@ -459,7 +459,7 @@ def test_a_run_leaves_metrics_model_and_summary(tmp_path: Path) -> None:
     assert model["n"].shape == ()
 
     assert json.loads(folder.summary.read_text()) == {**summary, "model": SAFETENSORS}
-    assert summary["outcome"] == "completed"
+    assert summary["outcome"] == "completed, 4 of 24 messages failed"
     assert (summary["rounds"], summary["num_rounds"], summary["strategy"]) == (2, 2, "FedAvg")
     assert (summary["messages"], summary["failed"], summary["workers_started"]) == (4 * CLIENTS, 4, 4)
     (reason,) = summary["failures"]
@@ -474,6 +474,7 @@ def test_a_run_leaves_metrics_model_and_summary(tmp_path: Path) -> None:
     }
     assert {path.name for path in folder.path.iterdir()} == {
         "config.json",
+        "failures.log",
         "metrics.jsonl",
         "metrics.csv",
         "summary.json",

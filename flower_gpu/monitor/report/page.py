@@ -18,6 +18,7 @@ from flower_gpu.monitor.report.recorded import RunHistory
 from flower_gpu.monitor.report.tables import clients_table, errors_table, escaped, gpu_table, rounds_table
 from flower_gpu.monitor.report.totals import Totals
 from flower_gpu.monitor.spans import STARTING, WAITING
+from flower_gpu.run.failures import COMPLETED, outcome_text
 
 _HEAD = """\
 <!DOCTYPE html>
@@ -99,7 +100,9 @@ def outcome_of(history: RunHistory, is_going_on: bool) -> tuple[str, str]:
         The class of the text in the page, and the text.
     """
     if history.finished_at is not None:
-        return "completed" if history.outcome == "completed" else "bad", history.outcome or "ended"
+        text = outcome_text(history.outcome, history.failed_messages, history.all_messages)
+        good = "partly" if history.failed_messages else "completed"
+        return good if history.outcome == COMPLETED else "bad", text or "ended"
     if is_going_on:
         return "open", "still going on when this report was made"
     if history.started_at is not None:

@@ -1,0 +1,171 @@
+"""Clients that fail in simulations: what is told of them, and when they end the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import ndarrays_to_parameters
+from flwr.server import ServerAppComponents, ServerConfig
+from flwr.server import strategy as legacy
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from recorded_apps import CLIENTS, Clients, initial_arrays, new_nodes, run_on_grid
+from simulations import APPS, run
+
+from flower_gpu.errors import ClientsFailedError
+from flower_gpu.simulation.reporting import reported_run
+from flower_gpu.simulation.results import ResultFolder
+
+pytestmark = pytest.mark.timeout(300)
+
+ALL = "all 6 clients failed in round 1; the first traceback is above"
+LINE = next(
+    number
+    for number, line in enumerate(
+        (APPS / "misspelt" / "misspelt" / "client_app.py").read_text().splitlines(), start=1
+    )
+    if "Nett()" in line
+)
+PLACE = re.compile(rf'File ".*misspelt/client_app.py", line {LINE}, in train')
+
+
+def test_a_run_whose_clients_all_fail_ends_at_once_and_goes_on_when_mended(tmp_path: Path) -> None:
+    done = run("misspelt", 6, tmp_path, "--seed", "3")
+    assert done.status == 1, done.output
+    (sentence,) = (line for line in done.output.splitlines() if ALL in line and "simulate:" in line)
+    assert sentence == f"flower-gpu simulate: {ALL}"
+    assert len(PLACE.findall(done.output)) == 1 and done.output.count("NameError: name 'Nett'") >= 1
+    kept = (done.folder / "failures.log").read_text()
+    assert PLACE.search(kept) and kept.count("train of client") >= 6
+    assert all(f"train of client {client} failed in round 1" in kept for client in range(6))
+    assert done.summary["outcome"] == "failed" and ALL in done.summary["error"]
+    assert done.summary["messages"] == done.summary["failed"] == 6
+    assert "--resume" in done.output
+    again = run(
+        "misspelt", 6, tmp_path, "--run-config", "misspelt-for='nobody'", "--resume", str(done.folder)
+    )
+    assert again.status == 0, again.output
+    assert again.summary["outcome"] == "completed" and again.summary["rounds"] == 2
+
+
+def test_a_run_of_which_all_fail_goes_on_if_it_is_asked_to(tmp_path: Path) -> None:
+    done = run("misspelt", 6, tmp_path, "--keep-going")
+    assert done.status == 0, done.output
+    assert "outcome  completed, 12 of 12 messages failed" in done.output
+    assert len(PLACE.findall(done.output)) == 1
+
+
+def test_an_outcome_says_that_some_have_failed(tmp_path: Path) -> None:
+    done = run("misspelt", 3, tmp_path, "--run-config", "misspelt-for='2'")
+    assert done.status == 0, done.output
+    text = "completed, 2 of 6 messages failed"
+    assert f"outcome  {text}" in done.output and done.summary["outcome"] == text
+    assert f'<p class="outcome partly">{text}' in (done.folder / "report.html").read_text()
+
+
+def run_in(folder: ResultFolder, main: Any, handle: Callable[[Message], Message], **options: Any) -> Any:
+    nodes = new_nodes()
+    with reported_run(folder, CLIENTS, nodes.partition_of, progress=False, **options) as report:
+        run_on_grid(main, report.recorder, handle, nodes)
+    return report.summary
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ResultFolder:
+    return ResultFolder.create(tmp_path / "runs", {})
+
+
+def fails(message: Message) -> Message:
+    raise ValueError("of the app")
+
+
+def with_flowers_strategy(grid: Any, context: Any) -> None:
+    FedAvg().start(grid, initial_arrays(), num_rounds=3)
+
+
+def components(context: Any) -> ServerAppComponents:
+    strategy = legacy.FedAvg(initial_parameters=ndarrays_to_parameters([np.zeros(3)]))
+    return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=3))
+
+
+def by_own_means(grid: Any, context: Any) -> None:
+    for server_round in range(1, 4):
+        messages = [
+            Message(RecordDict({"c": ConfigRecord({"server-round": server_round})}), node, "train")
+            for node in grid.get_node_ids()
+        ]
+        list(grid.send_and_receive(messages))
+
+
+def by_pulling(grid: Any, context: Any) -> None:
+    for _ in range(3):
+        ids = set(grid.push_messages(Message(RecordDict(), node, "query") for node in grid.get_node_ids()))
+        while ids:
+            ids -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(ids)}
+
+
+def and_takes_it_for_its_own(grid: Any, context: Any) -> None:
+    for _ in range(3):
+        try:
+            list(
+                grid.send_and_receive([Message(RecordDict(), node, "query") for node in grid.get_node_ids()])
+            )
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("main", "text"),
+    [
+        (with_flowers_strategy, "all 6 clients failed in round 1"),
+        (ServerApp(server_fn=components), "all 6 clients failed in round 1"),
+        (by_own_means, "all 6 clients failed in round 1"),
+        (by_pulling, "all 6 clients failed in the first round"),
+        (and_takes_it_for_its_own, "all 6 clients failed in the first round"),
+    ],
+)
+def test_a_server_of_any_kind_gets_no_further(main: Any, text: str, folder: ResultFolder) -> None:
+    with pytest.raises(ClientsFailedError, match=text):
+        run_in(folder, main, fails)
+    failed = [line for line in folder.failures.read_text().splitlines() if line.startswith("20")]
+    assert len(failed) == CLIENTS and len({line.split("client ")[1][0] for line in failed}) == CLIENTS
+
+
+def test_one_message_after_the_other_is_looked_at_when_the_run_is_over(folder: ResultFolder) -> None:
+    def one_by_one(grid: Any, context: Any) -> None:
+        for node in grid.get_node_ids():
+            list(grid.send_and_receive([Message(RecordDict(), node, "query")]))
+
+    with pytest.raises(ClientsFailedError, match="all 6 messages failed"):
+        run_in(folder, one_by_one, fails)
+
+
+def test_three_rounds_in_a_row_in_which_all_fail_end_a_run(folder: ResultFolder) -> None:
+    handle = Clients(new_nodes())
+
+    def from_the_second_round_on(message: Message) -> Message:
+        config = message.content.config_records["config"]
+        return handle(message) if config["server-round"] < 2 else fails(message)
+
+    def main(grid: Any, context: Any) -> None:
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=9)
+
+    with pytest.raises(ClientsFailedError, match="all 6 clients failed in round 4 and the two rounds before"):
+        run_in(folder, main, from_the_second_round_on)
+
+
+def test_replies_that_come_too_late_end_no_run(folder: ResultFolder) -> None:
+    def does_not_wait(grid: Any, context: Any) -> None:
+        for _ in range(2):
+            messages = [Message(RecordDict(), node, "train") for node in grid.get_node_ids()]
+            list(grid.send_and_receive(messages, timeout=0.05))
+
+    summary = run_in(folder, does_not_wait, Clients(new_nodes(), pause_s=0.3))
+    assert summary["outcome"].startswith("completed, ")
+    assert "no reply within 0.05 s" in folder.failures.read_text()
