@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -22,10 +23,14 @@ from flwr.common.config import get_project_config, get_project_dir
 from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
+from flower_gpu import trace
 from flower_gpu.calls.options import CallSettings
-from flower_gpu.errors import ConfigError
+from flower_gpu.config import RUN_DIR_VARIABLE
+from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.flower import message_call
 from flower_gpu.flower.app_imports import libraries_of
+from flower_gpu.flower.records import round_of
+from flower_gpu.isolation import outcomes
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.supernode import slots
 
@@ -58,6 +63,8 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
                 "so this message would have no lease: install flwr 1.41, or a newer flower-gpu"
             )
         setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
+    if RUN_DIR_VARIABLE in os.environ and hasattr(run_clientapp, _LOADER):
+        setattr(run_clientapp, _LOADER, partial(_telling, getattr(run_clientapp, _LOADER)))
     try:
         flwr_clientapp()
     except SystemExit as end:
@@ -67,6 +74,36 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
             print(end.code, file=sys.stderr)
             return 1
     return 0
+
+
+def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
+    """Return what loads an app that writes into the trace of the run why it has failed.
+
+    To its server Flower tells the last line of an exception only.
+    """
+    load = get_load_client_app_fn(**where)
+
+    def load_telling(*app: str) -> Any:
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                # Loaded here, since that may fail, too.
+                reply: Message = load(*app)(message=message, context=context)
+            except Exception as error:
+                trace.write(
+                    "client_failed",
+                    client=message_call.client_of(context),
+                    node=context.node_id,
+                    task=message.metadata.message_type.partition(".")[0],
+                    round=round_of(message),
+                    error=shortened(message_call.text_of(error)),
+                    traceback=outcomes.traceback_of(error),
+                )
+                raise
+            return reply
+
+        return handle
+
+    return load_telling
 
 
 def _get_load_client_app_fn(is_fork: bool, **where: Any) -> Any:

@@ -21,7 +21,7 @@ _MOST_CLIENTS: Final = 20  # with more, the table of leases shows those that wai
 
 
 class Display:
-    """Plain lines: one for each round and now and then one within it, and one for each call that failed.
+    """Plain lines: one for each round, and now and then one within it.
 
     Parameters
     ----------
@@ -45,6 +45,10 @@ class Display:
         """Show a line about what has failed."""
         self.line(text)
 
+    def traceback(self, text: str) -> None:
+        """Show what has failed with all there is to say, in several lines."""
+        print(text, file=sys.stderr, flush=True)
+
     def event(self, event: Mapping[str, Any]) -> None:
         """Show one event of the run's trace."""
         self._leases.see(event)
@@ -56,10 +60,6 @@ class Display:
                 self.on_progress(event)
             case "worker_finished":
                 self.on_worker_finished(event)
-                # What follows when memory ran out is in an event of its own.
-                if event.get("outcome") not in ("ok", "cancelled", "out of memory", None):
-                    error = str(event.get("error") or event["outcome"]).strip().splitlines()[0]
-                    self.error(f"{task_label(event)} failed: {error}")
             case "out_of_memory":
                 say = self.error if event.get("then") == "failed" else self.line
                 say(out_of_memory_line(task_label(event), event, self._leases))
@@ -121,6 +121,13 @@ class TerminalDisplay(Display):
         self._worker: Any = None  # pid of the worker that is shown
         self._batches: tqdm[Any] | None = None
         self._progress.run_started(num_rounds)  # there is a time to look at while everything starts
+
+    def traceback(self, text: str) -> None:
+        """Show it; above the bars, where stderr is a terminal as well."""
+        if sys.stderr.isatty():
+            self.line(text)
+        else:
+            super().traceback(text)
 
     def on_worker_started(self, event: Mapping[str, Any]) -> None:
         """Show the worker if no other is shown."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +18,7 @@ from flower_gpu.launch.supervisor import LaunchFailedError, Supervisor
 
 #: How often a process is started again with another port when somebody else took the one it was given.
 PORT_ATTEMPTS: Final = 4
+_TRACEBACK: Final = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*", re.MULTILINE)
 
 
 class Engine(ABC):
@@ -65,6 +68,17 @@ class Engine(ABC):
         LaunchFailedError
             If it cannot complete any more.
         """
+
+    def client_of(self, node_id: int) -> str:
+        """Return the number of a node's client; what it is known by, where that is not known."""
+        return f"node {node_id}"
+
+    def traceback_of(self, client: str) -> str:
+        """Return the last traceback in a client's log; empty where there is none."""
+        with suppress(OSError):
+            found = _TRACEBACK.findall(self.folder.log(f"client-{client}").read_text(errors="replace"))
+            return found[-1] if found else ""
+        return ""
 
     def client_environment(self, client: int) -> dict[str, str]:
         """Build the environment of one client's processes."""

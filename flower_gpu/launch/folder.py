@@ -11,6 +11,7 @@ from typing import Any
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError
+from flower_gpu.run import failures
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class RunFolder:
     def result(self) -> Path:
         """Metrics by round and the workers, as JSON."""
         return self.path / "result.json"
+
+    @property
+    def failures(self) -> Path:
+        """Why messages to clients failed, with tracebacks; there if any did."""
+        return self.path / failures.FILE_NAME
 
     @property
     def settings(self) -> Path:

@@ -138,6 +138,8 @@ class LaunchOptions:
         1 shows the server's log as well, -1 only the result, and errors.
     report : bool
         Whether a report is written at the end.
+    keep_going : bool
+        Whether a run in which every client fails goes on.
     """
 
     app_dir: Path
@@ -154,6 +156,7 @@ class LaunchOptions:
     port: int | None = None
     verbosity: int = 0
     report: bool = True
+    keep_going: bool = False
 
 
 class _HelpWithAppDefaults(argparse.Action):
@@ -245,6 +248,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="start Flower's own flwr-clientapp for each message, which imports everything anew",
     )
+    workers.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="go on when every client failed in the first round, or in three rounds in a row (default: such "
+        "a run ends with status 1)",
+    )
     gpu_options.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -291,4 +300,5 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
         port=arguments.port,
         verbosity=getattr(arguments, "verbosity", 0),
         report=arguments.report,
+        keep_going=arguments.keep_going,
     )

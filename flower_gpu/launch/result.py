@@ -25,7 +25,8 @@ def build_result(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     -------
     dict
         ``initial``: the evaluation of the initial model, or None. ``rounds``: one row for each round from 1
-        on, see :class:`_Rounds`. ``workers``: every worker process, in the order of their starts; ``seconds``
+        on, see :class:`_Rounds`. ``messages``, ``failed``: how many were sent to clients, and how many of
+        them failed. ``workers``: every worker process, in the order of their starts; ``seconds``
         is None for one whose end was not recorded. If there were leases, also for each worker ``gpus`` (what
         it had leased of which GPU, and at most used; empty on the CPU) and ``waited_s`` for them, and
         ``leases`` (the sums); see :class:`flower_gpu.launch.leases.Leases`.
@@ -53,7 +54,13 @@ def build_result(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 pass
     rows = rounds.rows()
     initial = rows.pop(0) if rows and rows[0]["round"] == 0 else None
-    result = {"initial": initial, "rounds": rows, "workers": workers}
+    result = {
+        "initial": initial,
+        "rounds": rows,
+        "messages": rounds.messages,
+        "failed": rounds.failed,
+        "workers": workers,
+    }
     if not leases.were_there:
         return result
     for worker in workers:  # those before the first lease, too
@@ -78,13 +85,20 @@ class _Rounds:
         self._rows: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, float | None] = {}
         self._began: float | None = None
+        self.messages = self.failed = 0
 
     def see(self, line: Mapping[str, Any]) -> None:
         """Take a line of the trace."""
         event, time = event_of(line), finite_number(line.get("time"))
         if isinstance(event, RunStarted):
             self._began = time
-        elif isinstance(event, PhaseFinished) and isinstance(event.server_round, int):
+        elif isinstance(event, PhaseFinished):
+            self.messages += event.messages
+            self.failed += event.failed
+            self._see_part(event, time)
+
+    def _see_part(self, event: PhaseFinished, time: float | None) -> None:
+        if isinstance(event.server_round, int):
             row = self._rows.setdefault(event.server_round, {"messages": 0, "failed": 0, "metrics": {}})
             row["messages"] += event.messages
             row["failed"] += event.failed

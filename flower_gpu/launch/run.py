@@ -14,6 +14,7 @@ from flower_gpu.config import RUN_DIR_VARIABLE
 from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
 from flower_gpu.launch.engine import Engine
 from flower_gpu.launch.environment import client_environment, service_environment
+from flower_gpu.launch.failures import Failures
 from flower_gpu.launch.folder import RunFolder, short, write_json
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.gpu_check import not_obeyed
@@ -23,6 +24,7 @@ from flower_gpu.launch.result import build_result
 from flower_gpu.launch.start_client import StartClientEngine
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor
+from flower_gpu.run.failures import outcome_text
 from flower_gpu.run.recording import recorded_run
 
 _ENGINES: Final[dict[str, type[Engine]]] = {
@@ -75,7 +77,11 @@ def launch(options: LaunchOptions) -> int:
                 gpu=plan.gpu,
             )
             engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
-            _follow(engine, supervisor, display, plan.verbosity)
+            failures = Failures(folder.failures, display, engine.client_of, engine.traceback_of)
+            try:
+                _follow(engine, supervisor, display, plan.verbosity, failures, options.keep_going)
+            finally:
+                run.messages, run.failed = failures.messages, failures.failed
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
             code = 128 + stopped.signum
@@ -121,7 +127,14 @@ def settings_of(plan: Plan) -> dict[str, object]:
     }
 
 
-def _follow(engine: Engine, supervisor: Supervisor, display: Display, verbosity: int) -> None:
+def _follow(
+    engine: Engine,
+    supervisor: Supervisor,
+    display: Display,
+    verbosity: int,
+    failures: Failures,
+    keep_going: bool,
+) -> None:
     """Start the run and show it until it has finished."""
     events = trace.Follower(engine.folder.trace)
     log = LineFollower(engine.server_log)
@@ -129,10 +142,13 @@ def _follow(engine: Engine, supervisor: Supervisor, display: Display, verbosity:
     def show() -> None:
         for event in events.read_new():
             display.event(event)
+            failures.see(event)
         for line in log.read_new() if verbosity > 0 else ():
             display.line(line)
         if isinstance(display, TerminalDisplay):
             display.tick()
+        if failures.why_over is not None and not keep_going:
+            raise LaunchFailedError(f"{failures.sentence}; --keep-going lets such a run go on")
 
     engine.start()
     try:
@@ -140,7 +156,7 @@ def _follow(engine: Engine, supervisor: Supervisor, display: Display, verbosity:
             show()
             supervisor.wait(_TICK_S)
     finally:
-        show()
+        show()  # an app may end with an error of its own because all its clients have failed
 
 
 def _close(display: Display) -> None:
@@ -166,6 +182,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     result = build_result(trace.read(folder.trace))
     write_json(folder.result, result)
     if code != 0:
+        if folder.failures.exists():
+            _complain(f"all failures are in {short(folder.failures)}")
         _complain(f"all logs are in {folder.shown}")
         return
     if result["rounds"] or result["initial"]:
@@ -174,6 +192,9 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
         print(_NO_ROUNDS)
     if remark := not_obeyed(plan, result, os.environ):
         _complain(remark)
+    if result["failed"]:
+        print(f"outcome     {outcome_text('completed', result['failed'], result['messages'])}")
+        print(f"failures    {short(folder.failures)}")
     if folder.model.exists():
         print(f"model       {short(folder.model)}")
     print(f"result      {short(folder.result)}", flush=True)

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +30,8 @@ CONNECTION: Final = "launch"
 _COMMANDS: Final = MappingProxyType({"flwr-serverapp": "flower_gpu.launch.serverapp"})
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
+# flwr.supernode: said once, when the SuperLink has given it its id.
+_NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
 # What flwr's FAB builder may take; anything else in the app's folder stays where it is.
 _FAB_FILES: Final = (
     "*.py",
@@ -104,6 +107,7 @@ class SuperLinkEngine(Engine):
 
     def start(self) -> None:
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
+        self._clients_of_nodes: dict[int, str] = {}
         self.folder.flwr_home.mkdir()
         if self._starts_fast():
             env = self.client_environment(0)
@@ -125,6 +129,16 @@ class SuperLinkEngine(Engine):
         self._log_lines = LineFollower(self.server_log)
         # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
         self.supervisor.start(self._run, *self._nodes)
+
+    def client_of(self, node_id: int) -> str:
+        """Return the number of a node's client, from what its SuperNode says at its start."""
+        if node_id not in self._clients_of_nodes:
+            for client in range(self.plan.clients):
+                with suppress(OSError):
+                    text = self.folder.log(f"client-{client}").read_text(errors="replace")
+                    for found in _NODE_ID.finditer(text):
+                        self._clients_of_nodes[int(found[1])] = str(client)
+        return self._clients_of_nodes.get(node_id) or super().client_of(node_id)
 
     def has_finished(self) -> bool:
         """Notice what ended; when the run did, ask Flower how."""

@@ -20,6 +20,8 @@ EVALUATE: Final = "evaluate"
 SERVER_EVALUATE: Final = "server-evaluate"
 #: Why messages have failed whose replies the app has not asked for until its end.
 NOT_PULLED: Final = "no reply was pulled"
+#: How the error of a message begins that has no reply.
+NO_REPLY: Final = "no reply"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.display import Display, QuietDisplay, print_table
+from flower_gpu.launch.failures import Failures
 from flower_gpu.launch.folder import RunFolder, write_json
 from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.result import build_result
@@ -65,6 +66,7 @@ RESULT = {
             "metrics": {"server-evaluate": {"loss": None}},
         },
     ],
+    **NO_MESSAGES,
     "workers": [
         {"pid": 11, "client": "0", "task": "fit", "start_method": "spawn", "seconds": 0.5},
         {"pid": 12, "client": "0", "task": "fit", "start_method": "spawn", "seconds": None},
@@ -98,7 +100,7 @@ def test_events_nobody_knows_are_skipped() -> None:
         event("round_finished", 1.0, metrics=[]),
         {"v": 1},
     ]
-    assert build_result(strange) == {"initial": None, "rounds": [], "workers": []}
+    assert build_result(strange) == {"initial": None, "rounds": [], **NO_MESSAGES, "workers": []}
 
 
 def test_a_round_reported_twice_counts_once() -> None:
@@ -158,7 +160,6 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     display.close()
     assert capsys.readouterr().out.splitlines() == [
         "before round 1: server-evaluate loss 2.5",
-        "fit of client 0 failed: KilledError: gone",
         "round 1/2: server-evaluate loss 0.5, accuracy 0.75, precision 0.7",
         "round 2/2: server-evaluate loss nan",
     ]
@@ -231,17 +232,19 @@ def test_metrics_of_one_name_are_told_apart(capsys: pytest.CaptureFixture[str]) 
     assert title == ["round", "loss", "evaluate loss", "train loss", "seconds"]
 
 
-def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     display = QuietDisplay(None)
+    failures = Failures(tmp_path / "failures.log", display)
     for each in EVENTS:
         display.event(each)
+        failures.see(each)
     for then in ("again", "on the CPU", "failed"):
         display.event(event("out_of_memory", 105.0, client="0", task="fit", uuid="GPU-0", then=then))
     told = capsys.readouterr()
     assert told.out == ""
-    first, second = told.err.splitlines()
-    assert first == "fit of client 0 failed: KilledError: gone"
-    assert second.startswith("fit of client 0 ")
+    first, *error, last = told.err.splitlines()
+    assert (first, error) == ("fit of client 0 failed:", ["KilledError: gone", "more"])
+    assert last.startswith("fit of client 0 ran out of memory")
 
 
 def test_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

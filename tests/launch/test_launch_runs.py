@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 TIMEOUT_S = 240
+ROOT = Path(__file__).parents[2]
+ORDINARY_APP = Path(__file__).parent / "ordinary_app"
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -68,11 +70,13 @@ def test_start_client_from_start_to_result(launch: Launch, tmp_path: Path, tiny_
         out.splitlines()[0]
         == f"tiny: 3 clients, 2 rounds, start-client; logs in {folder.relative_to(tmp_path)}"
     )
-    assert "round 2/2  loss 0.333  accuracy 0.667" in out
-    assert "│       2 │ 0.3333 │   0.6667 │  - │" in out
+    # Of the same evaluation the app writes a line of its own into the trace, with the accuracy.
+    assert re.search(r"^round 2/2: train 3 clients in [\d.]+ s; server-evaluate loss 0.3333$", out, re.M)
+    assert "│       2 │ 0.3333 │   0.6667 │" in out
     result = json.loads((folder / "result.json").read_text())
     assert [row["round"] for row in result["rounds"]] == [1, 2]
     assert [row["loss"] for row in result["rounds"]] == [0.5, pytest.approx(1 / 3)]
+    assert [(row["messages"], row["failed"]) for row in result["rounds"]] == [(3, 0), (3, 0)]
     assert result["initial"]["loss"] == 1.0
     assert sorted(worker["client"] for worker in result["workers"]) == ["0", "0", "1", "1", "2", "2"]
     assert {worker["start_method"] for worker in result["workers"]} == {"in-process"}
@@ -96,10 +100,98 @@ def test_torch_in_a_client_is_not_denied(launch: Launch, tmp_path: Path, tiny_ap
     assert "torch imported: yes" in (only_run(tmp_path) / "client-0.log").read_text()
 
 
-def test_app_without_rounds_succeeds(launch: Launch, tiny_app: Path) -> None:
+def test_rounds_of_an_app_that_reports_none(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
     code, out, err = finish(launch(tiny_app, "--rounds=1", "--run-config", "fail='silent'", "-q"))
     assert (code, err) == (0, "")
-    assert out.splitlines()[0].startswith("The app reported no rounds")
+    assert "│       1 │ 0.5000 │" in out
+    assert "No rounds" not in out
+
+
+@pytest.fixture(scope="module")
+def ordinary_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Run an app that knows nothing of flower_gpu, and of which one client cannot evaluate.
+
+    Returns
+    -------
+    tuple of Path, str and str
+        The run's folder, stdout, and stderr.
+    """
+    log_dir = tmp_path_factory.mktemp("ordinary")
+    command = [sys.executable, "-P", "-m", "flower_gpu.cli", "launch", str(ORDINARY_APP)]
+    done = subprocess.run(
+        [*command, "--log-dir", str(log_dir), "--run-config", "evaluate-fails-on='1'"],
+        env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = log_dir.iterdir()
+    return folder, done.stdout, done.stderr
+
+
+def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, str, str]) -> None:
+    folder, out, err = ordinary_run
+    for number, accuracy in ((1, "0.25"), (2, "0.5")):
+        assert re.search(
+            rf"^round {number}/2: train 2 clients in [\d.]+ s train_loss 0.5; "
+            rf"evaluate 2 clients \(1 failed\) in [\d.]+ s eval_acc {accuracy}$",
+            out,
+            re.M,
+        )
+    assert "outcome     completed, 2 of 8 messages failed" in out
+    assert err.splitlines()[0] == "evaluate of client 1 failed in round 1:"
+    assert err.count("Traceback (most recent call last)") == 1
+    assert "ordinary/client_app.py" in err and err.splitlines()[-1].startswith("NameError: name 'Nett'")
+    assert "evaluate of client 1 failed in round 2: NameError: name 'Nett'" in out
+    result = json.loads((folder / "result.json").read_text())
+    assert [row["metrics"] for row in result["rounds"]] == [
+        {"train": {"train_loss": 0.5}, "evaluate": {"eval_acc": accuracy}} for accuracy in (0.25, 0.5)
+    ]
+    assert (result["messages"], result["failed"]) == (8, 2)
+    assert "2 of 2" in (folder / "report.html").read_text()
+    failures = (folder / "failures.log").read_text()
+    assert failures.count("evaluate of client 1 failed in round") == 2
+
+
+def files_in_table(page: str, heading: str = "") -> list[str]:
+    """Return the names in the first column of the first table of files below a heading."""
+    text = (
+        (ROOT / "docs" / page).read_text().partition(heading)[2]
+        if heading
+        else (ROOT / "docs" / page).read_text()
+    )
+    table = text[text.index("| file |") :].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
+    folder, *_ = ordinary_run
+    there = {path.name + "/" * path.is_dir() for path in folder.iterdir()}
+    reference = files_in_table("reference/launch.md", "## The folder of a run")
+    assert there <= set(reference)
+    # What this run has no reason for.
+    assert set(reference) - there == {"server.log", "app/", "model.safetensors"}
+    tutorial = files_in_table("tutorial/first-federation.md")
+    assert set(tutorial) - there == {"model.safetensors"}
+
+
+def test_all_clients_fail(launch: Launch, tmp_path: Path) -> None:
+    """Also with Flower's own ``flwr-clientapp``: then the traceback is in the SuperNode's log."""
+    fails = ["--run-config", "train-fails-on='0 1'"]
+    both = [launch(ORDINARY_APP, *fails, *more, engine="superlink") for more in ([], ["--no-fast-start"])]
+    for process in both:
+        code, _, err = finish(process)
+        assert code == 1
+        assert err.count("Traceback (most recent call last)") == 1
+        assert "client_app.py" in err and "NameError: name 'Nett' is not defined\n" in err
+        sentence = "flower-gpu launch: all 2 clients failed in round 1; the first traceback is above"
+        assert f"\n{sentence}; --keep-going lets such a run go on\n" in err
+    for folder in (tmp_path / "runs").iterdir():
+        *_, last = trace.read(folder / trace.FILE_NAME)
+        assert (last["event"], last["outcome"]) == ("run_finished", "failed")
+        assert json.loads((folder / "result.json").read_text())["failed"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""A client that adds one to the model."""
+
+import time
+
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Train."""
+    time.sleep(context.run_config["seconds"])
+    fail_if(context, "train-fails-on")
+    arrays = [array + 1 for array in message.content["arrays"].to_numpy_ndarrays()]
+    metrics = MetricRecord({"num-examples": 1, "train_loss": 0.5})
+    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Evaluate."""
+    fail_if(context, "evaluate-fails-on")
+    mean = float(message.content["arrays"].to_numpy_ndarrays()[0].mean())
+    metrics = MetricRecord({"num-examples": 1, "eval_acc": mean / 4})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def fail_if(context: Context, key: str) -> None:
+    """Fail as a misspelt name does."""
+    if str(context.node_config["partition-id"]) in context.run_config[key].split():
+        Nett()  # noqa: F821
