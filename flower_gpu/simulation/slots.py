@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from flower_gpu.calls.leasing import Attempt, Leasing
+from flower_gpu.errors import WorkerDiedError
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.gpu.tickets import Ticket
 from flower_gpu.isolation import start, worker
 from flower_gpu.isolation.call import Call
+from flower_gpu.isolation.stop_order import StopOrder
 from flower_gpu.isolation.zygote.line import Line
 from flower_gpu.isolation.zygote.zygote import Zygote
 
@@ -47,6 +50,8 @@ class Slot:
         self._lease = ExitStack()
         self._chosen: dict[tuple[str, bool], str] = {}
         self._held: tuple[Lease, Ticket] | None = None
+        self._order: StopOrder | None = None  # to end a worker that is not the line's
+        self._ordering = threading.Lock()
         self.is_used_again = False
         self.workers_started = 0
 
@@ -70,15 +75,29 @@ class Slot:
     def run(self, call: Call, start_method: str, **options: Any) -> Any:
         """Run a call in a worker."""
         if start_method != "forkserver":
-            self.retire()
+            self._line.retire()  # not the lease, which is this call's
             self.is_used_again = False
             self.workers_started += 1
-            return worker.run(call, start_method, **options)
+            return self._run_own(call, start_method, **options)
         del options["or_spawn"]
         most = self.calls_per_worker or (1 if self._held is None else CALLS_ON_GPU)
         self.is_used_again = self._line.has_worker
         self.workers_started += not self.is_used_again
         return self._line.run(call, calls=most, **options)
+
+    def _run_own(self, call: Call, start_method: str, **options: Any) -> Any:
+        """Run a call in a worker of its own, which is none of the zygote's."""
+        order = StopOrder()
+        try:
+            with self._ordering:
+                self._order = order
+            if self._line.is_cancelled:
+                raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
+            return worker.run(call, start_method, stopped_by=order, **options)
+        finally:
+            with self._ordering:
+                self._order = None
+            order.close()
 
     @contextmanager
     def held(self, leasing: Leasing, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
@@ -104,6 +123,9 @@ class Slot:
     def cancel(self) -> None:
         """End the call that was begun, from another thread; it fails."""
         self._line.cancel()
+        with self._ordering:
+            if self._order is not None:
+                self._order.give()
 
     def close(self) -> None:
         """End what is left."""

@@ -201,9 +201,14 @@ def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handl
     assert handler(0)["times"] == 2
 
 
-def test_given_up_while_it_runs(new_handler: Callable[..., Handler], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_given_up_while_it_runs(
+    method: str, new_handler: Callable[..., Handler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_START_METHOD", method)
     handler = new_handler(5)
-    handler(0)
+    if method == "forkserver":
+        handler(0)
     message = handler.message(1, "hang", file=str(tmp_path / "begun"))
     thread = threading.Thread(
         target=lambda: until((tmp_path / "begun").exists) and handler.handler.cancel(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections import Counter
@@ -13,6 +14,7 @@ from nvml_stub import Host
 from simulations import TIMEOUT_S, Simulation, command
 
 from flower_gpu import trace
+from flower_gpu.config import START_METHODS
 from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.ledger_folder import LedgerFolder
 
@@ -32,18 +34,25 @@ class StubHost:
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
             "FLOWER_GPU_POLICY": "offer",
+            # For clients of the app "leased": they take memory of the stub, and write down what they see.
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "LEASED_APP_NOTES": str(folder / "notes.jsonl"),
         }
 
-    def simulate(self, nodes: int, *options: str) -> Simulation:
+    def simulate(self, nodes: int, *options: str, app: str = "plain", **env: str) -> Simulation:
         done = subprocess.run(
-            command("plain", nodes, "--log-dir", str(self.logs), *options),
+            command(app, nodes, "--log-dir", str(self.logs), *options),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             timeout=TIMEOUT_S,
-            env={**os.environ, **self.host.env, **self.env},
+            env={**os.environ, **self.host.env, **self.env, **env},
         )
         return Simulation(done.returncode, done.stdout, max(self.logs.iterdir()))
+
+    def notes(self) -> list[dict[str, Any]]:
+        """Return what clients of the app "leased" have written down."""
+        return [json.loads(line) for line in Path(self.env["LEASED_APP_NOTES"]).read_text().splitlines()]
 
 
 @pytest.fixture
@@ -81,6 +90,19 @@ def test_a_used_worker_keeps_its_lease_until_it_ends(one_gpu: StubHost) -> None:
     )
     assert granted == released == Counter(dict.fromkeys(pids_of, 1))
     assert 1 <= most_leases_at_a_time(done) <= 2
+
+
+@pytest.mark.parametrize("method", [name for name in START_METHODS if name != "auto"])
+def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: str) -> None:
+    env = {"FLOWER_GPU_START_METHOD": method}
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--gpu", "require"]
+    done = one_gpu.simulate(3, *options, app="leased", **env)
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    notes = one_gpu.notes()
+    assert len(notes) == 3 and all(note["is_in_ledger"] for note in notes)
+    is_here = method in ("inline", "in-process")
+    assert {note["descriptor_is_ticket"] for note in notes} == {None if is_here else True}
+    assert Ledger(LedgerFolder(one_gpu.ledger)).status().holders == ()
 
 
 def test_a_gpu_is_empty_between_rounds(one_gpu: StubHost) -> None:

@@ -51,6 +51,11 @@ class Line:
         """Whether a worker waits for another call."""
         return self._calls > 0
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the call that was begun is to be ended."""
+        return self._is_cancelled
+
     def run(
         self,
         call: Call,

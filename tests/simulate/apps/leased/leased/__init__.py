@@ -1,0 +1,1 @@
+"""An app whose clients look at their lease while they train."""
