@@ -8,25 +8,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from logging import WARNING
 from typing import TYPE_CHECKING, Final, Protocol
 
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.constant import ErrorCode
+from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.isolation.outcomes import traceback_of
-from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.checkpoint import Checkpoints
 
 
-#: Flower's strategies ask once in a second until there are as many nodes as they want.
-_MOST_QUESTIONS: Final = 4
+# A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
+_MANY_QUESTIONS: Final = 5
+_LONG_S: Final = 10.0
 
 
 class Handler(Protocol):
@@ -104,6 +107,8 @@ class LocalGrid(Grid):
         self._starts = 0
         self._app_thread = threading.get_ident()
         self._asked = 0  # for the nodes, since the last message
+        self._asked_at = 0.0
+        self._has_warned = False
         self._changed = threading.Condition()
         self._waiting: list[_Box] = []  # with messages that nobody has taken, in the order of their sending
         self._numbers = itertools.count(1)
@@ -145,15 +150,28 @@ class LocalGrid(Grid):
         Raises
         ------
         ConfigError
-            If the ServerApp waits for more nodes than there are: it asks again and again.
+            If Flower asks for whoever waits for more nodes than there are: it would ask for ever.
         """
+        count, wanted = len(self._nodes.ids), wanted_nodes()
+        if wanted is not None and wanted > count:
+            raise ConfigError(
+                f"the ServerApp waits for {wanted} nodes, and there are {count}: raise the number of "
+                "SuperNodes, or lower what the strategy asks for (min_available_nodes, min_train_nodes)"
+            )
         if threading.get_ident() == self._app_thread and not self._boxes:
             self._asked += 1
-            if self._asked > _MOST_QUESTIONS:
-                raise ConfigError(
-                    f"the ServerApp waits for more nodes than the {len(self._nodes.ids)} that there are: "
-                    "raise the number of SuperNodes, or lower what the strategy asks for "
-                    "(min_available_nodes, min_train_nodes)"
+            if self._asked == 1:
+                self._asked_at = time.monotonic()
+            seconds = time.monotonic() - self._asked_at
+            if self._asked >= _MANY_QUESTIONS and seconds > _LONG_S and not self._has_warned:
+                self._has_warned = True
+                log(
+                    WARNING,
+                    "The ServerApp has asked for the nodes %d times in %.0f s and has sent no message. "
+                    "There are %d nodes, and there will be no more",
+                    self._asked,
+                    seconds,
+                    count,
                 )
         return list(self._nodes.ids)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
-from typing import Final
+from inspect import signature
+from types import FrameType
+from typing import Any, Final
 
 from flwr.app import Context
 from flwr.app.user_config import UserConfigValue
@@ -16,6 +19,10 @@ PARTITION_KEY: Final = "partition-id"
 PARTITIONS_KEY: Final = "num-partitions"
 
 _RESERVED: Final = 2  # 0 is nobody, 1 the SuperLink
+# Where Flower waits for nodes: strategies, and the ClientManager of those for Flower's older API.
+_OF_STRATEGIES: Final = ("flwr.serverapp.strategy.strategy_utils", "sample_nodes")
+_OF_CLIENT_MANAGER: Final = ("flwr.server.compat.app_utils", "wrapped_method")
+_MOST_FRAMES: Final = 16  # between there and the grid
 _ID_BITS: Final = 63  # they travel as unsigned 64 bits, and are shown by tools that have signed ones
 
 
@@ -93,6 +100,42 @@ class VirtualNodes:
     def keep(self, context: Context) -> None:
         """Keep what a message has left in a context's state."""
         self._states.put(self._partitions[context.node_id], context.state)
+
+
+def wanted_nodes() -> int | None:
+    """Return how many nodes Flower waits for, if it is Flower that calls; None where nobody says.
+
+    ``Grid.get_node_ids`` takes no argument, so the number is read where Flower has it: in the functions that
+    ask until there are enough nodes. Where these are others, in another release of Flower, nothing is found.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place == _OF_STRATEGIES:
+            return _number(frame.f_locals.get("min_available_nodes"))
+        if place == _OF_CLIENT_MANAGER:
+            return _sampled(frame.f_locals)
+        frame = frame.f_back
+    return None
+
+
+def _sampled(found: Mapping[str, Any]) -> int | None:
+    """Return what ``ClientManager.sample`` waits for; its other methods do not wait."""
+    method: Any = found.get("original_method")
+    if getattr(method, "__name__", "") != "sample":
+        return None
+    try:
+        given = signature(method).bind(*found["args"], **found["kwargs"]).arguments
+    except (TypeError, KeyError):  # an error of its own follows, or this is another release
+        return None
+    least = given.get("min_num_clients")
+    return _number(given.get("num_clients") if least is None else least)
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int else None
 
 
 def _ids(count: int, seed: int) -> tuple[int, ...]:

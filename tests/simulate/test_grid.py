@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from flwr.app import Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.server import SimpleClientManager
+from flwr.server.compat.app_utils import start_update_client_manager_thread
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import RUN_ID, GridUnderTest, until
 
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,6 +91,57 @@ def test_pull_returns_what_is_there(new_grid: Callable[..., GridUnderTest]) -> N
     assert [reply.metadata.reply_to_message_id for reply in found] == [ids[1]]
     one.handling.gate.set()
     assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or len(found) == 2))
+
+
+def test_an_app_may_ask_for_the_nodes_as_often_as_it_likes(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    for _ in range(50):
+        assert list(one.grid.get_node_ids()) == list(one.nodes.ids)
+        assert len(sample_nodes(one.grid, min_available_nodes=4, sample_size=2)[0]) == 2
+    assert len(list(one.grid.send_and_receive(one.messages(1)))) == 1
+
+
+def test_who_waits_for_more_nodes_than_there_are_is_told(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(1)
+    for least, sample in ((5, 1), (1, 5)):
+        with pytest.raises(ConfigError, match="waits for 5 nodes, and there are 4"):
+            sample_nodes(one.grid, least, sample)
+    assert len(list(one.grid.send_and_receive(one.messages(1)))) == 1
+
+
+def test_a_client_manager_that_waits_for_more_clients_is_told(
+    new_grid: Callable[..., GridUnderTest],
+) -> None:
+    """Strategies of Flower's older API wait there, for a day."""
+    grid = new_grid(1).grid
+    manager = SimpleClientManager()
+    thread, ended, is_ready = start_update_client_manager_thread(grid, manager)
+    assert is_ready.wait(20)
+    try:
+        assert manager.num_available() == 4
+        assert len(manager.sample(2, 4)) == 2 and len(manager.sample(num_clients=4)) == 4
+        for wanted in ({"num_clients": 1, "min_num_clients": 5}, {"num_clients": 5}):
+            with pytest.raises(ConfigError, match="waits for 5 nodes, and there are 4"):
+                manager.sample(**wanted)
+        assert manager.sample(5, 1) == []  # Flower's answer: it does not wait for these
+    finally:
+        ended.set()
+        thread.join(20)
+
+
+def test_a_loop_that_waits_for_nodes_is_told_once(
+    new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    grid = new_grid(1).grid
+    for _ in range(10):
+        grid.get_node_ids()
+    assert not caplog.records
+    monkeypatch.setattr("flower_gpu.simulation.grid._LONG_S", 0.0)
+    for _ in range(10):
+        grid.get_node_ids()
+    (record,) = caplog.records
+    assert "There are 4 nodes, and there will be no more" in record.getMessage()
 
 
 def test_unknown_node(new_grid: Callable[..., GridUnderTest]) -> None:

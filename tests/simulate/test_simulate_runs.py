@@ -157,7 +157,7 @@ def test_a_run_that_is_complete_goes_on_for_more_rounds(folder: Path, tmp_path: 
 
 def test_a_strategy_that_waits_for_more_nodes_is_told(tmp_path: Path) -> None:
     done = run("plain", 1, tmp_path)
-    assert done.status == 2 and "more nodes than the 1" in done.output
+    assert done.status == 2 and "waits for 2 nodes, and there are 1" in done.output
 
 
 def test_another_number_of_nodes_cannot_resume_a_run(folder: Path) -> None:
