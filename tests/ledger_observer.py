@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.gpu.ledger import Ledger, State
 from flower_gpu.gpu.ledger_folder import LedgerFolder
 from flower_gpu.gpu.tickets import Entry
 
@@ -19,14 +19,21 @@ _LOOK_S = 0.02
 
 @contextmanager
 def observed(ledger: Path, note: Callable[[tuple[Entry, ...]], T]) -> Iterator[list[T]]:
-    """Look every few milliseconds, with the ledger's mutex held, at who holds leases.
+    """Look at who holds leases, see :func:`observed_states`."""
+    with observed_states(ledger, lambda state: note(state.holders)) as seen:
+        yield seen
+
+
+@contextmanager
+def observed_states(ledger: Path, note: Callable[[State], T]) -> Iterator[list[T]]:
+    """Look every few milliseconds, with the ledger's mutex held, at who holds leases and who waits.
 
     Parameters
     ----------
     ledger : Path
         The ledger's folder.
     note : callable
-        Makes of the holders what is to be kept of one look.
+        Makes of what the ledger says what is to be kept of one look.
 
     Yields
     ------
@@ -41,7 +48,7 @@ def observed(ledger: Path, note: Callable[[tuple[Entry, ...]], T]) -> Iterator[l
     def look() -> None:
         try:
             while not ended.wait(_LOOK_S):
-                seen.append(note(own.status().holders))
+                seen.append(note(own.status()))
         except Exception as error:
             failed.append(error)
 

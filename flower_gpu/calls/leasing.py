@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, LeaseTimeoutError, RoundOverError
@@ -27,6 +27,9 @@ from flower_gpu.isolation import log_lines, own_calls
 
 _log = logging.getLogger(log_lines.NAME)
 _said: set[str] = set()
+
+#: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.
+MOST_TOO_MUCH: Final = 1.25
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,9 @@ class Leasing:
         The call's fields in the trace.
     round_deadline : float
         When its round is over, on the clock of ``time.monotonic``.
+    deadline : callable, optional
+        Returns when the wait for a lease ends, on the same clock. It is asked again and again, and what it
+        raises ends the wait. Default: ``lease_timeout_s`` after the wait began.
     """
 
     settings: GPUSettings
@@ -94,6 +100,7 @@ class Leasing:
     purpose: Purpose
     record: Mapping[str, Any]
     round_deadline: float
+    deadline: Callable[[], float] | None = None
     footprints: Footprints = field(default_factory=Footprints)
 
     @contextmanager
@@ -198,8 +205,23 @@ class Leasing:
                 needed = min(least_bytes(told, share), share.total_bytes)
                 self.footprints.learn(self.purpose.key(share.name), needed)
 
+    def may_have(self, lease: Lease) -> bool:
+        """Tell whether this call may run under a lease that another call with the same settings asked for.
+
+        Not where that was of another size: for a measurement, of another task, or by what was known then.
+        """
+        if not self.settings.request.is_auto:
+            return True
+        for share in lease.shares:
+            needed = self._learned_bytes(share.name)
+            if needed is None or share.memory_bytes > MOST_TOO_MUCH * needed:
+                return False
+            if share.memory_bytes < needed and not lease.alone:  # alone it has all that there is
+                return False
+        return True
+
     def _acquire(self, ledger: Ledger, attempt: Attempt, began: float) -> Ticket:
-        deadline = min(began + self.settings.lease_timeout_s, self.round_deadline)
+        timeout_at = min(began + self.settings.lease_timeout_s, self.round_deadline)
         wish = Wish(
             options=lambda gpus: self._options(gpus, attempt),
             version=self.footprints.version,
@@ -208,9 +230,9 @@ class Leasing:
             label=self.purpose.label,
         )
         try:
-            return ledger.acquire(wish, deadline=deadline)
+            return ledger.acquire(wish, deadline=self.deadline or timeout_at)
         except LeaseTimeoutError as error:
-            if deadline == self.round_deadline:
+            if time.monotonic() >= self.round_deadline:
                 raise self._round_is_over() from error
             raise LeaseTimeoutError(
                 f"{self.purpose.label}: no lease within lease_timeout_s={self.settings.lease_timeout_s:g}. "
@@ -237,14 +259,17 @@ class Leasing:
             if request.memory_bytes is not None:
                 self._check_context(gpu.index, gpu.name, request.memory_bytes)
                 return Option(gpu.uuid, memory_bytes=request.memory_bytes)
-            peak = self.footprints.get(self.purpose.key(gpu.name))
-            memory_bytes = None if peak is None else self.footprints.needed_bytes(peak)
+            memory_bytes = self._learned_bytes(gpu.name)
         if memory_bytes is None:
             return Option(gpu.uuid, alone=True)
         most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
         if memory_bytes >= most:
             return Option(gpu.uuid, alone=True)
         return Option(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
+
+    def _learned_bytes(self, model: str) -> int | None:
+        peak = self.footprints.get(self.purpose.key(model))
+        return None if peak is None else self.footprints.needed_bytes(peak)
 
     def _check_context(self, index: int, name: str, memory_bytes: int) -> None:
         context = self.footprints.context(name)

@@ -7,6 +7,7 @@ in line also looks by itself, for leases whose holders were killed and for other
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -26,8 +27,12 @@ _FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
 _NEXT_LOOKS_S = 0.1  # how often the next one looks whether the one before it is still there; the others do
 _OTHERS_LOOK_S = 5.0  # so the less often, the further back they are, but this often at least
 _STEP_IN_S = 2.0  # after how long the next one also does what the first should; further ones later
+_ASK_S = 0.5  # how often a deadline that may change is asked for, at least
 _VERIFY_EVERY_S = 0.5  # how often the first in line finds out who else is dead
 _COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
+
+#: When a wait ends, on the clock of ``time.monotonic``, or what returns that; None: never.
+Deadline = float | Callable[[], float] | None
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,16 @@ class Ledger:
         self._pid_namespace = tickets.pid_namespace()
         self._verified_at = 0.0
 
-    def acquire(self, wish: Wish, *, deadline: float | None = None) -> Ticket:
+    def acquire(self, wish: Wish, *, deadline: Deadline = None) -> Ticket:
         """Wait until a request is granted.
 
         Parameters
         ----------
         wish : Wish
             What is asked for.
-        deadline : float, optional
-            On the clock of ``time.monotonic``.
+        deadline : float or callable, optional
+            On the clock of ``time.monotonic``. What a callable returns may change while it waits, and what it
+            raises ends the wait.
 
         Returns
         -------
@@ -269,9 +275,7 @@ class Ledger:
             raise LeaseError(_impossible(wish, options, state.gpus, sizes))
         return tuple(possible)
 
-    def _wait(
-        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: float | None
-    ) -> None:
+    def _wait(self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline) -> None:
         """Wait until the ticket is granted."""
         while True:
             news, verify = self._pause(ticket, wish, version, state, deadline)
@@ -293,7 +297,7 @@ class Ledger:
                 return
 
     def _pause(
-        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: float | None
+        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline
     ) -> tuple[object, bool]:
         """Wait until a look is worth its time.
 
@@ -310,11 +314,11 @@ class Ledger:
         look_at = time.monotonic() + look_every_s
         while True:
             pause_s = min(_NEXT_LOOKS_S * len(elder), _OTHERS_LOOK_S) if elder else _FIRST_LOOKS_S
-            if deadline is not None:
-                pause_s = min(pause_s, deadline - time.monotonic())
-            woken = ticket.wait(pause_s)
+            if callable(deadline):
+                pause_s = min(pause_s, _ASK_S)
+            woken = ticket.wait(min(pause_s, _at(deadline) - time.monotonic()))
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
+            if now >= _at(deadline):
                 raise LeaseTimeoutError(self._what_is_held(wish))
             news = wish.version()
             if woken or news != version:
@@ -345,6 +349,12 @@ def describe(entry: Entry) -> str:
     user = "" if entry.user == os.getuid() else f" of user {entry.user}"
     seconds = max(0.0, time.time() - entry.since)
     return f"{entry.label() or 'process'} (pid {entry.pid}{user}) for {seconds:.0f} s"
+
+
+def _at(deadline: Deadline) -> float:
+    if deadline is None:
+        return math.inf
+    return deadline() if callable(deadline) else deadline
 
 
 def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:

@@ -55,10 +55,16 @@ class HostMemory:
         self.waits = 0
 
     @contextmanager
-    def room(self) -> Iterator[None]:
-        """Wait until there is room for a worker. There always is for the first one."""
+    def room(self, *, at_once: bool = False) -> Iterator[None]:
+        """Wait until there is room for a worker. There always is for the first one.
+
+        Parameters
+        ----------
+        at_once : bool
+            Do not wait: the worker is there, and has what others who are let in wait for.
+        """
         with self._changed:
-            if not self._has_room():
+            if not at_once and not self._has_room():
                 self.waits += 1
                 while not self._has_room():
                     self._changed.wait(_POLL_S)

@@ -129,7 +129,7 @@ class MessageHandler:
 
     def _run(self, message: Message, context: Context, seed: int, slot: Slot) -> Message:
         partition = str(self._nodes.partition_of(context.node_id))
-        with self._memory.room():
+        with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
                 handle,
                 (self._app, seed),
@@ -158,6 +158,10 @@ class MessageHandler:
         def again() -> Message:
             slot = self._new_slot()
             slot.calls_per_worker = 1
+            with self._lock:
+                if message.metadata.message_id not in self._running:
+                    raise WorkerDiedError("the message was given up")
+                self._running[message.metadata.message_id] = slot
             try:
                 return self._run(message, context, seed, slot)
             finally:

@@ -36,6 +36,7 @@ from flower_gpu.simulation import workers
 from flower_gpu.simulation.app import SimulatedApp
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recorded_grid import RecordedGrid
@@ -161,17 +162,19 @@ def simulate(
     before = earlier.read_config() if earlier is not None else {}
     found = SimulatedApp.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
     seed = before.get("seed") if seed is None else seed
-    on_gpu = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env}).on_gpu
-    if verify_recycling and calls_per_worker in (None, 1) and not on_gpu:
+    decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
+    if verify_recycling and calls_per_worker in (None, 1) and not decision.on_gpu:
         raise ConfigError(
             "there is nothing to verify: each worker handles one message here. Give calls_per_worker, 2 or "
             "more"
         )
+    leases = workers.most_leases(settings, decision.uuids)
     plan = _Plan(
         found,
         num_supernodes,
         secrets.randbelow(_SEEDS) if seed is None else seed,
-        workers.concurrency(settings, max_workers, num_supernodes, found.client, calls_per_worker),
+        workers.concurrency(settings, leases, max_workers, num_supernodes, found.client, calls_per_worker),
+        None if settings.gpu.request.is_auto else leases or None,
         calls_per_worker,
         verify_recycling,
         memory_bytes(state_memory, "state_memory"),
@@ -261,6 +264,7 @@ class _Plan:
     num_supernodes: int
     seed: int
     concurrency: int
+    most_leases: int | None
     calls_per_worker: int | None
     verify_recycling: bool
     state_memory_bytes: int
@@ -302,13 +306,14 @@ class _Plan:
         if not workers.gpus():
             options["gpu"] = "never"  # there is none: it need not be looked for with each message
         verification = Verification(workers.CHECKS) if self.verify_recycling else None
+        turns = LeaseTurns(self.most_leases)
         return MessageHandler(
             self.app.client,
             nodes,
             options,
             self.app.name,
             self.seed,
-            lambda: Slot(zygote, self.calls_per_worker),
+            lambda: Slot(zygote, turns, self.calls_per_worker),
             verification,
         )
 

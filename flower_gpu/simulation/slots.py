@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 from flower_gpu.calls.leasing import Attempt, Leasing
@@ -16,6 +19,7 @@ from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.stop_order import StopOrder
 from flower_gpu.isolation.zygote.line import Line
 from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.simulation.lease_turns import LeaseTurns
 
 #: Calls of one worker on a GPU, where the user has not said how many: so a CUDA context (0.2 to 0.5 s) costs
 #: each of them less than what starting its own worker costs on a CPU.
@@ -29,6 +33,8 @@ class Slot:
     ----------
     zygote : Zygote
         It forks the workers.
+    turns : LeaseTurns
+        The leases of the run.
     calls_per_worker : int, optional
         How many calls one of them runs, at most, before it ends. Default: 1 on the CPU, and
         :data:`CALLS_ON_GPU` on a GPU.
@@ -44,12 +50,14 @@ class Slot:
     #: What a client says of its progress is for the trace; the run has its own display.
     shows_progress = False
 
-    def __init__(self, zygote: Zygote, calls_per_worker: int | None = None) -> None:
+    def __init__(self, zygote: Zygote, turns: LeaseTurns, calls_per_worker: int | None = None) -> None:
         self._line = Line(zygote)
+        self._turns = turns
         self.calls_per_worker = calls_per_worker
         self._lease = ExitStack()
         self._chosen: dict[tuple[str, bool], str] = {}
         self._held: tuple[Lease, Ticket] | None = None
+        self._is_for_one_call = False  # the lease that is held
         self._order: StopOrder | None = None  # to end a worker that is not the line's
         self._ordering = threading.Lock()
         self.is_used_again = False
@@ -81,6 +89,8 @@ class Slot:
             return self._run_own(call, start_method, **options)
         del options["or_spawn"]
         most = self.calls_per_worker or (1 if self._held is None else CALLS_ON_GPU)
+        if self._is_for_one_call:
+            most = 1
         self.is_used_again = self._line.has_worker
         self.workers_started += not self.is_used_again
         return self._line.run(call, calls=most, **options)
@@ -102,14 +112,42 @@ class Slot:
     @contextmanager
     def held(self, leasing: Leasing, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
         """Hold a lease for a call: the one of the worker that is there, or a new one."""
-        if self._held is None or attempt != Attempt() or not self._line.has_worker:
+        if not self._may_go_on(leasing, attempt):
             self.retire()
-            self._held = self._lease.enter_context(leasing.held(attempt))
+            self._take(leasing, attempt)
+        assert self._held is not None
         try:
             yield self._held
         finally:
             if not self._line.has_worker:
                 self._release()
+
+    def _may_go_on(self, leasing: Leasing, attempt: Attempt) -> bool:
+        """Tell whether a call can have the worker that is there, and its lease."""
+        if self._held is None or not self._line.has_worker or attempt != Attempt():
+            return False
+        lease, ticket = self._held
+        return leasing.may_have(lease) and not self._turns.is_wanted(ticket)
+
+    def _take(self, leasing: Leasing, attempt: Attempt) -> None:
+        """Get a new lease, as soon as it is this call's turn to ask."""
+        began = time.monotonic()
+
+        def deadline() -> float:
+            if self._line.is_cancelled:
+                raise WorkerDiedError(f"{leasing.purpose.label} was cancelled before it had a lease")
+            return self._turns.deadline(began, leasing.settings.lease_timeout_s)
+
+        # The round's own time limit is the grid's matter, which cancels what is late.
+        asking = replace(leasing, deadline=deadline, round_deadline=math.inf)
+        turn: AbstractContextManager[None] = nullcontext()  # a second try asks for more than the others do
+        if attempt == Attempt():
+            turn = self._turns.turn(leasing.purpose.task, deadline)
+        with turn:
+            self._held = self._lease.enter_context(asking.held(attempt))
+            self._turns.taken()
+        # A call that is measured has all of a GPU, and a second try more than others ask for.
+        self._is_for_one_call = attempt != Attempt() or not leasing.may_have(self._held[0])
 
     def retire(self) -> None:
         """Let the worker that waits for a call end, and give its lease back."""
@@ -123,6 +161,7 @@ class Slot:
     def cancel(self) -> None:
         """End the call that was begun, from another thread; it fails."""
         self._line.cancel()
+        self._turns.wake()
         with self._ordering:
             if self._order is not None:
                 self._order.give()
@@ -133,5 +172,10 @@ class Slot:
         self._release()
 
     def _release(self) -> None:
-        self._held = None
-        self._lease.close()
+        held, self._held = self._held, None
+        self._is_for_one_call = False
+        try:
+            self._lease.close()
+        finally:
+            if held is not None:
+                self._turns.given_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -40,24 +40,30 @@ _WITHOUT_TORCH: Final = {
 
 def concurrency(
     settings: CallSettings,
+    leases: int,
     max_workers: int | None,
     nodes: int,
     app: ClientApp | AppReference,
     calls_per_worker: int | None,
 ) -> int:
-    """Return how many messages are handled at a time, at most: of cores and shares of GPUs what is more.
+    """Return how many messages are handled at a time, at most: of cores and leases what is more.
 
     One more than there are cores where workers are there for milliseconds: while they compute, this process
     and the zygote hand over other messages. Longer ones would only take the cores from each other.
     """
     if max_workers is not None:
         return min(max_workers, nodes)
-    shares = 0
-    if settings.gpu.policy.gpu != "never":
-        shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus())
     is_short = calls_per_worker in (None, 1) and not _may_use_torch(app)
     ranks = settings.gpu.request.count  # of each message, as long as it is on several GPUs
-    return min(max(1, (cores() + is_short) // ranks, shares // ranks), nodes)
+    return min(max(1, (cores() + is_short) // ranks, leases), nodes)
+
+
+def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
+    """Return how many leases a run can have at a time on these GPUs; a guess where it names no size."""
+    if not uuids:
+        return 0
+    shares = sum(_shares_of(settings, gpu.total_bytes) for gpu in gpus() if gpu.uuid in uuids)
+    return shares // settings.gpu.request.count
 
 
 def gpus() -> list[GPU]:

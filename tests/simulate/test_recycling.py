@@ -22,6 +22,7 @@ from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.zygote.line import Line
 from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import AppReference, MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
@@ -123,7 +124,7 @@ class Handler:
             {},
             "recycled",
             seed,
-            lambda: Slot(zygote, calls_per_worker),
+            lambda: Slot(zygote, LeaseTurns(), calls_per_worker),
             verification,
         )
         self._numbers = iter(range(1000))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from nvml_stub import Host
 from simulations import TIMEOUT_S, Simulation, command
+from stub_host import StubHost, events
 
-from flower_gpu import trace
 from flower_gpu.config import START_METHODS
 from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.ledger_folder import LedgerFolder
@@ -21,49 +17,9 @@ from flower_gpu.gpu.ledger_folder import LedgerFolder
 pytestmark = pytest.mark.timeout(240)
 
 
-class StubHost:
-    """A host with stub GPUs and a ledger of its own."""
-
-    def __init__(self, folder: Path, gpus: int) -> None:
-        self.host = Host(folder / "host", gpus=gpus)
-        self.ledger = folder / "ledger"
-        self.ledger.mkdir()
-        self.logs = folder / "runs"
-        # What PyTorch asks NVML would be told of a GPU that only NVML has.
-        self.env = {
-            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
-            "FLOWER_GPU_POLICY": "offer",
-            # For clients of the app "leased": they take memory of the stub, and write down what they see.
-            "PYTHONPATH": str(Path(__file__).parents[1]),
-            "LEASED_APP_NOTES": str(folder / "notes.jsonl"),
-        }
-
-    def simulate(self, nodes: int, *options: str, app: str = "plain", **env: str) -> Simulation:
-        done = subprocess.run(
-            command(app, nodes, "--log-dir", str(self.logs), *options),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT_S,
-            env={**os.environ, **self.host.env, **self.env, **env},
-        )
-        return Simulation(done.returncode, done.stdout, max(self.logs.iterdir()))
-
-    def notes(self) -> list[dict[str, Any]]:
-        """Return what clients of the app "leased" have written down."""
-        return [json.loads(line) for line in Path(self.env["LEASED_APP_NOTES"]).read_text().splitlines()]
-
-
 @pytest.fixture
 def one_gpu(tmp_path: Path) -> StubHost:
     return StubHost(tmp_path, gpus=1)
-
-
-def events(done: Simulation, *names: str) -> list[dict[str, Any]]:
-    """Return what the trace says of clients."""
-    found = trace.read(done.folder / trace.FILE_NAME)
-    return [e for e in found if e["event"] in names and e["client"] != "server"]
 
 
 def most_leases_at_a_time(done: Simulation) -> int:

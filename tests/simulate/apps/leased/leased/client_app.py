@@ -34,7 +34,7 @@ def train(message: Message, context: Context) -> Message:
     with Path(os.environ["LEASED_APP_NOTES"]).open("a") as file:
         file.write(json.dumps(note) + "\n")
     if str(partition) in config["too-much"].split() and lease is not None and not lease.alone:
-        raise MemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 9.00 GiB")
     metrics = MetricRecord({"num-examples": 1})
     arrays = ArrayRecord(message.content["arrays"].to_numpy_ndarrays())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
