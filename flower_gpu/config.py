@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from flower_gpu import control_group
 from flower_gpu.errors import ConfigError
 
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
@@ -178,7 +179,16 @@ def openmp_threads(environ: Mapping[str, str], variable: str = "OMP_NUM_THREADS"
 
 
 def cores() -> int:
-    """Count the cores that this process may use."""
+    """Count the cores that this process may use, by its affinity and by the quotas of its control groups.
+
+    Of a quota of 2.5 processors 2 are counted: a thread that gets half of a processor holds up the others.
+    """
+    quota = control_group.cpu_quota()
+    return processor_cores() if quota is None else max(1, min(processor_cores(), int(quota)))
+
+
+def processor_cores() -> int:
+    """Count the cores on which this process may run, however much time it may have of them."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return _cores_of(frozenset(affinity(0))) if affinity else os.cpu_count() or 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import signal
 import sys
@@ -10,6 +11,7 @@ import traceback
 from textwrap import indent
 from typing import Any
 
+from flower_gpu import control_group
 from flower_gpu.errors import (
     FlowerGPUError,
     InvalidResultError,
@@ -155,8 +157,15 @@ def _describe(exitcode: int | None) -> str:
         name = "signal"
     text = f"was killed by {name} ({-exitcode})"
     if exitcode == -signal.SIGKILL:
-        text += " (by somebody, or by the kernel for want of memory: see dmesg)"
+        text += f" (by somebody, or by the kernel for want of memory: see dmesg{_memory_limit()})"
     return text
+
+
+def _memory_limit() -> str:
+    limited = control_group.available_memory()
+    if limited is None or limited[1] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        return ""  # version 1 has a limit that nothing reaches
+    return f"; its control group may have {limited[1] >> 20} MiB"
 
 
 def _quoted(tail: Tail) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from flower_gpu.config import cores, openmp_threads
+from flower_gpu.config import openmp_threads, processor_cores
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 
@@ -218,7 +218,7 @@ def _torch_pool(torch: Any) -> _Pool:
         return pool
 
     def most() -> int:
-        return max(cores(), pool.get())  # more than there are cores: the caller has set that
+        return max(processor_cores(), pool.get())  # more than there are cores: the caller has set that
 
     return replace(pool, variables=("MKL_NUM_THREADS",), most=most)  # torch begins with MKL's count
 
@@ -231,7 +231,7 @@ def _set_in_torch() -> int | None:
     count: int = torch.get_num_threads()  # type: ignore[union-attr]
     # What torch begins with is one of these, depending on how it was built.
     read = (openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS"))
-    return None if count in {*read, cores(), _usable_cpus(), os.cpu_count()} else count
+    return None if count in {*read, processor_cores(), _usable_cpus(), os.cpu_count()} else count
 
 
 def _usable_cpus() -> int:

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flower_gpu import control_group
+
 _LOOK_S = 0.1  # asking the kernel takes longer than a small message
 _POLL_S = 0.2  # others on the host give memory back, too
 _GROWTH_S = 2.0  # from a worker's start until it has most of its memory
 _RESERVE = 0.05  # of all memory stays free
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> tuple[int, int] | None:
-    """Return what can be used before the host, or this control group, swaps or kills, and what there is.
+    """Return what can be used before the host, or a control group, swaps or kills, and what there is.
 
     Returns
     -------
@@ -28,9 +29,8 @@ def available_bytes() -> tuple[int, int] | None:
     with suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         found.append(tuple(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal")))
-    with suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        found.append((max(0, limit - int((_CGROUP / "memory.current").read_text())), limit))
+    if (limited := control_group.available_memory()) is not None:
+        found.append(limited)
     return min(found, default=None)  # type: ignore[return-value]
 
 

@@ -1,0 +1,131 @@
+"""What this process's control groups leave it: CPU time and memory, of Linux' versions 1 and 2.
+
+A limit of any group above this process's own counts, too: inside of a container that may be the only one.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+_PROC = Path("/proc/self")
+# What the kernel can take back from a group before it kills in it: the page cache, and its own caches. Shared
+# memory (tmpfs) is not among these: it counts as anonymous. Version 1 has totals with the groups below.
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
+_RECLAIMABLE_V1 = ("total_inactive_file", "total_active_file")
+
+
+def cpu_quota(proc: Path = _PROC) -> float | None:
+    """Return how many processors' time this process and those beside it in its groups may use.
+
+    Parameters
+    ----------
+    proc : Path
+        Where ``cgroup`` and ``mountinfo`` of the process are.
+
+    Returns
+    -------
+    float or None
+        Such as 2.5; None where nothing limits it.
+    """
+    found = []
+    for version, folder in _folders("cpu", proc):
+        with suppress(OSError, ValueError):
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            if quota != "max" and int(quota) > 0:  # version 1 says -1 where there is none
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def available_memory(proc: Path = _PROC) -> tuple[int, int] | None:
+    """Return what can still be used before the kernel slows down or kills in one of the groups.
+
+    What only caches files counts as available: the kernel takes it back first.
+
+    Parameters
+    ----------
+    proc : Path
+        As for :func:`cpu_quota`.
+
+    Returns
+    -------
+    tuple of int, or None
+        Bytes that are available, and the limit they are of, in the group with the least. None where nothing
+        limits it.
+    """
+    found = []
+    for version, folder in _folders("memory", proc):
+        with suppress(OSError, ValueError):
+            limit = _limit(folder, version)
+            if limit is None:
+                continue
+            used = int((folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+            names = _RECLAIMABLE if version == 2 else _RECLAIMABLE_V1
+            taken_back = sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
+            found.append((min(limit, max(0, limit - used + taken_back)), limit))
+    return min(found, default=None)
+
+
+def _limit(folder: Path, version: int) -> int | None:
+    if version == 1:  # without a limit it is the largest number of whole pages
+        return int((folder / "memory.limit_in_bytes").read_text())
+    limits = [(folder / name).read_text().strip() for name in ("memory.max", "memory.high")]
+    return min((int(limit) for limit in limits if limit != "max"), default=None)
+
+
+def _folders(controller: str, proc: Path) -> list[tuple[int, Path]]:
+    """Return version and folder of this process's group for a controller, and of all groups above it."""
+    try:
+        groups = (proc / "cgroup").read_text()
+    except OSError:  # not Linux
+        return []
+    return list(_found(controller, groups, proc))
+
+
+@lru_cache(maxsize=8)  # the list of mounts may be long, and is needed for each call of a client
+def _found(controller: str, groups: str, proc: Path) -> tuple[tuple[int, Path], ...]:
+    """Find the folders by ``/proc/<pid>/cgroup``, which has another text once the process is moved."""
+    for line in groups.splitlines():  # version 2 comes last: a controller is in one version only
+        _, controllers, path = line.split(":", 2)
+        is_old = controller in controllers.split(",")
+        if is_old or not controllers:
+            with suppress(OSError):
+                mounts = _mounts(controller if is_old else None, proc)
+                found = [_up(path, root, point) for root, point in mounts]
+                # The one that shows most: a part of the tree may be mounted elsewhere, too.
+                return tuple((1 if is_old else 2, folder) for folder in max(found, key=len, default=[]))
+    return ()
+
+
+def _mounts(controller: str | None, proc: Path) -> list[tuple[str, Path]]:
+    """Return root and place of each mount of a controller of version 1; None: of version 2."""
+    found = []
+    for line in (proc / "mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.split(maxsplit=2)
+        if kind == ("cgroup2" if controller is None else "cgroup") and (
+            controller is None or controller in options.split(",")
+        ):
+            root, point = (re.sub(r"\\(\d{3})", _unescaped, text) for text in before.split()[3:5])
+            found.append((root, Path(point)))
+    return found
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 8))
+
+
+def _up(path: str, root: str, point: Path) -> list[Path]:
+    """Return the folder of a group and of those above it, as far as this mount shows them."""
+    # A container may see the host's path and a mount of its own part only, or a path above what is mounted.
+    relative = PurePosixPath(path)
+    relative = relative.relative_to(root if relative.is_relative_to(root) else "/")
+    own = point if ".." in relative.parts else point / relative
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(point) and folder.is_dir()]

@@ -1,0 +1,223 @@
+"""Quotas and memory of control groups: a group of the kernel's own where one can be made, and given files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flower_gpu import config, control_group
+
+pytestmark = pytest.mark.timeout(120)
+
+MIB = 2**20
+ENVIRON = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+UNLIMITED = 9223372036854771712
+
+
+class Proc:
+    """Files of ``/proc/self``, and control groups below a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "proc"
+        self.groups = folder / "control groups"
+        self.path.mkdir()
+        self.groups.mkdir()
+        self._mounts = ["25 1 0:22 / /sys rw - sysfs sysfs rw"]
+
+    def is_in(self, *lines: str) -> None:
+        (self.path / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+    def mount(self, name: str = "", root: str = "/", controllers: str = "") -> Path:
+        point = self.groups / name
+        point.mkdir(exist_ok=True)
+        kind = f"cgroup cgroup rw,{controllers}" if controllers else "cgroup2 cgroup2 rw,nsdelegate"
+        escaped = str(point).replace(" ", r"\040")
+        self._mounts.append(f"31 25 0:28 {root} {escaped} rw,relatime shared:9 - {kind}")
+        (self.path / "mountinfo").write_text("".join(f"{line}\n" for line in self._mounts))
+        return point
+
+    @property
+    def quota(self) -> float | None:
+        return control_group.cpu_quota(self.path)
+
+    @property
+    def memory(self) -> tuple[int, int] | None:
+        return control_group.available_memory(self.path)
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Proc:
+    return Proc(tmp_path)
+
+
+def write(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+STAT = "anon 1\nfile 999\ninactive_file {0}\nactive_file {1}\nslab_reclaimable {2}"
+
+
+def test_version_2_with_groups_above(proc: Proc) -> None:
+    root = proc.mount()
+    proc.is_in("0::/user.slice/job/step")
+    write(root, cpu__pressure="")  # the topmost group has no limits
+    write(root / "user.slice", cpu__max="max 100000", memory__max="max", memory__high="max")
+    write(root / "user.slice/job", cpu__max="250000 100000", memory__max=800 * MIB, memory__high="max")
+    write(root / "user.slice/job", memory__current=700 * MIB, memory__stat=STAT.format(*(3 * [100 * MIB])))
+    write(root / "user.slice/job/step", cpu__max="400000 100000", memory__max="max", memory__high="max")
+    assert proc.quota == 2.5
+    assert proc.memory == (400 * MIB, 800 * MIB)
+    write(root / "user.slice/job", memory__high=600 * MIB)  # from here on the kernel slows it down
+    assert proc.memory == (200 * MIB, 600 * MIB)
+
+
+def test_version_2_in_a_namespace(proc: Proc) -> None:
+    """As in a container: the group is the topmost one that is seen."""
+    root = proc.mount(root="/../..")
+    proc.is_in("0::/")
+    write(root, cpu__max="50000 100000", memory__max=100 * MIB, memory__high="max", memory__current=120 * MIB)
+    write(root, memory__stat=STAT.format(0, 0, 0))
+    assert proc.quota == 0.5
+    assert proc.memory == (0, 100 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "folder"),
+    [
+        ("/docker/abc/job", "/", "docker/abc/job"),
+        ("/docker/abc/job", "/docker/abc", "job"),  # no namespace: the path is that of the host
+        ("/docker/abc", "/docker/abc", ""),
+        ("/../job", "/", ""),  # moved out of the namespace
+        ("/gone", "/", ""),
+    ],
+)
+def test_version_1(path: str, root: str, folder: str, proc: Proc) -> None:
+    cpu = proc.mount("cpu,cpuacct", root, "cpu,cpuacct")
+    memory = proc.mount("memory", root, "memory")
+    unified = proc.mount("unified")
+    proc.is_in(f"9:memory:{path}", f"3:cpu,cpuacct:{path}", "1:name=systemd:/x", "0::/x")
+    write(unified / "x", cpu__pressure="", memory__pressure="")
+    write(cpu, cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    write(cpu / folder, cpu__cfs_quota_us=150000, cpu__cfs_period_us=50000)
+    stat = f"inactive_file 1\ntotal_inactive_file {20 * MIB}\ntotal_active_file {30 * MIB}"
+    used = {"memory__usage_in_bytes": 90 * MIB, "memory__stat": stat}
+    write(memory, memory__limit_in_bytes=UNLIMITED, **used)
+    write(memory / folder, memory__limit_in_bytes=100 * MIB, **used)
+    assert proc.quota == 3.0
+    assert proc.memory == (60 * MIB, 100 * MIB)
+
+
+def test_nothing_is_known(proc: Proc) -> None:
+    assert proc.quota is None and proc.memory is None  # no such files: another system
+    proc.is_in("0::/")
+    assert proc.quota is None and proc.memory is None  # nothing is mounted
+    write(proc.mount(), cpu__max="nonsense", memory__max="nonsense", memory__high="")
+    control_group._found.cache_clear()
+    assert proc.quota is None and proc.memory is None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.0, 1), (2.5, 2), (7.99, 7), (64.0, 8)])
+def test_cores(quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "processor_cores", lambda: 8)
+    monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
+    assert config.cores() == cores
+    assert config.planned_threads({}) == cores
+
+
+# Groups of the kernel's own ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A new group below this process's own, for the controller that the test names."""
+    controller = request.param
+    found = control_group._folders(controller, Path("/proc/self"))
+    if not found:
+        pytest.skip("no control groups")
+    version, own = found[0]
+    folder = own / f"flower-gpu-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        limit = {("cpu", 1): "cpu.cfs_quota_us", ("memory", 1): "memory.limit_in_bytes"}
+        if not (folder / limit.get((controller, version), f"{controller}.max")).exists():
+            pytest.skip(f"the controller {controller} is not passed on to new groups")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def run_in(group: Path, code: str, *arguments: str) -> str:
+    program = "import os, sys\nopen(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n" + code
+    command = [sys.executable, "-c", program, str(group), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRON)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("group", ["cpu"], indirect=True)
+def test_quota_of_a_real_group(group: Path) -> None:
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text("150000 100000")
+    else:
+        (group / "cpu.cfs_quota_us").write_text("150000")
+    code = "from flower_gpu import config\nprint(config.cores(), config.planned_threads({}))"
+    assert run_in(group, code) == "1 1\n"
+
+
+@pytest.mark.parametrize("group", ["memory"], indirect=True)
+def test_page_cache_of_a_real_group_is_available(group: Path, tmp_path: Path) -> None:
+    """After a large data set was read, as much as before can be used; what is really taken cannot."""
+    limit = 600 * MIB
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(limit))
+    code = f"""
+from flower_gpu.simulation.host_memory import available_bytes
+taken = bytearray({100 * MIB})
+with open(sys.argv[2], "wb") as file:
+    for _ in range(400):
+        file.write(bytes({MIB}))
+    file.flush()
+    os.fsync(file.fileno())
+with open(sys.argv[2], "rb") as file:
+    while file.read({MIB}):
+        pass
+available, total = available_bytes()
+used = sum(int(open(f"{{sys.argv[1]}}/{{name}}").read()) for name in
+           ("memory.current", "memory.usage_in_bytes") if os.path.exists(f"{{sys.argv[1]}}/{{name}}"))
+print(used >> 20, available >> 20, total >> 20)
+"""
+    used, available, total = map(int, run_in(group, code, str(tmp_path / "data")).split())
+    assert total == limit // MIB
+    assert 300 <= available <= 500, (used, available)
+    assert used > 450  # the cache is there, or the test shows nothing
+
+
+@pytest.mark.parametrize("group", ["memory"], indirect=True)
+def test_worker_that_fills_a_real_group(group: Path) -> None:
+    """The kernel kills the worker, the caller and its fork server live on, and the error names the limit."""
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(400 * MIB))
+    code = """
+import flower_gpu
+def fill(size):
+    return len(bytes(range(1, 251)) * (size // 250))
+for method in ("fork", "spawn"):
+    try:
+        flower_gpu.run_in_worker(fill, 2 << 30, start_method=method)
+    except flower_gpu.WorkerDiedError as error:
+        print(str(error).partition("(by")[2].partition(")")[0])
+    assert flower_gpu.run_in_worker(fill, 1000, start_method=method) == 1000
+"""
+    limits = [line.partition("dmesg; ")[2] for line in run_in(group, code).splitlines()]
+    assert limits == ["its control group may have 400 MiB"] * 2
