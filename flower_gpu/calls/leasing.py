@@ -156,14 +156,12 @@ class Leasing:
             if _log.isEnabledFor(logging.DEBUG):
                 of = ", ".join(f"{format_bytes(s.memory_bytes)} of GPU {s.index}" for s in lease.shares)
                 _log.debug("%s has a lease on %s after %.2f s", self.purpose.label, of, granted - began)
-            inventory.close()  # a fork could not use it, and finds it as if it could
             yield lease, ticket
         finally:
             if lease is not None:  # first: whoever gets it then writes that down
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
             ledger.release(ticket)
-            inventory.close()  # it holds the GPUs' device files, and an idle client may be there for days
 
     def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:
         """Keep what a worker has told of its use, for the next calls.

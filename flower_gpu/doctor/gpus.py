@@ -28,7 +28,7 @@ def driver(found: Inventory) -> Iterator[Found]:
         usable = f"{len(found.usable)} of {len(found.gpus)} GPUs can be used"
         text = f"NVIDIA driver {found.driver_version or 'of unknown version'}: {usable}"
         yield ("ok", text) if found.usable else ("problem", text, "see the lines about the GPUs")
-    elif _half_there():
+    elif found.hangs or _half_there():
         yield "problem", f"no GPU: {found.problem}", "make the driver work, see `flower-gpu gpus`"
     elif _on_the_bus():
         yield "note", f"there is an NVIDIA card, but no driver: {found.problem}", _CPU_IS_FINE
@@ -48,6 +48,10 @@ def gpus(found: Inventory) -> Iterator[Found]:
             yield "ok", f"{name}: {gpu.problem}"
         else:
             yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
+    asleep = [gpu for gpu in found.gpus if gpu.persistence_mode is False]
+    if asleep:
+        text = f"persistence mode of {_names(asleep)} is off: with nobody on it, a GPU takes seconds to start"
+        yield "note", text, "as root `nvidia-smi -pm 1`, or the service nvidia-persistenced"
 
 
 def visible(found: Inventory) -> Iterator[Found]:

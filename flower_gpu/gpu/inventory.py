@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from flower_gpu.gpu import nvml
+from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
+from flower_gpu.gpu.visible_devices import visible as visible
+from flower_gpu.gpu.visible_devices import with_uuid
 
+# Without persistence mode the driver takes some seconds to start, for each GPU.
+_START_S, _ANSWER_S = 60.0, 15.0
 _MIG_CARD = "MIG mode is on: its MIG devices are used instead"
 _MIG_CARD_WITHOUT_DEVICES = (
     "MIG mode is on and it has no MIG device: make some (nvidia-smi mig -cgi PROFILE -C), or turn MIG mode "
@@ -65,6 +69,9 @@ class GPU:
         UUID of the card that a MIG device is on.
     problem : str, optional
         Why it cannot be used, and what to do. None: it can.
+    persistence_mode : bool, optional
+        Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
+        that is not told.
     """
 
     index: int
@@ -78,6 +85,7 @@ class GPU:
     processes: tuple[GPUProcess, ...] | None
     mig_parent: str | None = None
     problem: str | None = None
+    persistence_mode: bool | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -99,11 +107,14 @@ class Inventory:
         As ``nvidia-smi`` shows it.
     problem : str or None
         Why there are none, and what to do.
+    hangs : bool
+        Whether that is because the driver does not answer.
     """
 
     gpus: tuple[GPU, ...]
     driver_version: str | None
     problem: str | None
+    hangs: bool = False
 
     @property
     def usable(self) -> tuple[GPU, ...]:
@@ -117,15 +128,15 @@ class Inventory:
         if isinstance(which, int):
             cards = (gpu for gpu in self.gpus if gpu.mig_parent is None)
             return next((gpu for gpu in cards if gpu.index == which), None)
-        return _with_uuid(self.gpus, which)
+        return with_uuid(self.gpus, which)
 
 
 def take(*, processes: bool = True) -> Inventory:
     """Look at the host's GPUs now.
 
-    NVML is started with the first call in a process (and again in a fork, or when somebody has shut it down),
-    and kept until :func:`close`. Safe to call from several threads; not in the fork of a process that was
-    doing so in another thread at that moment.
+    NVML is started with the first call in a process (and again in a fork, or when somebody has shut it down).
+    It is given back when nobody has asked for some seconds, when the process is about to fork, and by
+    :func:`close`. Safe to call from several threads.
 
     Parameters
     ----------
@@ -135,7 +146,7 @@ def take(*, processes: bool = True) -> Inventory:
     Returns
     -------
     Inventory
-        Never raises: what cannot be had is missing, with the reason in words.
+        Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
     """
     return _host().take(processes)
 
@@ -157,84 +168,6 @@ def close() -> None:
     _host().close()
 
 
-def visible(inventory: Inventory, cuda_visible_devices: str | None) -> tuple[GPU, ...]:
-    """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to a process, in its order, broken ones too.
-
-    The rules are CUDA's, as PyTorch follows them when it counts devices without starting CUDA: numbers, or
-    UUIDs of GPUs or the beginnings of such, or UUIDs of MIG devices, not mixed; all up to the first that does
-    not exist; none if one is named twice. Two things are different. Numbers are those of ``nvidia-smi``, as
-    with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. And a card in MIG mode stands for all its MIG devices, of which
-    CUDA shows a process only one: each worker gets one of them.
-
-    Parameters
-    ----------
-    inventory : Inventory
-        The host's GPUs.
-    cuda_visible_devices : str or None
-        The variable's value; None: it is not set, and all are visible. ``""``: none are.
-
-    See Also
-    --------
-    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
-    """
-    cards = tuple(gpu for gpu in inventory.gpus if gpu.mig_parent is None)
-    if cuda_visible_devices is None:
-        return tuple(gpu for card in cards for gpu in _devices(inventory, card))
-    named: list[GPU] = []
-    for entry in _entries(cuda_visible_devices):
-        if isinstance(entry, int):
-            found = next((card for card in cards if card.index == entry), None)
-        elif entry.startswith("MIG-"):
-            found = next((gpu for gpu in inventory.gpus if gpu.mig_parent and gpu.uuid == entry), None)
-        else:
-            found = _with_uuid(cards, entry)
-        if found is None:
-            break
-        if found in named:
-            return ()
-        named.append(found)
-    return tuple(gpu for found in named for gpu in _devices(inventory, found))
-
-
-def _entries(text: str) -> list[int] | list[str]:
-    """Split the variable's value; the first entry decides what all of them are."""
-    parts = text.split(",")
-    for prefix in ("GPU-", "MIG-"):
-        if text.startswith(prefix):
-            same = [part.startswith(prefix) for part in parts]
-            parts = parts[: same.index(False)] if False in same else parts
-            return [] if len(set(parts)) < len(parts) else parts
-    numbers: list[int] = []
-    for part in parts:
-        found = re.match(r"[+-]?[0-9]+", part.strip())  # as C's strtol: what follows a number is ignored
-        number = int(found[0]) if found and len(found[0]) < 10 else -1
-        if number < 0:
-            break
-        if number in numbers:
-            return []
-        numbers.append(number)
-    return numbers
-
-
-def _with_uuid(gpus: tuple[GPU, ...], text: str) -> GPU | None:
-    """Return the GPU with this UUID, or the only one whose UUID begins so."""
-    if not text.startswith(("GPU-", "MIG-")):
-        return None
-    for gpu in gpus:
-        if gpu.uuid == text:
-            return gpu
-    found = [gpu for gpu in gpus if gpu.uuid.startswith(text)]
-    return found[0] if len(found) == 1 else None
-
-
-def _devices(inventory: Inventory, gpu: GPU) -> tuple[GPU, ...]:
-    """Return what a program can use of a GPU: itself, or the MIG devices of a card in MIG mode."""
-    on_it = tuple(
-        other for other in inventory.gpus if other.mig_parent is not None and other.mig_parent == gpu.uuid
-    )
-    return on_it or (gpu,)
-
-
 @dataclass(frozen=True)
 class _Card:
     """What of a card stays the same while NVML is held."""
@@ -243,47 +176,68 @@ class _Card:
     uuid: str
     name: str
     mig: bool  # whether it can be in MIG mode
+    persistence_mode: bool | None
 
 
 class _Host:
     """NVML as this process holds it. Nothing is started before the first snapshot."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._thread = NVMLThread(self._forget)
         self._session: nvml.Session | None = None
         self._driver_version: str | None = None
         self._cards: dict[int, _Card] = {}
         self._last: dict[int, GPU] = {}  # of each card, for the name of one that answers no more
+        self._asked = ""  # what the driver was asked for last, should it hang
 
     def take(self, processes: bool) -> Inventory:
-        with self._lock:
-            try:
-                was_open = self._session is not None
-                try:
-                    return self._snapshot(processes)
-                except nvml.QueryError as problem:
-                    self._forget()
-                    if not (was_open and problem.ends_session):
-                        raise
-                    return self._snapshot(processes)  # somebody shut it down under us
-            except nvml.QueryError as problem:
-                self._forget()
-                return Inventory((), self._driver_version, str(problem))
+        try:
+            return self._thread.ask(
+                lambda: self._take(processes), _START_S if self._session is None else _ANSWER_S
+            )
+        except LateError as late:
+            return Inventory((), self._driver_version, _hangs(self._asked, late.waited_s), hangs=True)
 
     def temperatures(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with self._lock:
-            if self._session is None:
-                return found
-            for card in self._cards.values():
-                with suppress(nvml.QueryError):
-                    if (celsius := self._session.temperature_c(card.handle)) is not None:
-                        found[card.uuid] = celsius
-        return found
+        try:
+            return self._thread.ask(self._temperatures, _ANSWER_S)
+        except LateError:
+            return {}
 
     def close(self) -> None:
-        with self._lock:
+        self._thread.close()
+
+    def before_fork(self) -> None:
+        self._thread.before_fork()
+
+    def after_fork_in_parent(self) -> None:
+        self._thread.after_fork_in_parent()
+
+    # In that thread -----------------------------------------------------------------------------------------
+
+    def _take(self, processes: bool) -> Inventory:
+        try:
+            was_open = self._session is not None
+            try:
+                return self._snapshot(processes)
+            except nvml.QueryError as problem:
+                self._forget()
+                if not (was_open and problem.ends_session):
+                    raise
+                return self._snapshot(processes)  # somebody shut it down under us
+        except nvml.QueryError as problem:
             self._forget()
+            return Inventory((), self._driver_version, str(problem))
+
+    def _temperatures(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        if self._session is None:
+            return found
+        for card in self._cards.values():
+            with suppress(nvml.QueryError):
+                if (celsius := self._session.temperature_c(card.handle)) is not None:
+                    found[card.uuid] = celsius
+        return found
 
     def _forget(self) -> None:
         session, self._session = self._session, None
@@ -292,6 +246,7 @@ class _Host:
             session.close()
 
     def _snapshot(self, processes: bool) -> Inventory:
+        self._asked = "to start"
         if self._session is None:
             self._session = nvml.Session()
             self._driver_version = self._session.driver_version()
@@ -304,6 +259,7 @@ class _Host:
 
     def _read_card(self, session: nvml.Session, index: int, processes: bool) -> list[GPU]:
         """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""
+        self._asked = f"about GPU {index}"
         while True:
             known = self._cards.pop(index, None)
             try:
@@ -329,7 +285,7 @@ def _new_card(session: nvml.Session, index: int) -> _Card:
         if not problem.is_absence:
             raise
         mig = False
-    return _Card(handle, session.uuid(handle), session.name(handle), mig)
+    return _Card(handle, session.uuid(handle), session.name(handle), mig, session.persistence_mode(handle))
 
 
 def _read_devices(session: nvml.Session, index: int, card: _Card, processes: bool) -> list[GPU]:
@@ -342,6 +298,7 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
             raise
         # Who may use MIG devices need not be allowed to look at the whole card.
         gpu = replace(_broken(index, None, ""), uuid=card.uuid, name=card.name)
+    gpu = replace(gpu, persistence_mode=card.persistence_mode)
     if handles is None:
         return [gpu]
     gpus = [replace(gpu, problem=_MIG_CARD if handles else _MIG_CARD_WITHOUT_DEVICES)]
@@ -361,8 +318,9 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
 def _read(
     session: nvml.Session, index: int, handle: nvml.Handle, uuid: str, name: str, processes: bool
 ) -> GPU:
-    memory = session.memory(handle)
+    # In this order: one that starts in between then counts as used by nobody we know, and not as unused.
     listed = session.processes(handle) if processes else None
+    memory = session.memory(handle)
     return GPU(
         index=index,
         uuid=uuid,
@@ -374,6 +332,14 @@ def _read(
         utilization_percent=session.utilization_percent(handle),
         processes=None if listed is None else tuple(GPUProcess(*process) for process in listed),
         problem=None if memory else _NO_MEMORY_FIGURES,
+    )
+
+
+def _hangs(asked: str, waited_s: float) -> str:
+    return (
+        f"NVIDIA's management library (NVML), asked {asked}, has not answered for {waited_s:.0f} s: the "
+        "driver hangs, as when a GPU is lost. See the kernel's log (dmesg) for lines with NVRM or Xid; the "
+        "machine may have to be restarted"
     )
 
 
@@ -395,3 +361,18 @@ def _host() -> _Host:
         for other in set(_hosts) - {pid}:
             _hosts.pop(other, None)
     return host
+
+
+def _before_fork() -> None:
+    if (host := _hosts.get(os.getpid())) is not None:
+        host.before_fork()
+
+
+def _after_fork_in_parent() -> None:
+    if (host := _hosts.get(os.getpid())) is not None:
+        host.after_fork_in_parent()
+
+
+# A fork can neither use NVML as it finds it nor wait for an answer to a thread that it does not have.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from pathlib import Path
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import admission, inventory, tickets
 from flower_gpu.gpu.admission import Card, Option, Part
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.ledger_folder import LedgerFolder
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.tickets import Entry, Reader, Ticket
@@ -29,6 +29,7 @@ _OTHERS_LOOK_S = 5.0  # so the less often, the further back they are, but this o
 _STEP_IN_S = 2.0  # after how long the next one also does what the first should; further ones later
 _ASK_S = 0.5  # how often a deadline that may change is asked for, at least
 _VERIFY_EVERY_S = 0.5  # how often the first in line finds out who else is dead
+_FRESH_S = 1.0  # what was measured before the mutex was free is measured again after so long
 _COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
 
 #: When a wait ends, on the clock of ``time.monotonic``, or what returns that; None: never.
@@ -95,6 +96,35 @@ class State:
         return sum(part.memory_bytes for entry in self.holders for part in entry.parts if part.uuid == uuid)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What is found out before the mutex is taken: NVML may take seconds to answer, or hang.
+
+    Leases come and go between the answer and the decision. So the decision takes leases from the tickets as
+    they are now, and only other programs' use from the older answer. That use may come out too high: the next
+    look puts it right. It must not come out too low: somebody would get what other programs have.
+
+    Other programs' use is all that NVML counted, less what workers used *at that time*. Taken off is
+
+    - what a worker had told before NVML was asked, or NVML itself told of it; never what it has told since;
+    - nothing for those who got their lease since: they had told nothing;
+    - nothing for those who are gone since: their memory counts as another program's until the next look.
+
+    Parameters
+    ----------
+    found : Inventory
+        The GPUs.
+    told : mapping
+        By ticket what its worker had told before, see :meth:`Entry.reported`.
+    fresh_until : float
+        On the clock of ``time.monotonic``. Other programs' use may have grown by then.
+    """
+
+    found: Inventory
+    told: Mapping[str, tuple[int, dict[str, int]]]
+    fresh_until: float
+
+
 class Ledger:
     """A ledger, as one process (or one thread of it) uses it.
 
@@ -150,9 +180,10 @@ class Ledger:
     def _enqueue(self, wish: Wish) -> tuple[Ticket, State, object]:
         """Write a ticket, granted if that is possible at once."""
         version = wish.version()
-        with self._locked():
+        with self._locked() as measured:
+            _check(measured, wish)
             own = self.folder.own()
-            state = self._look(verify=True)
+            state = self._look(measured, verify=True)
             alive = (*state.holders, *state.waiting)
             tickets.clean(own, [entry for entry in alive if entry.user == os.getuid()])
             options = self._options(wish, state)
@@ -165,24 +196,41 @@ class Ledger:
     def release(self, ticket: Ticket) -> None:
         """Take a ticket away, held or waiting, and wake those who can go on by it."""
         try:
-            with self._clear_errors(), self.folder.locked():
-                ticket.remove()
-                state = self._look()
-                _wake(state.waiting, self._ready(state))
+            with self._clear_errors():
+                with self.folder.locked():  # first: whatever becomes of the rest, it is free
+                    ticket.remove()
+                    entries = self._reader.read(self.folder.all())
+                if any(not entry.parts for entry in entries):
+                    with self._locked() as measured:
+                        state = self._look(measured)
+                        _wake(state.waiting, self._ready(state))
         except LeaseError:  # the ledger cannot be used; to be gone is enough
             ticket.remove()
 
     def status(self) -> State:
         """Return what the ledger says now. Waits for the mutex, so nothing is seen half done."""
-        with self._clear_errors(), self._locked():
-            return self._look(verify=True)
+        with self._clear_errors(), self._locked() as measured:
+            return self._look(measured, verify=True)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the mutex."""
-        self._reader.read(self.folder.all())  # so that little is to be read while others wait
-        with self.folder.locked():
-            yield
+    def _locked(self) -> Iterator[_Measured]:
+        """Hold the mutex, with what was measured just before."""
+        measured = self._measure()
+
+        def measure_again() -> None:
+            nonlocal measured
+            if time.monotonic() > measured.fresh_until:
+                measured = self._measure()
+
+        with self.folder.locked(measure_again):
+            yield measured
+
+    def _measure(self) -> _Measured:
+        # Also so that little is to be read while others wait for the mutex.
+        entries = self._reader.read(self.folder.all())
+        told = {entry.id: entry.reported() for entry in entries if entry.parts}
+        found = inventory.take()  # after the reports, see _Measured
+        return _Measured(found, told, time.monotonic() + _FRESH_S)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -193,11 +241,13 @@ class Ledger:
         except OSError as error:
             raise LeaseError(f"the ledger in {self.folder.root} cannot be used: {error}") from error
 
-    def _look(self, *, verify: bool = False) -> State:
-        """Read everything, with the mutex held.
+    def _look(self, measured: _Measured, *, verify: bool = False) -> State:
+        """Read all tickets, with the mutex held.
 
         Parameters
         ----------
+        measured : _Measured
+            Everything else.
         verify : bool
             Find out also who of those that wait is dead: with hundreds of them, that takes most of the time.
         """
@@ -209,19 +259,18 @@ class Ledger:
             self._verified_at = time.monotonic()
         holders = tuple(entry for entry in alive if entry.parts)
         waiting = tuple(entry for entry in alive if not entry.parts)
-        gpus = inventory.take().usable
-        return State(gpus, self._cards(gpus, holders), holders, waiting, stamps)
+        return State(measured.found.usable, self._cards(measured, holders), holders, waiting, stamps)
 
     def _is_old(self, state: State) -> bool:
         """Tell, without the mutex and without reading all tickets, whether anything may be different now."""
         return (
             self.folder.stamps(self.folder.all()) != state.stamps
             or not all(entry.is_alive() for entry in state.holders)
-            or _roughly(self._cards(inventory.take().usable, state.holders)) != _roughly(state.cards)
+            or _roughly(self._cards(self._measure(), state.holders)) != _roughly(state.cards)
         )
 
-    def _cards(self, gpus: Sequence[GPU], holders: Sequence[Entry]) -> tuple[Card, ...]:
-        return tuple(self._card(gpu, holders) for gpu in gpus)
+    def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:
+        return tuple(self._card(gpu, holders, measured.told) for gpu in measured.found.usable)
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.is_alive():
@@ -236,7 +285,9 @@ class Ledger:
             return granted
         return replace(state, waiting=tuple(filter(self._is_alive, state.waiting))).granted()
 
-    def _card(self, gpu: GPU, holders: Sequence[Entry]) -> Card:
+    def _card(
+        self, gpu: GPU, holders: Sequence[Entry], reports: Mapping[str, tuple[int, dict[str, int]]]
+    ) -> Card:
         """Return what of a GPU is there for leases: not what other programs use.
 
         Of what our workers use, only as much is known as they or NVML tell; the rest counts as others', so
@@ -248,12 +299,13 @@ class Ledger:
         for entry in holders:
             leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
             if leased:
-                pid, told = entry.reported()
+                pid, told = reports.get(entry.id, (0, {}))
                 used = min(told.get(gpu.uuid, 0), leased)
-                if entry.pid_namespace == self._pid_namespace and listed.get(pid) is not None:
-                    used = min(listed[pid] or 0, leased)
-                elif entry.pid_namespace == self._pid_namespace and pid and not Path(f"/proc/{pid}").exists():
+                is_seen = entry.pid_namespace == self._pid_namespace
+                if is_seen and pid and not Path(f"/proc/{pid}").exists():
                     used = 0  # its worker is gone, and what it used may be another program's by now
+                elif is_seen and listed.get(pid) is not None:
+                    used = min(listed[pid] or 0, leased)
                 else:
                     untold += leased - used
                 ours += used
@@ -279,8 +331,9 @@ class Ledger:
         """Wait until the ticket is granted."""
         while True:
             news, verify = self._pause(ticket, wish, version, state, deadline)
-            with self._locked():
-                state = self._look(verify=verify)
+            with self._locked() as measured:
+                _check(measured, wish)
+                state = self._look(measured, verify=verify)
                 if ticket.entry.id not in [entry.id for entry in state.waiting]:
                     raise LeaseError(f"{wish.label or 'a call'}: its ticket {ticket.entry.path} was removed")
                 if news != version:
@@ -342,6 +395,12 @@ class Ledger:
                         lines.append(f"  {format_bytes(part.memory_bytes)} held by {describe(entry)}")
         text = "\n".join(lines)
         return f"{wish.label or 'a call'} got no GPU in time; {len(state.waiting)} were waiting.\n{text}"
+
+
+def _check(measured: _Measured, wish: Wish) -> None:
+    """Fail where NVML hangs: whoever kept its place in the line could keep others waiting for as long."""
+    if measured.found.hangs:
+        raise LeaseError(f"{wish.label or 'a call'} gets no lease: {measured.found.problem}")
 
 
 def describe(entry: Entry) -> str:

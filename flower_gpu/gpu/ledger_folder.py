@@ -12,7 +12,7 @@ import os
 import random
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,15 +111,20 @@ class LedgerFolder:
         return tuple(found)
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Hold the mutex: nobody else changes what is in the ledger.
+
+        Parameters
+        ----------
+        before_try : callable
+            Called before each try to get it.
 
         Raises
         ------
         LeaseError
             If another process does not give it back.
         """
-        descriptor = self._lock()
+        descriptor = self._lock(before_try)
         try:
             yield
         finally:
@@ -128,7 +133,7 @@ class LedgerFolder:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             descriptors.close(descriptor)
 
-    def _lock(self) -> int:
+    def _lock(self, before_try: Callable[[], object]) -> int:
         path = self.root / _MUTEX
         deadline = time.monotonic() + self.mutex_wait_s
         pause_s = _FIRST_PAUSE_S
@@ -136,6 +141,7 @@ class LedgerFolder:
             descriptor = _open(path)
             try:
                 while True:
+                    before_try()
                     # Not waiting in flock: that would wait for ever, and in a thread nothing could end it.
                     with suppress(BlockingIOError):
                         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -166,6 +166,14 @@ class Session:
             _unless_over(problem)
             return None
 
+    def persistence_mode(self, handle: Handle) -> bool | None:
+        """Tell whether the driver keeps a GPU ready while nobody uses it; None where that is not told."""
+        try:
+            return bool(self._call("nvmlDeviceGetPersistenceMode", handle))
+        except QueryError as problem:
+            _unless_over(problem)
+            return None
+
     def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
         """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
 

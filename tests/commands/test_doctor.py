@@ -104,6 +104,14 @@ def test_a_lost_gpu_is_a_problem_and_the_other_is_not(shell: Shell, host: Host) 
     assert "it is lost" in text
 
 
+def test_persistence_mode_that_is_off_is_a_note(shell: Shell, host: Host) -> None:
+    host.set(0, persistence=1)
+    assert "persistence" not in str(of(shell.on(host).doctor(), "gpu"))
+    host.set(1, persistence=0)
+    found = one(shell.doctor(), "gpu", "persistence mode of GPU 1 is off")
+    assert found["level"] == "note" and "nvidia-smi -pm 1" in found["todo"]
+
+
 def test_a_card_in_mig_mode_needs_devices(shell: Shell, host: Host) -> None:
     host.mig(0, [8 * GIB])
     host.mig(1, [])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from threading import Thread
 
 import nvml_stub
 
-from flower_gpu.gpu import inventory
+from flower_gpu.gpu import inventory, nvml_thread
 
 
 def taken(processes: bool = True) -> dict[str, object]:
@@ -19,12 +22,20 @@ def taken(processes: bool = True) -> dict[str, object]:
     return {**asdict(found), "usable": [gpu.uuid for gpu in found.usable]}
 
 
-def in_a_fork() -> dict[str, object]:
+def what_is_open() -> object:
+    """Whether NVML is started here; the stub itself starts anew in a fork, so its own count is read."""
+    import pynvml
+
+    users = ctypes.c_int.in_dll(pynvml.nvmlLib, "users").value if pynvml.nvmlLib is not None else 0
+    return {"users": users, "threads": len(list(Path("/proc/self/task").iterdir()))}
+
+
+def in_a_fork(look: Callable[[], object] = taken) -> object:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.alarm(10)  # ends it, should it wait for what never comes
-        os.write(writer, json.dumps(taken()).encode())
+        os.write(writer, json.dumps(look()).encode())
         os._exit(0)
     os.close(writer)
     with open(reader) as pipe:
@@ -32,8 +43,7 @@ def in_a_fork() -> dict[str, object]:
     _, status = os.waitpid(pid, 0)
     if status:
         raise ChildProcessError(f"the fork ended with {os.waitstatus_to_exitcode(status)}")
-    result: dict[str, object] = json.loads(text)
-    return result
+    return json.loads(text)
 
 
 def in_threads() -> list[dict[str, object]]:
@@ -55,13 +65,25 @@ def answer(command: str, *arguments: str) -> object:
         return in_a_fork()
     if command == "fork-meanwhile":
         taken()
-        with inventory._host()._lock:  # as a thread has it that looks at the GPUs now
+        with inventory._host()._thread._lock:  # as a thread has it that looks at the GPUs now
             return in_a_fork()
     if command == "threads":
         return in_threads()
     if command == "close":
         inventory.close()
         return None
+    if command == "patience":
+        inventory._START_S = inventory._ANSWER_S = float(arguments[0])
+        return None
+    if command == "idle-after":
+        nvml_thread.IDLE_S = float(arguments[0])
+        return None
+    if command == "pid":
+        return os.getpid()
+    if command == "open":
+        return what_is_open()
+    if command == "fork-finds":
+        return in_a_fork(what_is_open)
     if command == "allocate":
         gpu, nbytes = arguments
         nvml_stub.allocate(int(gpu) if gpu.isdigit() else gpu, int(nbytes))

@@ -48,6 +48,7 @@ def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
         "processes": [],
         "mig_parent": None,
         "problem": None,
+        "persistence_mode": None,
     }
     assert second == {**first, "index": 1, "uuid": host.uuids[1]}
 

@@ -18,6 +18,7 @@ from nvml_stub import allocate
 
 from flower_gpu.errors import GPUError
 from flower_gpu.gpu import descriptors, inventory, tickets
+from flower_gpu.gpu import ledger as ledger_module
 from flower_gpu.gpu.admission import Option
 from flower_gpu.gpu.lease import VARIABLE, Lease, Share
 from flower_gpu.gpu.ledger import Ledger, State, Wish
@@ -151,6 +152,24 @@ class Commands:
 
     def folder(self) -> Any:
         return {"root": str(self.ledger.folder.root), "reason": self.ledger.folder.reason}
+
+    def patience(self, seconds: float) -> None:
+        """Wait only so long for NVML."""
+        inventory._START_S = inventory._ANSWER_S = seconds
+
+    def pause_after_measuring(self, path: str) -> None:
+        """From now on, wait between the question to NVML and the mutex until there is a file."""
+        ledger_module._FRESH_S = 1000.0
+        measure = self.ledger._measure
+
+        def paused() -> Any:
+            measured = measure()
+            Path(f"{path}.measured").touch()
+            while not Path(path).exists():
+                time.sleep(0.005)
+            return measured
+
+        self.ledger._measure = paused  # type: ignore[method-assign]
 
     def hold_mutex(self) -> None:
         """Take the mutex, and never give it back."""

@@ -154,7 +154,8 @@ class Host:
         **fields
             ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in bytes;
             ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
-            ``hidden=1`` (processes are listed, their memory is not told); None takes a field away.
+            ``hidden=1`` (processes are listed, their memory is not told); ``persistence`` (mode, 0 or 1);
+            None takes a field away.
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0
@@ -181,6 +182,24 @@ class Host:
         """Let an NVML function fail with a code (None: no more), on one GPU or on the whole host."""
         path = self.folder / "host" if index is None else self._file(index)
         _update(path, {f"fail {function}": code})
+
+    def hang(self, function: str, pid: int = 0) -> None:
+        """Let an NVML function not return any more, in one process or (0) in all, until :meth:`go_on`."""
+        _replace(self.folder / "hang", f"{function} {pid}\n".encode())
+
+    def hanging(self) -> set[int]:
+        """Return the processes in which a function has hung since the last :meth:`go_on`."""
+        return {int(path.name.rpartition("-")[2]) for path in self.folder.glob("hanging-*")}
+
+    def go_on(self) -> None:
+        """Let what hangs go on."""
+        (self.folder / "hang").unlink(missing_ok=True)
+        for path in self.folder.glob("hanging-*"):
+            path.unlink()
+
+    def set_cuda(self, version: int) -> None:
+        """Set the newest CUDA that the driver supports, as NVML says it: 12040 for 12.4."""
+        _update(self.folder / "host", {"cuda": version})
 
     def fail_init(self, code: int) -> None:
         """Let ``nvmlInit`` answer this code: DRIVER_NOT_LOADED, NO_PERMISSION, LIB_RM_VERSION_MISMATCH ..."""

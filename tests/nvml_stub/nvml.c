@@ -3,9 +3,11 @@
  * They are read again at each call, so a test can change them while programs run. Whoever writes them replaces
  * whole files, so a read never sees half of a change. No state but the count of nvmlInit calls.
  *
- *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>"
+ *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>",
+ *               "cuda 12040" (the newest CUDA of this driver)
+ *   hang        "<function> <pid or 0>": that function does not return, in that process or all, while this is so
  *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "temp" (degrees Celsius),
- *               "error <code>" (of every call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
+ *               "persistence 1" (mode, 0 is off), "error <code>" (of every call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
  *               "fail <function> <code>"
  *   gpu-<i>-<j> the same of MIG device j of GPU i
  *   use/<pid>.<start>   what a simulated worker uses, counted while that process is there: lines of
@@ -55,7 +57,7 @@ enum {
 typedef void *Device;
 typedef unsigned long long Bytes;
 
-static int users;      /* nvmlInit minus nvmlShutdown */
+EXPORT int users;      /* nvmlInit minus nvmlShutdown; exported for tests */
 static pid_t user_pid; /* of the process that called it: a fork starts anew */
 static unsigned epoch; /* counts initialisations, so that older handles are known as such */
 
@@ -115,7 +117,20 @@ static int forced(const char *text, const char *function) {
 
 /* --- what every call starts with -------------------------------------------------------------------------- */
 
+/* Wait as long as the file "hang" names this function, and this process or 0; "hanging-<pid>" says so. */
+static void hang(const char *function) {
+    char text[256], name[128], path[4096];
+    int pid;
+    while (read_stub("hang", text, sizeof text) && sscanf(text, "%127s %d", name, &pid) == 2 &&
+           strcmp(name, function) == 0 && (pid == 0 || pid == getpid())) {
+        snprintf(path, sizeof path, "%s/hanging-%d", getenv("NVML_STUB_DIR"), getpid());
+        close(open(path, O_WRONLY | O_CREAT | O_CLOEXEC, 0644));
+        usleep(5000);
+    }
+}
+
 static int host(const char *function, char *text, size_t size) {
+    hang(function);
     if (users == 0 || user_pid != getpid()) return UNINITIALIZED;
     if (!read_stub("host", text, size)) return DRIVER_NOT_LOADED;
     return forced(text, function);
@@ -231,6 +246,7 @@ static Bytes used_bytes(const char *text, int gpu, int mig) {
 
 static int initialise(void) {
     char text[TEXT_BYTES];
+    hang("nvmlInit");
     if (user_pid != getpid()) users = 0;
     user_pid = getpid();
     if (!read_stub("host", text, sizeof text)) return DRIVER_NOT_LOADED;
@@ -285,13 +301,13 @@ EXPORT int nvmlSystemGetNVMLVersion(char *version, unsigned length) {
 
 EXPORT int nvmlSystemGetCudaDriverVersion(int *version) {
     HOST;
-    *version = 12040;
+    *version = (int)number(text, "cuda", 12040);
     return SUCCESS;
 }
 
 EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) {
     HOST;
-    *version = 12040;
+    *version = (int)number(text, "cuda", 12040);
     return SUCCESS;
 }
 
@@ -361,6 +377,14 @@ EXPORT int nvmlDeviceGetUUID(Device of, char *uuid, unsigned length) {
 EXPORT int nvmlDeviceGetName(Device of, char *name, unsigned length) {
     DEVICE(of);
     return copy(text, "name", name, length);
+}
+
+EXPORT int nvmlDeviceGetPersistenceMode(Device of, unsigned *mode) {
+    DEVICE(of);
+    long long on = number(text, "persistence", -1);
+    if (on < 0 || mig != NO_MIG) return NOT_SUPPORTED;
+    *mode = (unsigned)on;
+    return SUCCESS;
 }
 
 EXPORT int nvmlDeviceGetIndex(Device of, unsigned *index) {

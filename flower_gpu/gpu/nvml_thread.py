@@ -1,0 +1,155 @@
+"""The thread in which a process asks NVML: a driver that hangs then holds up nobody for ever.
+
+It keeps NVML started while questions come often, and ends when they stop, or before a fork.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+#: After so long without a question NVML is closed: it holds the GPUs' device files open.
+IDLE_S = 5.0
+_CLOSE_S = 5.0
+_FORK_WAIT_S = 1.0  # for an answer that another thread waits for
+
+
+class LateError(Exception):
+    """There is no answer yet.
+
+    Attributes
+    ----------
+    waited_s : float
+        How long ago the question was asked.
+    """
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__(f"no answer for {waited_s:.0f} s")
+        self.waited_s = waited_s
+
+
+class _Question(Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._asked = time.monotonic()
+        self._answer: T
+        self._error: BaseException | None = None
+        self._done = threading.Lock()  # faster than an Event, and as much is not needed
+        self._done.acquire()
+
+    def work(self) -> None:
+        try:
+            self._answer = self._work()
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until so long after the question was asked."""
+        left_s = self._asked + timeout_s - time.monotonic()
+        if not self._done.acquire(timeout=max(0.0, left_s)):
+            raise LateError(time.monotonic() - self._asked)
+        self._done.release()
+
+    def answer(self, timeout_s: float) -> T:
+        self.wait(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+class NVMLThread:
+    """Asks one question after another, for the threads of one process.
+
+    Parameters
+    ----------
+    close : callable
+        Gives NVML back.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        # Held by who asks, until there is an answer or no more time: questions are put in with it only.
+        self._lock = threading.Lock()
+        self._questions: SimpleQueue[_Question[Any] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: _Question[Any] | None = None
+        self._forking: int | None = None
+
+    def ask(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Return what ``work`` returns, or raise what it raises.
+
+        Raises
+        ------
+        LateError
+            If there is no answer after ``timeout_s`` seconds; at once while an earlier question hangs.
+        """
+        with self._lock:
+            return self._ask(work, timeout_s)
+
+    def close(self) -> None:
+        """Give NVML back and end the thread, unless it hangs."""
+        with self._lock:
+            self._end()
+
+    def before_fork(self) -> None:
+        """Give NVML back, and let nobody ask until the fork is made: the child could use neither."""
+        # Without the lock, too: a thread that hangs must not keep others from forking.
+        if self._lock.acquire(timeout=_FORK_WAIT_S):
+            self._forking = threading.get_ident()
+            self._end()
+
+    def after_fork_in_parent(self) -> None:
+        """Let others ask again."""
+        if self._forking == threading.get_ident():
+            self._forking = None
+            self._lock.release()
+
+    def _ask(self, work: Callable[[], T], timeout_s: float) -> T:
+        if self._last is not None:  # of somebody who had no more time, or was interrupted
+            self._last.wait(timeout_s)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
+            try:
+                thread.start()
+            except (
+                RuntimeError
+            ):  # this process may have no more threads: without one it works as well, mostly
+                return work()
+            self._thread = thread
+        question = _Question(work)
+        self._last = question
+        self._questions.put(question)
+        return question.answer(timeout_s)
+
+    def _end(self) -> None:
+        thread = self._thread
+        if thread is None:
+            self._close()
+            return
+        with suppress(LateError):
+            self._ask(self._close, _CLOSE_S)
+            self._questions.put(None)
+            thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        idle_s: float | None = IDLE_S
+        while True:
+            try:
+                question = self._questions.get(timeout=idle_s)
+            except Empty:
+                self._close()
+                idle_s = None
+                continue
+            if question is None:
+                return
+            question.work()
+            del question  # with what was found: not kept until the next one
+            idle_s = IDLE_S
