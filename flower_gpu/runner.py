@@ -163,6 +163,7 @@ class _Run:
     fields: Mapping[str, Any]
     workers: Workers
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    method: str = ""  # by which it was tried last
 
     def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
@@ -210,7 +211,7 @@ class _Run:
         return self.once(leasing.worker_environment(None, environ))
 
     def _runs_here(self) -> bool:
-        return self.workers.choose(self.settings.worker.start_method) in _HERE
+        return self.method in _HERE
 
     def _may_use_cpu(self) -> bool:
         gpu = self.settings.gpu
@@ -239,8 +240,18 @@ class _Run:
         """Run it in one worker."""
         settings = self.settings.worker
         method = self.workers.choose(settings.start_method, preload=bool(settings.preload))
-        if method == "inline" and settings.start_method == "auto" and not gpu_env.get(lease.VARIABLE):
-            method = "spawn"  # CUDA has started in this process, so nothing could hide the GPU from the task
+        if method == "inline" and settings.start_method == "auto":
+            found = lease.Lease.from_environment(gpu_env)
+            # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
+            if found is None or not leasing.is_on_devices_in_use(found):
+                method = "spawn"
+        elif method in _HERE and held is not None and leasing.is_on_devices_in_use(held) is False:
+            leasing.say_once(
+                f"{self.label}: start_method={method!r} runs it on the GPU with which CUDA has started here, "
+                f"and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). Use 'auto' or "
+                "'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
+            )
+        self.method = method
         count = threads.of_worker(settings.threads, settings.env, method)
         env = {**threads.environment(count, settings.env), **gpu_env}
         around: AbstractContextManager[None] = nullcontext()

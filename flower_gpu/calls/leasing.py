@@ -23,7 +23,7 @@ from flower_gpu.gpu.policy import Decision
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import log_lines, own_calls
+from flower_gpu.isolation import log_lines, native, own_calls
 
 _log = logging.getLogger(log_lines.NAME)
 _said: set[str] = set()
@@ -364,6 +364,19 @@ def who_else(lease: Lease, uuid: str) -> str:
 def worker_environment(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker with this lease, or of one that must see no GPU."""
     return cap.hidden_environment() if lease is None else cap.worker_environment(lease, environ)
+
+
+def is_on_devices_in_use(lease: Lease) -> bool | None:
+    """Tell whether a lease is on the very GPUs that CUDA has started with in this process.
+
+    Then nothing can show it others any more; and of a card's MIG devices CUDA shows only one, whichever the
+    lease is on. None where CUDA has not started, or does not tell.
+    """
+    in_use = native.initialized_cuda_uuids()
+    if in_use is None:
+        return None
+    leased = [share.uuid.partition("-")[2].replace("-", "").lower() for share in lease.shares]
+    return in_use[: len(leased)] == leased
 
 
 def taken_back(variables: Mapping[str, str]) -> AbstractContextManager[None]:

@@ -24,15 +24,44 @@ def initialized_cuda_devices() -> int | None:
     int or None
         None while CUDA is untouched: then a forked child can initialise it for itself.
     """
-    try:
-        # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.
-        libcuda = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except (OSError, AttributeError):
-        return None
+    libcuda = _loaded_cuda()
     count = ctypes.c_int(0)
-    if libcuda.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
+    if libcuda is None or libcuda.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_SUCCESS:
         return None  # CUDA_ERROR_NOT_INITIALIZED
     return count.value
+
+
+def initialized_cuda_uuids() -> list[str] | None:
+    """Return the UUIDs of the GPUs this process sees, if it has initialised CUDA and the driver tells.
+
+    Returns
+    -------
+    list of str, or None
+        In CUDA's order, each as 32 hexadecimal digits. A MIG device has its own, not that of its card.
+    """
+    count, libcuda = initialized_cuda_devices(), _loaded_cuda()
+    # The second version tells MIG devices apart (CUDA 11.4); the first one names their card, which is none of
+    # NVML's names for them.
+    ask = getattr(libcuda, "cuDeviceGetUuid_v2", None) or getattr(libcuda, "cuDeviceGetUuid", None)
+    if count is None or libcuda is None or ask is None:
+        return None
+    found = []
+    for number in range(count):
+        device, uuid = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
+        if libcuda.cuDeviceGet(ctypes.byref(device), number) != _CUDA_SUCCESS:
+            return None
+        if ask(ctypes.byref(uuid), device) != _CUDA_SUCCESS:
+            return None
+        found.append(bytes(uuid).hex())
+    return found
+
+
+def _loaded_cuda() -> ctypes.CDLL | None:
+    try:
+        # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except (OSError, AttributeError):
+        return None
 
 
 def started_runtime() -> str | None:

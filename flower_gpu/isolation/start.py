@@ -263,7 +263,7 @@ def choose(start_method: str, *, preload: bool = False) -> str:
     Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
     itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
     where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then
-    the fork server keeps that.
+    the fork server keeps that. Whether the GPU it sees is that of the call's lease is not known here yet.
 
     Parameters
     ----------

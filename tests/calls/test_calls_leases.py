@@ -402,3 +402,13 @@ def test_calls_in_the_process_itself_have_each_their_own_cap(
         cap = int(size.removesuffix("GiB")) - 0.5
         assert found["PYTORCH_ALLOC_CONF"] == f"per_process_memory_fraction:{cap / 16:.12f}"
     assert not caller("leased")
+
+
+def test_nvml_stays_open_between_calls(calls_host: CallsHost) -> None:
+    """To start it takes seconds for each GPU, without persistence mode."""
+    caller = calls_host.start()
+    call = {"start_method": "in-process", "gpu_memory": "4GiB"}
+    caller.follow(**call)
+    calls_host.stub.hang("nvmlInit", caller.pid)
+    caller.follow(**call)
+    assert calls_host.stub.hanging() == set()

@@ -16,9 +16,18 @@ from flower_gpu.isolation import start
 
 pytestmark = pytest.mark.timeout(60)
 
-# As the driver: cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit.
+# As the driver: cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit. No device tells its
+# UUID (CUDA_ERROR_NOT_SUPPORTED, 801) before it was given one.
 DRIVER = """
-static int initialised, devices;
+#include <string.h>
+static int initialised, devices, is_known;
+static unsigned char own[16];
+void be(const unsigned char *uuid) { memcpy(own, uuid, 16); is_known = 1; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    memcpy(uuid, own, 16);
+    return is_known ? 0 : 801;
+}
 int cuInit(unsigned int count) { initialised = 1; devices = (int)count; return 0; }
 int cuDeviceGetCount(int *count) { if (!initialised) return 3; *count = devices; return 0; }
 """

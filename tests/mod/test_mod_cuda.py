@@ -15,8 +15,9 @@ pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = """
 import ctypes, json, os, sys
-driver, visible, *options = sys.argv[1:]
+driver, visible, uuid, *options = sys.argv[1:]
 cuda = ctypes.CDLL(driver)
+cuda.be(bytes.fromhex(uuid.partition("-")[2].replace("-", "")))
 cuda.cuInit(int(visible))  # as torch.cuda.is_available() at the top of an app's module may
 from flwr.app import MetricRecord, RecordDict
 from mod_scripts import ask, mod_functions
@@ -41,12 +42,12 @@ def host(tmp_path: Path) -> ModHost:
 
 @pytest.fixture
 def client(host: ModHost, driver: str, run_script: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a client process that has initialised CUDA and sees so many GPUs."""
+    """Run a client process that has initialised CUDA and sees so many GPUs, the host's second one first."""
 
     def run(visible: int, name: str = "flwr-clientapp", env: Any = None, **options: Any) -> Any:
         given = json.dumps({"start_method": "auto", **options})
         env = {**host.env, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        done = run_script(SCRIPT, driver, str(visible), given, env=env, name=name)
+        done = run_script(SCRIPT, driver, str(visible), host.uuids[1], given, env=env, name=name)
         return json.loads(done.stdout)
 
     return run
