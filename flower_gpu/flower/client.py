@@ -145,8 +145,8 @@ class GPUClient(NumPyClient):
         Raises
         ------
         InvalidResultError
-            If the function returned something else than finite weights of the shapes that were sent, the
-            number of examples, and metrics.
+            If the function returned something else than weights of the shapes that were sent (finite, unless
+            they were not when they came), the number of examples, and metrics.
         WorkerError
             If the worker could not be started, died, or took too long.
         """
@@ -175,7 +175,7 @@ class GPUClient(NumPyClient):
                 )
             if isinstance(initial, str) or callable(initial):
                 initial = self._run(initial, (), "initial weights")
-            self._weights = results.check_weights(list(initial), (), "initial_weights")
+            self._weights = results.check_weights(list(initial), None, "initial_weights")
         return self._weights
 
     def to_client(self) -> Client:
@@ -303,7 +303,7 @@ class _HostedClient(GPUClient):
 
     def get_parameters_in_worker(self, config: Config) -> Weights:
         weights = self._build("get_parameters").get_parameters(config)
-        return results.check_weights(weights, (), f"{task_name(self._class)}.get_parameters")
+        return results.check_weights(weights, None, f"{task_name(self._class)}.get_parameters")
 
     def get_properties_in_worker(self, config: Config) -> Config:
         return results.scalars(self._build("get_properties").get_properties(config), task_name(self._class))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,34 @@ Weights = list[NDArray[Any]]
 Scalar = bool | bytes | float | int | str
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What of an array that was sent the one that comes back is compared with.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Its shape.
+    values : ndarray, optional
+        A copy of it, where some of its values are not finite (masks of ``-inf``); None: all are finite.
+    """
+
+    shape: tuple[int, ...]
+    values: NDArray[Any] | None = None
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Self:
+        """Note it, before the function can change the array."""
+        return cls(array.shape, None if _is_finite(array) else array.copy())
+
+
 def fit(
     task: Task, weights: Weights, config: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> tuple[Weights, int, dict[str, Scalar]]:
     """Call a user's training function and check what it returns against what was sent."""
-    shapes = [array.shape for array in weights]  # before the function can change the arrays
+    sent = [Sent.of(array) for array in weights]
     result = load_task(task)(weights, dict(config), **kwargs)
-    return check_fit(result, shapes, task_name(task))
+    return check_fit(result, sent, task_name(task))
 
 
 def evaluate(
@@ -74,17 +96,15 @@ def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return metrics
 
 
-def check_fit(
-    result: Any, shapes: Sequence[tuple[int, ...]], name: str
-) -> tuple[Weights, int, dict[str, Scalar]]:
+def check_fit(result: Any, sent: Sequence[Sent], name: str) -> tuple[Weights, int, dict[str, Scalar]]:
     """Check ``(weights, num_examples, metrics)``.
 
     Parameters
     ----------
     result : object
         What the function returned.
-    shapes : sequence of tuple of int
-        Shapes of the arrays that were sent; empty if none were, then any shapes are taken.
+    sent : sequence of Sent
+        The arrays that were sent; empty if none were, then any shapes are taken.
     name : str
         The function's name, for messages.
 
@@ -95,7 +115,7 @@ def check_fit(
     """
     weights, num_examples, metrics = _three(result, name, "(weights, num_examples, metrics)")
     return (
-        check_weights(weights, shapes, name),
+        check_weights(weights, sent, name),
         _num_examples(num_examples, name),
         scalars(metrics, name),
     )
@@ -107,27 +127,40 @@ def check_evaluate(result: Any, name: str) -> tuple[float, int, dict[str, Scalar
     return number(loss, name, "loss"), _num_examples(num_examples, name), scalars(metrics, name)
 
 
-def check_weights(weights: Any, shapes: Sequence[tuple[int, ...]], name: str) -> Weights:
-    """Return ``weights`` as numpy arrays, all finite and shaped like those that were sent."""
+def check_weights(weights: Any, sent: Sequence[Sent] | None, name: str) -> Weights:
+    """Return ``weights`` as numpy arrays, shaped like those that were sent, and finite where these were.
+
+    Parameters
+    ----------
+    weights : object
+        What the function returned.
+    sent : sequence of Sent, or None
+        The arrays that were sent; empty: any shapes are taken. None: nothing was trained, so that values may
+        be anything, too.
+    name : str
+        The function's name, for messages.
+    """
     if isinstance(weights, np.ndarray | Mapping) or not isinstance(weights, Sequence):
         raise InvalidResultError(
             f"{name}: the weights are a {type(weights).__name__}, not a list of numpy arrays. For a "
             "PyTorch model return flower_gpu.pytorch.weights.get_weights(model)"
         )
     arrays = [_array(value, name, index) for index, value in enumerate(weights)]
-    if shapes and len(arrays) != len(shapes):
-        raise InvalidResultError(f"{name}: {len(arrays)} arrays returned, {len(shapes)} were sent")
+    if sent is None:
+        return arrays
+    if sent and len(arrays) != len(sent):
+        raise InvalidResultError(f"{name}: {len(arrays)} arrays returned, {len(sent)} were sent")
     for index, array in enumerate(arrays):
         where = f"{name}: array {index + 1} of {len(arrays)}"
-        if shapes and array.shape != tuple(shapes[index]):
+        before = sent[index] if sent else Sent(array.shape)
+        if array.shape != before.shape:
             raise InvalidResultError(
-                f"{where} has shape {array.shape}, expected {tuple(shapes[index])} as it was sent"
+                f"{where} has shape {array.shape}, expected {before.shape} as it was sent"
             )
-        if not _is_finite(array):
-            bad = int(array.size - np.isfinite(array).sum())
+        if bad := _became_not_finite(array, before.values):
             raise InvalidResultError(
-                f"{where} (shape {array.shape}, {array.dtype}) has {bad} values that are not finite, "
-                "expected none: the training diverged. Lower the learning rate or clip gradients"
+                f"{where} (shape {array.shape}, {array.dtype}) has {bad} values that are not finite and were "
+                "not sent so, expected none: the training diverged. Lower the learning rate or clip gradients"
             )
     return arrays
 
@@ -200,6 +233,16 @@ def _array(value: Any, name: str, index: int) -> NDArray[Any]:
             "a numeric numpy array"
         )
     return array
+
+
+def _became_not_finite(array: NDArray[Any], before: NDArray[Any] | None) -> int:
+    """Count the values that are not finite and were another one before; None: all were finite."""
+    if _is_finite(array):
+        return 0
+    became = ~np.isfinite(array)
+    if before is not None:
+        became &= ~((array == before) | (np.isnan(array) & np.isnan(before)))
+    return int(became.sum())
 
 
 def _is_finite(array: NDArray[Any]) -> bool:

@@ -43,6 +43,17 @@ def nan_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
     return weights, 1, {}
 
 
+def masked_weights(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    """Train all but a mask, which travels with the weights: a buffer of the model's state."""
+    weights[0] += 1
+    assert np.isneginf(weights[1]).any()
+    return weights, 1, {}
+
+
+def initial_with_mask() -> list[Any]:
+    return [np.zeros(2, np.float32), np.triu(np.full((3, 3), -np.inf, np.float32), 1)]
+
+
 def die(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
     print("last words", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGKILL)

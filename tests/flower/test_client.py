@@ -119,6 +119,18 @@ def test_wrong_weights_name_the_array(method: str) -> None:
         client.fit(weights(), {})
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mask_of_the_model_comes_back_as_it_was_sent(method: str) -> None:
+    """``-inf`` where attention must not look is a buffer of many models, and no sign of divergence."""
+    client = GPUClient(
+        "flower_tasks:masked_weights", initial_weights="flower_tasks:initial_with_mask", start_method=method
+    )
+    initial = client.get_parameters({})
+    trained, _, _ = client.fit(initial, {})
+    assert trained[0].tolist() == [1.0, 1.0]
+    assert np.array_equal(trained[1], np.triu(np.full((3, 3), -np.inf), 1))
+
+
 @pytest.mark.parametrize("method", WORKERS)
 def test_dead_worker_fails_one_call_only(method: str) -> None:
     client = GPUClient("flower_tasks:die", "flower_tasks:mean", start_method=method, name="seven")

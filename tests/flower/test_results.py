@@ -30,7 +30,7 @@ def sent() -> list[Any]:
     )
 )
 def test_finite_arrays_of_the_sent_shapes_pass_unchanged(arrays: list[Any]) -> None:
-    checked = results.check_weights(arrays, [a.shape for a in arrays], "f")
+    checked = results.check_weights(arrays, [results.Sent.of(a) for a in arrays], "f")
     for before, after in zip(arrays, checked, strict=True):
         assert after.dtype == before.dtype and np.array_equal(before, after)
 
@@ -56,6 +56,32 @@ def test_infinities_that_cancel_are_found() -> None:
         results.check_weights([np.array([np.inf, -np.inf, 1.0])], (), "f")
 
 
+NOT_FINITE = [np.nan, np.inf, -np.inf]
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from([np.float16, np.float32, np.float64, np.complex64]),
+        hnp.array_shapes(max_dims=2, max_side=4),
+        elements=st.sampled_from([0.0, 1.0, *NOT_FINITE]),
+    ),
+    st.data(),
+)
+def test_only_what_became_not_finite_in_the_call_is_refused(array: Any, data: Any) -> None:
+    before = results.Sent.of(array)
+    array[np.isfinite(array)] += 1  # in place, as an optimizer does
+    assert results.check_weights([array], [before], "f")[0] is array
+    at = data.draw(st.integers(0, array.size - 1))
+    value = data.draw(st.sampled_from([bad for bad in NOT_FINITE if str(bad) != str(array.flat[at].real)]))
+    array.flat[at] = value
+    with pytest.raises(InvalidResultError, match="has 1 values that are not finite and were not sent so"):
+        results.check_weights([array], [before], "f")
+
+
+def test_weights_that_nobody_has_trained_may_have_masks() -> None:
+    results.check_weights([np.array([-np.inf, 0.0])], None, "initial_weights")
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -79,7 +105,7 @@ def test_infinities_that_cancel_are_found() -> None:
 )
 def test_wrong_fit_result(result: Any, message: str) -> None:
     with pytest.raises(InvalidResultError, match=message):
-        results.check_fit(result, SHAPES, "train")
+        results.check_fit(result, [results.Sent.of(array) for array in sent()], "train")
 
 
 @pytest.mark.parametrize(
