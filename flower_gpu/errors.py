@@ -100,7 +100,7 @@ class GPUError(FlowerGPUError):
 
 
 class GPUUnavailableError(GPUError):
-    """The node requires a GPU that is not there or cannot be used."""
+    """The node requires a GPU that is not there or cannot be used, or a leased one answers no more."""
 
 
 class LeaseError(GPUError):

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.errors import ConfigError, LeaseTimeoutError, RoundOverError
+from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseTimeoutError, RoundOverError
 from flower_gpu.gpu import cap, inventory, policy
 from flower_gpu.gpu.admission import Option
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.footprint_key import Array, Key, key_of
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.lease import VARIABLE, Lease, Share
 from flower_gpu.gpu.ledger import Ledger, Wish, describe
 from flower_gpu.gpu.policy import Decision
@@ -115,6 +115,8 @@ class Leasing:
             If none did in time.
         RoundOverError
             If the call's round was over before.
+        GPUUnavailableError
+            If the GPU does not answer any more when the lease is granted.
         """
         ledger = Ledger(reserve_bytes=self.settings.reserve_bytes)
         request = self.settings.request
@@ -131,9 +133,7 @@ class Leasing:
         try:
             ticket = self._acquire(ledger, attempt, began)
         except BaseException as error:
-            waited_s = round(time.monotonic() - began, 4)
-            reason = type(error).__name__
-            trace.write("lease_not_granted", **self.record, waited_s=waited_s, reason=reason)
+            self._trace_failure(error, began)
             raise
         granted = time.monotonic()
         lease = None
@@ -157,6 +157,10 @@ class Leasing:
                 of = ", ".join(f"{format_bytes(s.memory_bytes)} of GPU {s.index}" for s in lease.shares)
                 _log.debug("%s has a lease on %s after %.2f s", self.purpose.label, of, granted - began)
             yield lease, ticket
+        except Exception as error:
+            if lease is None:
+                self._trace_failure(error, began)
+            raise
         finally:
             if lease is not None:  # first: whoever gets it then writes that down
                 held_s = round(time.monotonic() - granted, 4)
@@ -237,6 +241,10 @@ class Leasing:
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
 
+    def _trace_failure(self, error: BaseException, began: float) -> None:
+        waited_s = round(time.monotonic() - began, 4)
+        trace.write("lease_not_granted", **self.record, waited_s=waited_s, reason=type(error).__name__)
+
     def _round_is_over(self) -> RoundOverError:
         seconds = self.settings.round_timeout_s
         return RoundOverError(
@@ -282,17 +290,26 @@ class Leasing:
         shares = []
         for part in ticket.entry.parts:
             gpu = found.find(part.uuid)
-            index, name, total = (gpu.index, gpu.name, gpu.total_bytes) if gpu else (-1, "", None)
-            context = self.footprints.context(name)
-            self._check_context(index, name, part.memory_bytes)
+            if gpu is None or not gpu.total_bytes:
+                # JAX and PyTorch before CUDA starts are held to a part of the whole: another whole is no cap.
+                raise self._no_cap(part.uuid, found, gpu)
+            context = self.footprints.context(gpu.name)
+            self._check_context(gpu.index, gpu.name, part.memory_bytes)
+            cap_bytes = part.memory_bytes - context
             shares.append(
-                Share(
-                    part.uuid, index, name, total or part.memory_bytes, part.memory_bytes,
-                    part.memory_bytes - context,
-                )
-            )  # fmt: skip
+                Share(part.uuid, gpu.index, gpu.name, gpu.total_bytes, part.memory_bytes, cap_bytes)
+            )
         alone = any(part.alone for part in ticket.entry.parts)
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
+
+    def _no_cap(self, uuid: str, found: Inventory, gpu: GPU | None) -> GPUUnavailableError:
+        reason = found.problem or (gpu.problem if gpu is not None else "it is not there any more")
+        name = uuid if gpu is None else f"{gpu.index} ({gpu.name})"
+        return GPUUnavailableError(
+            f"{self.purpose.label} got a lease on GPU {name}, but the driver does not tell any more how much "
+            f"memory that has, so nothing could hold the call to its lease: {reason}. It was not started. "
+            "See `flower-gpu gpus`; it can be tried again once the GPU answers there"
+        )
 
 
 def least_bytes(told: Mapping[str, Any], share: Share) -> int:

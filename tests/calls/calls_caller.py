@@ -141,6 +141,19 @@ def environment(variables: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def nvml_fails_once_granted() -> None:
+    """Let the GPU be lost at the moment the next lease is granted."""
+    acquire = Ledger.acquire
+
+    def acquired(self: Ledger, *args: Any, **kwargs: Any) -> Any:
+        ticket = acquire(self, *args, **kwargs)
+        with open(f"{os.environ['NVML_STUB_DIR']}/gpu-0", "a") as file:
+            file.write("error 15\n")
+        return ticket
+
+    Ledger.acquire = acquired  # type: ignore[method-assign]
+
+
 def lines() -> list[str]:
     """Return what was logged since the last time, and whether this process is left as it was."""
     found, logged.lines = logged.lines, []
@@ -163,6 +176,7 @@ _COMMANDS = {
         status,
         footprints,
         environment,
+        nvml_fails_once_granted,
         lines,
         leased,
         calls_tasks.seen,

@@ -177,6 +177,24 @@ def test_less_than_a_context_is_refused(calls_host: CallsHost) -> None:
     assert calls_host.holders() == []
 
 
+@pytest.mark.parametrize("options", [{}, {"gpu_memory": "4GiB"}], ids=["auto", "memory"])
+def test_a_call_whose_cap_cannot_be_computed_fails(calls_host: CallsHost, options: Any) -> None:
+    """A part of the lease would be the cap of JAX and PyTorch, instead of a part of the GPU."""
+    caller = calls_host.start()
+    caller("nvml_fails_once_granted")
+    error = caller.fails("run", "calls_tasks:seen", start_method="fork", name="6", **options)
+    assert error.name == "GPUUnavailableError"
+    assert "seen of client 6 got a lease on GPU 0 (NVIDIA Stub 16GB), but the driver does not" in error.text
+    assert "it is lost" in error.text and "flower-gpu gpus" in error.text
+    assert [one["reason"] for one in calls_host.trace("lease_not_granted")] == [error.name]
+    assert calls_host.trace("worker_started") == []
+    calls_host.stub.set(0, lost=False)
+    assert calls_host.holders() == []
+    assert (
+        calls_host.start().follow(start_method="fork", **options)["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+    )
+
+
 def test_several_gpus_for_one_call(calls_host: CallsHost) -> None:
     other = calls_host.add_gpu()
     found = calls_host.start().follow(num_gpus=2, start_method="fork")
