@@ -252,9 +252,9 @@ def serve(
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(env)
-    if sys.platform == "linux":
-        _use_sockets_without_files()
+    from flower_gpu.isolation import socket_folder
 
+    socket_folder.take()
     lock = threading.Lock()
 
     def send(event: dict[str, Any]) -> None:
@@ -355,22 +355,6 @@ def die_with_the_caller(life: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="flower-gpu-life", daemon=True).start()
-
-
-def _use_sockets_without_files() -> None:
-    """Let this process and its children pass descriptors over sockets that the kernel removes.
-
-    Each DataLoader worker opens a socket in a temporary folder of its own, which stays when the group is
-    killed. multiprocessing supports names in Linux's abstract namespace, but does not choose them.
-    """
-    from multiprocessing import connection
-
-    with_files = connection.arbitrary_address  # type: ignore[attr-defined]
-
-    def without_files(family: str) -> Any:
-        return f"\0flower-gpu-{os.urandom(16).hex()}" if family == "AF_UNIX" else with_files(family)
-
-    connection.arbitrary_address = without_files  # type: ignore[attr-defined]
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.isolation import child, transport
+from flower_gpu.isolation import child, socket_folder, transport
 from flower_gpu.isolation.call import Call, task_name
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.forkserver.sockets import Gone as Gone
@@ -124,6 +124,8 @@ def prepare(call: Call, start_method: str, *, or_spawn: bool, deadline: float | 
         with _standard_descriptors_occupied():
             if start_method == "forkserver":
                 _find_place(prepared, call, or_spawn, deadline)
+            else:
+                socket_folder.remove_left()  # of callers that were killed; the fork server sees that itself
             if start_method != "fork":
                 prepared.request = write_request(call, preloaded=prepared.place is not None)
     except BaseException:

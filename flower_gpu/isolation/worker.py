@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
-from flower_gpu.isolation import outcomes, own_calls, preload, start
+from flower_gpu.isolation import outcomes, own_calls, preload, socket_folder, start
 from flower_gpu.isolation.call import Call, load_task, set_up
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.events import Sink, send, sending_to
@@ -209,6 +209,7 @@ class _Worker:
             finally:
                 with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
                     os.killpg(self.pid, signal.SIGKILL)  # before its pid is free for others
+                socket_folder.remove(self.pid)
                 self._exitcode = self._process.reap()
                 self._ended = True
             for stream in self._streams:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.rank_settings import RankSettings
@@ -57,3 +60,15 @@ def meeting_place() -> Iterator[str]:
         yield os.path.join(folder, "store")  # noqa: PTH118
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_left_of_nccl() -> None:
+    """Remove the files of sockets that ranks of NCCL had when they were killed."""
+    for path in Path("/tmp").glob("nccl-socket-*"):  # NCCL takes no other folder
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            found = path.lstat()
+            if found.st_uid == os.getuid() and stat.S_ISSOCK(found.st_mode):
+                try:
+                    asking.connect(str(path))
+                except ConnectionRefusedError:  # nobody has it open
+                    path.unlink()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -21,7 +23,7 @@ from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.stop_order import StopOrder
 from flower_gpu.ranks import failures, results
 from flower_gpu.ranks.failures import End
-from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place
+from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place, remove_left_of_nccl
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
@@ -106,7 +108,10 @@ def run(
             )
             for rank, share in enumerate(shares)
         ]
-        values = _run_all(calls, figures)
+        try:
+            values = _run_all(calls, figures)
+        finally:
+            remove_left_of_nccl()
     return merged(values)
 
 
@@ -139,11 +144,13 @@ def _call(
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables by which ranks find each other on this host without its network cards."""
-    if not os.path.exists("/sys/class/net/lo"):  # noqa: PTH110 - a worker has no pathlib otherwise
-        return {}
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: "lo" for name in names if not environ.get(name)}
+    """Return variables by which ranks find each other on this host, where no other host and account can."""
+    # NCCL's sockets without files have no permissions. From 2.30 on it can do without those.
+    network = {"NCCL_IPC_USE_ABSTRACT_SOCKET": "0"} if os.access("/tmp", os.W_OK) else {}
+    with suppress(OSError):
+        socket.if_nametoindex("lo")
+        network |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    return {name: value for name, value in network.items() if not environ.get(name)}
 
 
 def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[Any]:

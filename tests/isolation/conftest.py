@@ -20,7 +20,7 @@ from processes import (
 )
 from traced import Run
 
-from flower_gpu import run_in_worker
+from flower_gpu import config, run_in_worker
 from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.native import initialized_cuda_devices
 
@@ -60,6 +60,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
     assert zombies_of(os.getpid()) == []
     for pid in this.pids():
         assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
+    folders = set((config.state_dir() / "sockets").iterdir())
+    assert not [path for path in folders for pid in this.pids() if path.name.endswith(f"-{pid}")]
     kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}
     assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
     assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)

@@ -9,6 +9,8 @@ from typing import Any
 
 from processes import Status, all_processes, wait_until, zombies_of
 
+from flower_gpu import config
+from flower_gpu.isolation import socket_folder
 from flower_gpu.isolation.call import Call, Task
 from flower_gpu.isolation.zygote.line import Line
 from flower_gpu.isolation.zygote.process import ZygoteSettings
@@ -54,6 +56,9 @@ class Caller:
         groups = [*self.pids, *self.zygotes]
         assert wait_until(lambda: not left_of(groups)), left_of(groups)
         assert zombies_of(os.getpid()) == []
+        socket_folder.remove_left()  # of a zygote that the test has killed
+        folders = set((config.state_dir() / "sockets").iterdir())
+        assert not [path for path in folders for pid in groups if path.name.endswith(f"-{pid}")]
 
 
 def left_of(groups: Iterable[int]) -> list[Status]:

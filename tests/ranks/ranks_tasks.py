@@ -117,6 +117,17 @@ def who(*_: Any) -> dict[str, Any]:
     }
 
 
+@distributed
+def wait_for(ready: str, go: str) -> int:
+    """Say which process this rank is, and wait until there is a file."""
+    total(1)
+    Path(f"{ready}{rank()}").write_text(str(os.getpid()))
+    while not Path(go).exists():
+        time.sleep(0.02)
+    total(1)
+    return rank()
+
+
 @distributed(strategy="fsdp")
 def parts(weights: list[np.ndarray]) -> dict[str, Any]:
     """How much of a divided model this rank has, and what it gives back as a whole."""

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from flower_gpu.isolation import socket_folder
 from flower_gpu.isolation.forkserver import libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
 from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
@@ -74,6 +75,7 @@ def _make(start: Start, record: dict[str, Any]) -> Server:
         os.execv(sys.executable, arguments)
     learned.write(learned.names)
     sockets.remove_old_files()
+    socket_folder.remove_left()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     return Server(start, use, Learning(use, learned, start.without))

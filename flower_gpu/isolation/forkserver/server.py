@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import flower_gpu
-from flower_gpu.isolation import child, events, threads, transport  # noqa: F401 - events as well
+from flower_gpu.isolation import child, events, socket_folder, threads, transport  # noqa: F401 - events as well
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.isolation.forkserver.inherited import Inherited
@@ -89,6 +89,7 @@ class Server:
             for key, _ in ready:
                 if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
                     key.data()
+        socket_folder.remove_left()
 
     def _has_ended(self) -> bool:
         if self._sessions or self._orphans or self._learning.running is not None:
@@ -281,9 +282,10 @@ class Server:
     def _on_signal(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
-        for pid in list(self._orphans):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                self._orphans.discard(pid)
+        ended = {pid for pid in self._orphans if os.waitpid(pid, os.WNOHANG)[0]}
+        self._orphans -= ended
+        if ended:  # their callers have ended before them, and maybe those of other workers
+            socket_folder.remove_left()
 
     def _leave_parent(self, keep: set[int]) -> None:
         """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""

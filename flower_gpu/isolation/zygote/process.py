@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
+from flower_gpu.isolation import socket_folder
 from flower_gpu.isolation import worker as one_call
 from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.forkserver import sockets
@@ -88,12 +88,12 @@ class Process:
         self.pid = -1
         self._lock = threading.Lock()
         self._failed: list[BaseException] = []
-        address = f"flower-gpu-{secrets.token_hex(16)}"
+        # Not a socket with an address: whoever can connect to that could be taken for the zygote.
+        ours, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         call = Call(
             _PROGRAM,
             (settings.name,),
             {
-                "address": address,
                 "modules": list(settings.modules),
                 "rehearsal": settings.rehearsal,
                 "seeds": settings.seeds,
@@ -102,16 +102,15 @@ class Process:
             setup=settings.setup,
             label=f"workers of {settings.name}",
             preload=settings.preload,
+            held=zygotes.fileno(),
             without=settings.without,
         )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as listener:
-            listener.bind(f"\0{address}")
-            listener.listen(1)
+        with ours, zygotes:
             self._thread = threading.Thread(
                 target=_run, args=(call, settings.start_method, self._failed), daemon=True
             )
             self._thread.start()
-            self.connection = self._accepted(listener)
+            self.connection = self._accepted(ours)
         try:
             self.connection.settimeout(_START_S)
             said, _ = wire.receive(self.connection)
@@ -149,16 +148,15 @@ class Process:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self._thread.join(_END_S)
+        socket_folder.remove_left()  # its workers', where it was killed
 
-    def _accepted(self, listener: socket.socket) -> socket.socket:
-        listener.settimeout(_POLL_S)
+    def _accepted(self, ours: socket.socket) -> socket.socket:
+        """Wait for the connection that the zygote makes: only the two of them have its ends."""
+        ours.settimeout(_POLL_S)
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            with suppress(TimeoutError):
-                connection, _ = listener.accept()
-                if sockets.peer(connection)[1] == os.getuid():
-                    return connection
-                connection.close()
+            with suppress(sockets.Gone):
+                return socket.socket(fileno=wire.receive(ours)[1][0])
             if not self._thread.is_alive():
                 raise self._error("it ended at once")
         raise WorkerStartError(f"no zygote after {_START_S:g} s")

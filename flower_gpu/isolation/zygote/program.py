@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flower_gpu.isolation import child, threads
+from flower_gpu.isolation import child, socket_folder, threads
 from flower_gpu.isolation.call import load_task
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.native import adopt_orphans, collapse, huge_page_regions, release_openmp_threads
@@ -30,7 +30,6 @@ _TICK_S = 0.02  # while such a group is waited for
 def serve(
     name: str,
     *,
-    address: str,
     modules: Sequence[str] = (),
     rehearsal: str | None = None,
     seeds: bool = True,
@@ -41,8 +40,6 @@ def serve(
     ----------
     name : str
         What the calls are of; for the fork server, which remembers what it needs.
-    address : str
-        Of the caller's socket, in Linux's abstract namespace.
     modules : sequence of str
         Libraries to import first, as far as there are any of these names.
     rehearsal : str, optional
@@ -51,10 +48,7 @@ def serve(
     seeds : bool
         Whether workers get random numbers of their own. Tasks that seed themselves need none.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    connection.connect(f"\0{address}")
-    if sockets.peer(connection)[1] != os.getuid():
-        raise PermissionError("another user's process listens where the caller should")
+    connection = _connected()
     for module in modules:
         try:
             libraries.import_all([module])
@@ -66,6 +60,16 @@ def serve(
     if rehearsal is not None:
         load_task(rehearsal)()
     _Zygote(connection, seeds).run()
+
+
+def _connected() -> socket.socket:
+    """Connect to the caller, over what it has left with this worker."""
+    # That itself is open in the caller, too, and maybe in forks of it: nobody would see it close.
+    connection, callers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with callers, socket.socket(fileno=child.held()) as left:
+        wire.send(left, {"connection": True}, [callers.fileno()])
+    child.keep_for_caller(-1)
+    return connection
 
 
 @dataclass
@@ -231,6 +235,7 @@ class _Zygote:
                 "status": os.waitstatus_to_exitcode(line.status),
                 "peak_bytes": line.peak_bytes,
             }
+            socket_folder.remove(line.pid)
             line.pid = -1
             try:
                 wire.send(line.connection, event)
@@ -257,6 +262,9 @@ class _Zygote:
             if line.pid >= 0 and line not in self._ended:
                 with suppress(ChildProcessError):
                     os.waitpid(line.pid, 0)
+        for line in self._lines:
+            if line.pid >= 0:
+                socket_folder.remove(line.pid)
 
 
 def _is_left(group: int) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flower_gpu.isolation import child, transport
+from flower_gpu.isolation import child, socket_folder, transport
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.zygote import wire
 
@@ -73,6 +73,7 @@ def work(
         child.die_with_the_caller(own)
         os.close(pipe)
     os.close(zygotes_end)
+    socket_folder.take()
     os.dup2(stderr, 2)
     os.dup2(stdout, 1)
     for descriptor in (stdout, stderr):
