@@ -20,15 +20,15 @@ Rule = Callable[[str], str]
 def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
     """Let assignments to variables of ``os.environ`` go through these rules, inside of the block.
 
-    They cannot be deleted either. What sets them past ``os.environ`` (``os.putenv``, a library in C) is not
-    noticed.
+    They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
+    them.
 
     Parameters
     ----------
     rules : mapping
-        By name of the variable. One that returns what is there already leaves it as it is.
+        By name of the variable. One that returns what is there already leaves it as it is. It must change
+        nothing about what it has returned itself.
     """
-    kind: Any = type(os.environ)
     said: set[str] = set()
 
     def say(name: str, value: object) -> None:
@@ -40,21 +40,51 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
                 file=sys.stderr,
             )
 
-    class Fixed(kind):  # type: ignore[misc]
-        def __setitem__(self, name: str, value: str) -> None:
-            if name in rules:
-                asked, value = value, rules[name](value)
-                if asked not in value:
-                    say(name, asked)
-            super().__setitem__(name, value)
+    def is_fixed(name: Any) -> bool:
+        return isinstance(name, str | bytes) and os.fsdecode(name) in rules
 
-        def __delitem__(self, name: str) -> None:
-            if name not in rules:
+    def ruled(name: Any, value: Any) -> Any:
+        """Return what a variable is set to, as ``str`` or ``bytes`` like ``value``."""
+        if not is_fixed(name) or not isinstance(value, str | bytes):
+            return value
+        name, asked = os.fsdecode(name), os.fsdecode(value)
+        used = rules[name](asked)
+        if asked not in used:
+            say(name, asked)
+        return used if isinstance(value, str) else os.fsencode(used)
+
+    kind: Any = type(os.environ)
+    module: Any = os
+    putenv, unsetenv = os.putenv, os.unsetenv
+
+    class Fixed(kind):  # type: ignore[misc]
+        def __setitem__(self, name: Any, value: Any) -> None:
+            super().__setitem__(name, ruled(name, value))
+
+        def __delitem__(self, name: Any) -> None:
+            if name not in self or not is_fixed(name):
                 super().__delitem__(name)
 
-    # Not another mapping in its place: other modules have imported the one that is there.
-    os.environ.__class__ = Fixed
+        def popitem(self) -> tuple[Any, Any]:
+            # clear() calls it until there is nothing left.
+            for name in self:
+                if not is_fixed(name):
+                    return name, self.pop(name)
+            raise KeyError("what is left holds this worker to its lease")
+
+    def unset_unless_fixed(name: Any) -> None:
+        if not is_fixed(name):
+            unsetenv(name)
+
+    # Not other mappings in their place: other modules have imported those that are there.
+    mappings: list[Any] = [os.environ, *([os.environb] if os.supports_bytes_environ else [])]
+    for mapping in mappings:
+        mapping.__class__ = Fixed
+    module.putenv = lambda name, value: putenv(name, ruled(name, value))
+    module.unsetenv = unset_unless_fixed
     try:
         yield
     finally:
-        os.environ.__class__ = kind
+        module.putenv, module.unsetenv = putenv, unsetenv
+        for mapping in mappings:
+            mapping.__class__ = kind

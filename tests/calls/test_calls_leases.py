@@ -274,6 +274,10 @@ def test_what_a_module_or_task_sets_changes_nothing(calls_host: CallsHost, metho
         assert calls_host.events() == ["worker_started", "worker_finished"]
     else:
         assert found["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+        for held in (found["cleared"], found["patched"]):
+            assert held["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+            assert "FLOWER_GPU_LEASE" in held and "PATH" not in held
+        assert "OWN" in found["patched"] and "OWN" not in found["cleared"]
         merged = "expandable_segments:True,per_process_memory_fraction:0.218750000000"
         assert found["PYTORCH_ALLOC_CONF"] == merged
 
