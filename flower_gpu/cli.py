@@ -31,7 +31,7 @@ from flower_gpu.commands import (
     top,
     verbosity,
 )
-from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.errors import ConfigError, FlowerGPUError, GPUUnavailableError
 from flower_gpu.launch import options as launch_options
 
 
@@ -141,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(arguments)
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
-            return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+            # Of a GPU that this node requires: neither the node nor the option is as it has to be.
+            return EXIT_USAGE if isinstance(error, ConfigError | GPUUnavailableError) else EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

@@ -54,6 +54,9 @@ START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 
+#: The longest time that can be set, 31 years. Clocks and timers of the system overflow above.
+MAX_SECONDS: Final = 1e9
+
 # As OpenMP reads it: a number, or one for each level of nesting.
 _THREADS = re.compile(r"\s*\+?(\d{1,20})\s*(?:,\s*\+?0*[1-9]\d*\s*)*", re.ASCII)
 _MAX_THREADS = 2**31 - 1  # a C int
@@ -90,10 +93,11 @@ class WorkerSettings:
         if self.start_method not in START_METHODS:
             raise ConfigError(f"start_method {self.start_method!r} is not one of {', '.join(START_METHODS)}")
         if self.timeout_s is not None and not (
-            isinstance(self.timeout_s, int | float) and math.isfinite(self.timeout_s) and self.timeout_s > 0
+            isinstance(self.timeout_s, int | float) and is_duration(self.timeout_s)
         ):
             raise ConfigError(
                 f"timeout_s must be a positive number of seconds or None, not {self.timeout_s!r}"
+                f"{too_long(self.timeout_s)}"
             )
         for key, value in self.env.items():
             if not (isinstance(key, str) and isinstance(value, str)):
@@ -138,6 +142,17 @@ class WorkerSettings:
         return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
 
 
+def is_duration(value: float) -> bool:
+    """Tell whether something can take so many seconds: more than 0, up to :data:`MAX_SECONDS`."""
+    return 0 < value <= MAX_SECONDS
+
+
+def too_long(value: object) -> str:
+    """Return what a message adds where a number of seconds is refused because it is too large."""
+    is_too_long = isinstance(value, int | float) and value > MAX_SECONDS
+    return f" (at most {MAX_SECONDS:g})" if is_too_long else ""
+
+
 def poll_s(environ: Mapping[str, str]) -> float:
     """Return the least seconds between a SuperNode's questions to its SuperLink: 0.5, if nothing else is set.
 
@@ -148,7 +163,7 @@ def poll_s(environ: Mapping[str, str]) -> float:
     """
     text = environ.get(POLL_VARIABLE) or "0.5"
     with suppress(ValueError):
-        if math.isfinite(value := float(text)) and value > 0:
+        if is_duration(value := float(text)):
             return value
     raise ConfigError(f"{POLL_VARIABLE}={text!r} is not a positive number of seconds")
 
@@ -223,6 +238,6 @@ def server_idle_s() -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ConfigError(f"FLOWER_GPU_SERVER_IDLE_S={text!r} is not a number of seconds")
+    if not (seconds == 0 or is_duration(seconds)):
+        raise ConfigError(f"FLOWER_GPU_SERVER_IDLE_S={text!r} is not a number of seconds{too_long(seconds)}")
     return seconds

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pwd
+import shlex
 
 
 def printable(text: str) -> str:
@@ -12,6 +14,26 @@ def printable(text: str) -> str:
     marks that turn the direction of writing.
     """
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path as it can be pasted into a shell: quoted where it has to be.
+
+    A byte that cannot be printed, such as one that is not UTF-8, is written in octal within ``$'...'``, which
+    bash and zsh take.
+    """
+    text = os.fspath(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(character: str) -> str:
+    if character in "\\'":
+        return f"\\{character}"
+    if character.isprintable():
+        return character
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
 def account_name(user: int) -> str:

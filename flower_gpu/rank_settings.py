@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final
 
+from flower_gpu.config import is_duration, too_long
 from flower_gpu.errors import ConfigError
 
 #: ``ddp``: each rank has the whole model. ``fsdp``: each has a part of every tensor.
@@ -46,7 +46,8 @@ class RankSettings:
             raise ConfigError(f"warmup_steps={steps} does nothing without lr_scaling")
         seconds = self.timeout_s
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not (is_number and math.isfinite(seconds) and seconds > 0):
+        if not (is_number and is_duration(seconds)):
             raise ConfigError(
                 f"timeout_s={seconds!r} of a distributed function is no positive number of seconds"
+                f"{too_long(seconds)}"
             )

@@ -40,6 +40,8 @@ BAD = [
     ({"timeout_s": -1.5}, "timeout_s must be a positive number of seconds or None, not -1.5"),
     ({"timeout_s": float("nan")}, "timeout_s must be a positive number of seconds or None, not nan"),
     ({"timeout_s": float("inf")}, "timeout_s must be a positive number of seconds or None, not inf"),
+    ({"timeout_s": 1e20}, "timeout_s must be a positive number of seconds or None, not 1e+20 (at most"),
+    ({"timeout_s": 10**400}, "timeout_s must be a positive number of seconds or None, not 1000"),
     ({"timeout_s": "10"}, "timeout_s must be a positive number of seconds or None, not '10'"),
     ({"env": {1: "a"}}, "env maps names to strings, not 1 to 'a'"),
     ({"env": {"CUDA_VISIBLE_DEVICES": 0}}, "env maps names to strings, not 'CUDA_VISIBLE_DEVICES' to 0"),
@@ -48,7 +50,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD, ids=[str(settings) for settings, _ in BAD])
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=[str(settings)[:60] for settings, _ in BAD])
 def test_bad_values(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         WorkerSettings.resolve(**settings)

@@ -106,7 +106,7 @@ MAY_IMPORT = {
     "trace": {"config", "errors"},
     "isolation": {"config", "control_group", "errors", "trace"},
     "gpu": {"config", "errors", "trace"},
-    "rank_settings": {"errors"},
+    "rank_settings": {"config", "errors"},
     "pytorch": {"config", "errors", "trace", "array_checks", "rank_settings"},
     "array_checks": {"errors"},
     "tensorflow": set(),
@@ -118,12 +118,13 @@ MAY_IMPORT = {
     # PyTorch in a rank only; Flower's messages by name only.
     "ranks": {"config", "errors", "trace", "rank_settings", "isolation", "gpu", "calls", "pytorch"},
     # Its small start calls Flower's code only where there is no fork server for that.
-    "supernode": {"config", "errors", "isolation", "flower"},
+    "supernode": {"config", "errors", "printable", "isolation", "flower"},
     "run": {"config", "errors", "printable", "trace", "gpu"},
     "simulation": {
         "config",
         "control_group",
         "errors",
+        "printable",
         "trace",
         "isolation",
         "gpu",

@@ -13,6 +13,7 @@ from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.gpu.footprint import Footprints, Peaks
 from flower_gpu.gpu.footprint_key import Key
 from flower_gpu.gpu.request import format_bytes
+from flower_gpu.printable import path_text
 
 HELP = "show or forget how much GPU memory tasks were seen to take"
 
@@ -48,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     elif entries or contexts:
         print(describe(entries, contexts))
     elif not is_quiet(arguments):
-        print(f"no footprint was learned yet (they are kept in {footprints.path})", file=sys.stderr)
+        print(
+            f"no footprint was learned yet (they are kept in {path_text(footprints.path)})", file=sys.stderr
+        )
     return 0
 
 

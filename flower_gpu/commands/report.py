@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flower_gpu.printable import path_text
+
 HELP = "write a page about a run: what its GPUs, workers and rounds did"
 DESCRIPTION = """\
 Write a report about a run, from its trace: GPU memory and leases over time, workers, metrics by round, sums,
@@ -30,5 +32,5 @@ def run(arguments: argparse.Namespace) -> int:
     # Here: matplotlib takes a second.
     from flower_gpu.monitor.report.write import write_report
 
-    print(write_report(arguments.run_dir, arguments.output, arguments.png))
+    print(path_text(write_report(arguments.run_dir, arguments.output, arguments.png)))
     return 0

@@ -16,13 +16,15 @@ from flower_gpu.commands.verbosity import is_quiet
 from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
-from flower_gpu.isolation.preload import checked
+from flower_gpu.isolation.interrupts import ended_by_signals
+from flower_gpu.isolation.preload import check_modules, checked
 from flower_gpu.launch import gpu_options
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.config_values import ConfigValue, flatten, parse_pairs
 from flower_gpu.launch.folder import short
 from flower_gpu.launch.gpu_options import GPUOptions
-from flower_gpu.launch.option_types import folder, non_negative_int, positive_float, positive_int, text_value
+from flower_gpu.launch.option_types import folder, non_negative_int, positive_int, seconds, text_value
+from flower_gpu.printable import path_text
 from flower_gpu.run.failures import FILE_NAME
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ _TEXTS: Final = (
     "device policy of every client and of the server's own calls",
     "the GPUs that all of them may use (default: every one)",
 )
+_INTERRUPTED: Final = 128 + signal.SIGINT
 _AUTO: Final = "auto"
 _LOG_DIR: Final = Path("runs")
 _STATE_MEMORY: Final = "1GiB"
@@ -103,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument(
         "--timeout-s",
         metavar="S",
-        type=positive_float,
+        type=seconds,
         help="seconds a client may take, counted from its lease; then it is dropped (default: no limit)",
     )
     workers.add_argument(
@@ -148,13 +151,23 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C.
+        0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C. 143: SIGTERM.
+        129: SIGHUP.
 
     Raises
     ------
     ConfigError
         If an option cannot be used; then nothing was started or written. Only ``--preload`` has to be tried.
     """
+    with ended_by_signals() as received:
+        try:
+            status = _run(arguments)
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+    return 128 + received[0] if received and status == _INTERRUPTED else status
+
+
+def _run(arguments: argparse.Namespace) -> int:
     app = FlowerApp.load(arguments.app_dir)
     num_supernodes, run_config = _federation(arguments)
     app.simulated(run_config, num_supernodes)
@@ -163,7 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--verify-recycling compares nothing with --calls-per-worker 1: no worker is recycled"
         )
-    preload = given_preload(arguments.preload)
+    preload = given_preload(arguments.preload, app.path)
     gpu = GPUOptions.from_arguments(arguments)
     _set_environment(gpu)
     if arguments.resume is None:
@@ -229,20 +242,23 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     return values
 
 
-def given_preload(texts: Sequence[str]) -> list[tuple[str, dict[str, ConfigValue]]]:
+def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:
     """Read ``--preload``: functions, each with its arguments.
 
     Raises
     ------
     ConfigError
-        If one is not of the form ``package.module:function key=value ...``.
+        If one is not of the form ``package.module:function key=value ...``, or its module is neither in the
+        app's folder nor installed.
     """
     found: list[tuple[str, dict[str, ConfigValue]]] = []
     for text in texts:
         name, _, pairs = text.strip().partition(" ")
         arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
         try:
-            found += checked((name, arguments))
+            functions = checked((name, arguments))
+            check_modules(functions, [str(app)])
+            found += functions
         except ConfigError as error:
             raise ConfigError(f"--preload: {error}") from None
     return found
@@ -258,7 +274,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
         result = simulate(app, num_supernodes, **settings)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
-        return 128 + signal.SIGINT
+        return _INTERRUPTED
     except ClientsFailedError as failed:
         _say(str(failed))
         _say(_once_mended(failed.folder, failed.can_resume))
@@ -340,7 +356,7 @@ def _call_options(gpu: GPUOptions, timeout_s: float | None) -> dict[str, Any]:
 
 def _check_resume(path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"--resume {path}: there is no such folder")
+        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
     from flower_gpu.simulation.results import ResultFolder
 
     ResultFolder.reopen(path)
@@ -349,9 +365,9 @@ def _check_resume(path: Path) -> None:
 def _check_log_dir(log_dir: Path) -> None:
     nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"--log-dir {log_dir}: {nearest} is not a folder")
+        raise ConfigError(f"--log-dir {path_text(log_dir)}: {path_text(nearest)} is not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {log_dir}: no permission to write in {nearest}")
+        raise ConfigError(f"--log-dir {path_text(log_dir)}: no permission to write in {path_text(nearest)}")
 
 
 def _calls(text: str) -> int | str:

@@ -11,7 +11,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.launch.environment import script_folders
 from flower_gpu.launch.gpu_options import GPUOptions
-from flower_gpu.launch.option_types import positive_float, positive_int
+from flower_gpu.launch.option_types import positive_int, seconds
 from flower_gpu.supernode import command_folder, slots
 from flower_gpu.supernode.rule import Rule
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeout-s",
         metavar="S",
-        type=positive_float,
+        type=seconds,
         help="seconds a message may take, counted from its lease (default: no limit)",
     )
     parser.add_argument(

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from flower_gpu.config import MAX_SECONDS, too_long
 from flower_gpu.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     interval_s = arguments.interval
-    if not (math.isfinite(interval_s) and interval_s >= _LEAST_INTERVAL_S):
-        raise ConfigError(f"--interval {interval_s:g} must be {_LEAST_INTERVAL_S} seconds or more")
+    if not _LEAST_INTERVAL_S <= interval_s <= MAX_SECONDS:
+        raise ConfigError(
+            f"--interval {interval_s:g} must be {_LEAST_INTERVAL_S} seconds or more{too_long(interval_s)}"
+        )
     # Late: what it needs is for this command only.
     from flower_gpu.monitor.top.watcher import Watcher
 

@@ -18,6 +18,7 @@ from flower_gpu.doctor.findings import Found
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.forkserver.sockets import Gone
+from flower_gpu.printable import path_text
 
 _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
@@ -72,21 +73,21 @@ def state_folder() -> Iterator[Found]:
     except FileNotFoundError:
         parent = next(folder for folder in path.parents if folder.exists())
         if os.access(parent, os.W_OK | os.X_OK):
-            yield "ok", f"{path} is made with the first call"
+            yield "ok", f"{path_text(path)} is made with the first call"
         else:
             todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
-            yield "problem", f"{path} is not there and cannot be made", todo
+            yield "problem", f"{path_text(path)} is not there and cannot be made", todo
         return
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         yield (
             "problem",
-            f"{path} must be a folder of this account that nobody else can write to",
+            f"{path_text(path)} must be a folder of this account that nobody else can write to",
             "remove it (or chmod go-w), or set FLOWER_GPU_STATE_DIR to another folder",
         )
     elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        yield "problem", f"{path} cannot be written to", f"chmod 700 {path}"
+        yield "problem", f"{path_text(path)} cannot be written to", f"chmod 700 {path_text(path)}"
     else:
-        yield "ok", f"{path}"
+        yield "ok", f"{path_text(path)}"
 
 
 def fork_servers() -> Iterator[Found]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import flower_gpu
 from flower_gpu.doctor.findings import Found
 from flower_gpu.launch.environment import script_folders
+from flower_gpu.printable import path_text
 
 _COMMANDS = ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp")
 
@@ -21,7 +22,7 @@ def ourselves() -> Iterator[Found]:
     """Check flower-gpu itself."""
     folder = Path(flower_gpu.__file__).parent
     python = ".".join(map(str, sys.version_info[:3]))
-    text = f"flower-gpu {flower_gpu.__version__} in {folder}, Python {python}"
+    text = f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
     try:
         found = metadata.distribution("flower-gpu")
     except metadata.PackageNotFoundError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from flower_gpu.config import is_duration, too_long
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy, requested
 from flower_gpu.gpu.request import Request, memory_bytes
@@ -124,8 +124,8 @@ def _seconds(value: Any, name: str, environ: Mapping[str, str], variable: str, d
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}")
+    if not is_duration(value):
+        raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}{too_long(value)}")
     return float(value)
 
 

@@ -1,7 +1,8 @@
-"""Ctrl-C at a moment when it may not come: a process or a descriptor would be lost."""
+"""Ctrl-C at a moment when it may not come, and other signals that mean the same."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -48,3 +49,56 @@ def allowed_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, deferring)
+
+
+# What asks a program to end: ``kill``, batch systems and containers; a terminal that closes.
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+# What these signals did before, while they mean a Ctrl-C here.
+_before: dict[int, Any] = {}
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP do what Ctrl-C does, and yield a list for the one that came.
+
+    Only the first of them counts: what ends a run may not be interrupted by more of the same. SIGHUP stays
+    ignored where it is (``nohup``). To be used in the main thread of a program that is ours.
+    """
+    received: list[int] = []
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def handle(number: int, frame: Any) -> None:
+        if received:
+            return
+        received.append(number)
+        for descriptor in terminals:
+            if not os.isatty(descriptor):  # it is closed: what is printed would be an error of its own
+                _discard(descriptor)
+        # Whatever Ctrl-C does at this moment: it may have to wait for the end of a block.
+        handler = signal.getsignal(signal.SIGINT)
+        (handler if callable(handler) else signal.default_int_handler)(number, frame)
+
+    for each in _ENDING:
+        if signal.getsignal(each) != signal.SIG_IGN:
+            _before[each] = signal.signal(each, handle)
+    try:
+        yield received
+    finally:
+        _restore()
+
+
+def _discard(descriptor: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def _restore() -> None:
+    for number, handler in _before.items():
+        signal.signal(number, handler)
+    _before.clear()
+
+
+# Of this process only: a pool that the program has forked is ended by SIGTERM.
+os.register_at_fork(after_in_child=_restore)

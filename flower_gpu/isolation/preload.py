@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -35,6 +36,49 @@ def checked(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
     if isinstance(preload, str) or _is_pair(preload):
         preload = [preload]
     return tuple(_entry(entry) for entry in preload)
+
+
+def check_modules(preload: Preload, path: Sequence[str]) -> None:
+    """Look for the modules, and run none of their code.
+
+    Parameters
+    ----------
+    preload : Preload
+        The functions.
+    path : sequence of str
+        What comes before ``sys.path`` where they will be imported.
+
+    Raises
+    ------
+    ConfigError
+        If one is nowhere to be found.
+    """
+    for name, _ in preload:
+        module = name.partition(":")[0]
+        if not _is_there(module, [*path, *sys.path]):
+            raise ConfigError(
+                f"{name!r}: there is no module {module!r}. Write package.module:function, of the app "
+                "or of an installed package"
+            )
+
+
+def _is_there(module: str, path: Sequence[str]) -> bool:
+    """Tell whether a module can be found, also where only its import can tell; imports nothing itself."""
+    place: Sequence[str] | None = path
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        if place is None:  # what is before the dot is no package
+            return False
+        name = ".".join(parts[:count])
+        try:
+            specs = (finder.find_spec(name, place) for finder in sys.meta_path)
+            spec = next((spec for spec in specs if spec is not None), None)
+        except Exception:
+            return True
+        if spec is None:
+            return False
+        place = spec.submodule_search_locations
+    return True
 
 
 def run(preload: Preload) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.config_values import ConfigValue, flatten
+from flower_gpu.printable import path_text
 
 #: The key of a run config by which an app that has it learns how many clients there are.
 NUM_CLIENTS_KEY: Final = "num-clients"
@@ -86,9 +87,9 @@ class FlowerApp:
         path = folder.expanduser().resolve()
         file = path / "pyproject.toml"
         if not path.is_dir():
-            raise ConfigError(f"{folder} is not a folder")
+            raise ConfigError(f"{path_text(folder)} is not a folder")
         if not file.is_file():
-            raise ConfigError(f"{folder} has no pyproject.toml; a Flower app's folder is needed")
+            raise ConfigError(f"{path_text(folder)} has no pyproject.toml; a Flower app's folder is needed")
         try:
             content = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -97,7 +98,7 @@ class FlowerApp:
         refs = [components.get(kind) for kind in ("serverapp", "clientapp")]
         if not all(isinstance(ref, str) and ref.count(":") == 1 for ref in refs):
             raise ConfigError(
-                f"{folder} is not a Flower app: {file} names no serverapp and clientapp "
+                f"{path_text(folder)} is not a Flower app: {file} names no serverapp and clientapp "
                 'as "module:attribute" in [tool.flwr.app.components]'
             )
         try:

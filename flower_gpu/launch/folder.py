@@ -11,6 +11,7 @@ from typing import Any
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError
+from flower_gpu.printable import path_text
 from flower_gpu.run import failures
 
 
@@ -40,7 +41,7 @@ class RunFolder:
                     continue
                 return cls(path)
         except OSError as error:
-            raise ConfigError(f"--log-dir {log_dir}: {error.strerror}") from None
+            raise ConfigError(f"--log-dir {path_text(log_dir)}: {error.strerror}") from None
         raise AssertionError("count() does not end")
 
     @property
@@ -94,11 +95,11 @@ class RunFolder:
 
 
 def short(path: Path) -> str:
-    """Write a path relative to the current folder if it lies in it."""
+    """Write a path for a shell, relative to the current folder if it lies in it."""
     try:
-        return str(path.relative_to(Path.cwd()))
+        return path_text(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
-        return str(path)
+        return path_text(path)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -18,7 +18,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import NODE_KEY, NODE_NUMBER_KEY, POLICIES, gpu_numbers
 from flower_gpu.gpu.settings import ON_OOM
 from flower_gpu.launch.config_values import ConfigValue
-from flower_gpu.launch.option_types import positive_float, text_value
+from flower_gpu.launch.option_types import positive_float, seconds, text_value
 
 #: The option for each variable that the launcher can set.
 FLAGS: Final = MappingProxyType(
@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser, texts: tuple[str, str, str] =
     group.add_argument(
         "--lease-timeout-s",
         metavar="S",
-        type=positive_float,
+        type=seconds,
         help="seconds a call may wait for its GPU (default: 1800)",
     )
     group.add_argument(

@@ -6,6 +6,8 @@ import argparse
 import math
 from pathlib import Path
 
+from flower_gpu.config import MAX_SECONDS, is_duration
+
 
 def positive_int(text: str) -> int:
     """Read a whole number of 1 or more."""
@@ -25,6 +27,14 @@ def positive_float(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Read how long something may take."""
+    value = positive_float(text)
+    if not is_duration(value):
+        raise argparse.ArgumentTypeError(f"must be {MAX_SECONDS:g} seconds at most, not {text}")
     return value
 
 

@@ -23,6 +23,7 @@ from flower_gpu.launch.option_types import (
     port_number,
     positive_float,
     positive_int,
+    seconds,
     text_value,
     true_or_false,
 )
@@ -239,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers.add_argument(
         "--timeout-s",
         metavar="S",
-        type=positive_float,
+        type=seconds,
         help="seconds a call in a worker may take, counted from its lease (default: no limit)",
     )
     workers.add_argument(

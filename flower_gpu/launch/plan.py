@@ -21,6 +21,7 @@ from flower_gpu.launch.options import (
     RUN_CONFIG_OPTIONS,
     LaunchOptions,
 )
+from flower_gpu.printable import path_text
 
 DEFAULT_CLIENTS: Final = 2
 _NODE_KEYS: Final = ("partition-id", "num-partitions")
@@ -182,9 +183,9 @@ def _check_log_dir(log_dir: Path) -> None:
     """Find out, without making it, whether a folder could be made."""
     nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise ConfigError(f"--log-dir {log_dir}: {nearest} is not a folder")
+        raise ConfigError(f"--log-dir {path_text(log_dir)}: {path_text(nearest)} is not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {log_dir}: no permission to write in {nearest}")
+        raise ConfigError(f"--log-dir {path_text(log_dir)}: no permission to write in {path_text(nearest)}")
 
 
 def _is_whole(value: ConfigValue | None) -> TypeGuard[int]:

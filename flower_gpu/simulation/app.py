@@ -16,6 +16,22 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.launch.app import FlowerApp
 from flower_gpu.simulation.messages import AppReference
 
+_UNNAMED = "app"  # two components without a folder
+
+
+def name_and_folder(app: str | Path | tuple[ServerApp, ClientApp]) -> tuple[str, Path | None]:
+    """Return what an app is called, and where it is if it has a folder.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds no app.
+    """
+    if isinstance(app, tuple):
+        return _UNNAMED, None
+    found = FlowerApp.load(Path(app))
+    return found.name, found.path
+
 
 @dataclass(frozen=True)
 class SimulatedApp:
@@ -58,7 +74,7 @@ class SimulatedApp:
             server, client = app
             if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
                 raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
-            return cls("app", server, client, None, dict(run_config))
+            return cls(_UNNAMED, server, client, None, dict(run_config))
         found = FlowerApp.load(Path(app))
         values = found.simulated(run_config, num_supernodes)
         return cls(found.name, found.serverapp, AppReference(found.path, found.clientapp), found.path, values)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower.records import records_of
+from flower_gpu.printable import path_text
 from flower_gpu.simulation import record_bytes
 from flower_gpu.simulation.places import Place, disk_error, write_all
 from flower_gpu.simulation.record_bytes import Buffer
@@ -36,6 +37,8 @@ FORMAT_VERSION: Final = 1
 
 _OURS = re.compile(r"(\d+)\.(model|states)|" + re.escape(INDEX_NAME) + r"\.tmp")
 _CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 4096  # of a file system: files take whole ones
+_ENTRY_BYTES = 64  # of a state in the index, at most
 # In the file with the model.
 _MODEL, _TRAIN, _EVALUATE, _CLIENTS = "arrays", "train ", "evaluate ", "clients "
 
@@ -70,18 +73,19 @@ class Checkpoints:
         FlowerGPUError
             If the disk is full or cannot be written to. The round before is still there.
         """
-        serial = self._next_serial()
         index = self._folder / INDEX_NAME
-        size = 0
+        model = _model_parts(state)
+        size = _on_disk(sum(map(len, model)))
+        serial = -1
         is_replaced = False
         try:
             with self._states.frozen() as stored:
                 changed = self._to_write(stored)
-                size = sum(entry.size_bytes for entry in changed.values())
+                size += _on_disk(sum(entry.size_bytes for entry in changed.values()))
+                size += _on_disk(_ENTRY_BYTES * len(stored) + len(json.dumps(state.random_state)))
+                serial = self._next_serial()
                 written = {key: self._written[key] for key in stored.keys() - changed.keys()}
                 written.update(self._write_states(self._folder / f"{serial}.states", changed))
-            model = _model_parts(state)
-            size += sum(map(len, model))
             (place,) = _write_file(self._folder / f"{serial}.model", [model])
             temporary = self._write_index(state, place, written)
             _sync_folder(self._folder)  # the names of what the index refers to
@@ -89,16 +93,17 @@ class Checkpoints:
             is_replaced = True
             _sync_folder(self._folder)
         except OSError as error:
+            self._discard(serial)  # first: the room that it takes is free again
             next_step = (
-                f"Round {state.server_round} is finished but may not be written; free space, and continue "
-                "from the checkpoint, which is that of the round before"
+                "free space, and continue from the checkpoint, which is that of the round before"
+                if index.exists()
+                else "there is no checkpoint of an earlier one: free space, and start the run anew"
             )
-            raise disk_error(error, self._folder, size, next_step) from error
+            text = f"Round {state.server_round} is finished but may not be written; {next_step}"
+            raise disk_error(error, self._folder, size, text) from error
         finally:
             if not is_replaced:
-                for name in (f"{serial}.model", f"{serial}.states", f"{INDEX_NAME}.tmp"):
-                    with contextlib.suppress(OSError):
-                        (self._folder / name).unlink()
+                self._discard(serial)
         self._written = written
         for partition in changed:
             self._states.saved(partition, *written[partition])
@@ -115,9 +120,7 @@ class Checkpoints:
         Raises
         ------
         ConfigError
-            If it is of another run, or was written by a newer version.
-        FlowerGPUError
-            If a file is damaged or missing.
+            If it is of another run, was written by a newer version, or a file of it is damaged or missing.
         """
         content = self._read_index()
         if content is None:
@@ -136,6 +139,12 @@ class Checkpoints:
             partition: (self._states.adopt(partition, place), place) for partition, place in places.items()
         }
         return found
+
+    def _discard(self, serial: int) -> None:
+        """Delete what there is of a round that could not be written to its end."""
+        for name in (f"{serial}.model", f"{serial}.states", f"{INDEX_NAME}.tmp"):
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
 
     def _to_write(self, stored: Mapping[int, StoredState]) -> dict[int, StoredState]:
         """Return the states that the next file has to hold."""
@@ -202,8 +211,8 @@ class Checkpoints:
             raise _damaged(path, "it does not begin as a checkpoint does")
         if version > FORMAT_VERSION:
             raise ConfigError(
-                f"{path} was written by a newer flower-gpu: its format is version {version}, and this one "
-                f"reads version {FORMAT_VERSION}. Continue the run with the version that began it"
+                f"{path_text(path)} was written by a newer flower-gpu: its format is version {version}, and "
+                f"this one reads version {FORMAT_VERSION}. Continue the run with the version that began it"
             )
         if found.get("checksum") != zlib.crc32(body):
             raise _damaged(path, "its checksum is another one")
@@ -220,16 +229,13 @@ class Checkpoints:
         ]
         if differing:
             raise ConfigError(
-                f"the run in {self._folder} cannot be continued by this one: {'; '.join(differing)}. Give "
-                "the same as then, or start a new run without --resume"
+                f"the run in {path_text(self._folder)} cannot be continued by this one: "
+                f"{'; '.join(differing)}. Give the same as then, or start a new run without --resume"
             )
 
     def _next_serial(self) -> int:
         if self._serial is None:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise disk_error(error, self._folder, 0, "Use another folder for the results") from error
+            self._folder.mkdir(parents=True, exist_ok=True)
             found = (_OURS.fullmatch(path.name) for path in self._folder.iterdir())
             self._serial = max((int(name[1]) for name in found if name and name[1]), default=0)
         self._serial += 1
@@ -241,6 +247,11 @@ class Checkpoints:
             for path in list(self._folder.iterdir()):
                 if path.name not in kept and _OURS.fullmatch(path.name):
                     path.unlink(missing_ok=True)
+
+
+def _on_disk(size_bytes: int) -> int:
+    """Return how much room a file takes, with its share of the folder."""
+    return (size_bytes // _BLOCK_BYTES + 2) * _BLOCK_BYTES if size_bytes else 0
 
 
 def _model_parts(state: RoundState) -> list[Buffer]:
@@ -320,10 +331,10 @@ def _check(place: Place) -> None:
         raise _damaged(place.path, "its checksum is another one")
 
 
-def _damaged(path: Path, reason: str) -> FlowerGPUError:
-    return FlowerGPUError(
-        f"{path} is damaged ({reason}), so that the run cannot be continued. Bring the file back from a copy "
-        "if there is one, else start the run anew without --resume"
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path_text(path)} is damaged ({reason}), so that the run cannot be continued. Bring the file back "
+        "from a copy if there is one, else start the run anew without --resume"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,8 @@ from flwr.app import ArrayRecord
 from flwr.common import Parameters, parameters_to_ndarrays
 from numpy.typing import NDArray
 
+from flower_gpu.simulation.places import disk_error
+
 SAFETENSORS: Final = "model.safetensors"
 NPZ: Final = "model.npz"
 
@@ -23,6 +27,12 @@ _TYPES: Final = frozenset(
     | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 )
 _NOT_A_NAME: Final = "__metadata__"  # what the header of a safetensors file has beside the arrays
+
+_NOT_WRITTEN: Final = (
+    "The final model is not written. Free space; flower_gpu's FedAvg leaves the model of the last finished "
+    "round in the checkpoint, from which --resume goes on"
+)
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")  # how safetensors, written in Rust, tells of one
 
 _Arrays = dict[str, Callable[[], NDArray[Any]]]
 
@@ -41,14 +51,23 @@ def write_model(model: ArrayRecord | Parameters | None, folder: Path) -> Path | 
     -------
     Path or None
         The file; None if there are no arrays.
+
+    Raises
+    ------
+    FlowerGPUError
+        If the disk is full or cannot be written to.
     """
     arrays = _arrays(model)
     if not arrays:
         return None
     path = folder / SAFETENSORS
-    if not _write(path, arrays, _write_safetensors):
-        path = folder / NPZ
-        _write(path, arrays, _write_npz)
+    try:
+        if not _write(path, arrays, _write_safetensors):
+            path = folder / NPZ
+            _write(path, arrays, _write_npz)
+    except OSError as error:
+        size = sum(np.asarray(read()).nbytes for read in arrays.values())
+        raise disk_error(error, folder, size, _NOT_WRITTEN) from error
     for other in {SAFETENSORS, NPZ} - {path.name}:
         (folder / other).unlink(missing_ok=True)  # of the same run before it was resumed
     return path
@@ -84,6 +103,7 @@ def _write(path: Path, arrays: _Arrays, write: Callable[[Path, _Arrays], bool]) 
 
 def _write_safetensors(path: Path, arrays: _Arrays) -> bool:
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError:
         return False
@@ -91,7 +111,12 @@ def _write_safetensors(path: Path, arrays: _Arrays) -> bool:
     if _NOT_A_NAME in found or any(array.dtype.name not in _TYPES for array in found.values()):
         return False
     # It writes what lies in memory, whatever the order of the elements.
-    save_file({name: np.require(array, requirements="C") for name, array in found.items()}, path)
+    try:
+        save_file({name: np.require(array, requirements="C") for name, array in found.items()}, path)
+    except SafetensorError as error:
+        if code := _OS_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), path) from error
+        raise
     return True
 
 

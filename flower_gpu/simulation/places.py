@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu.request import format_bytes
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from flower_gpu.printable import path_text
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,9 @@ class Place:
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
-            raise FlowerGPUError(f"{self.path} cannot be opened: {error.strerror}. {_NEXT}") from error
+            raise FlowerGPUError(
+                f"{path_text(self.path)} cannot be opened: {error.strerror}. {_NEXT}"
+            ) from error
 
     def read_from(self, file: BinaryIO) -> bytes:
         """Return the bytes.
@@ -60,11 +61,13 @@ class Place:
             file.seek(self.offset_bytes)
             data = _read(file, self.size_bytes)
         except OSError as error:
-            raise FlowerGPUError(f"{self.path} cannot be read: {error.strerror}. {_NEXT}") from error
+            raise FlowerGPUError(
+                f"{path_text(self.path)} cannot be read: {error.strerror}. {_NEXT}"
+            ) from error
         if len(data) != self.size_bytes or zlib.crc32(data) != self.checksum:
             raise FlowerGPUError(
-                f"{self.path} is damaged: {self.size_bytes} bytes from {self.offset_bytes} on are not what "
-                f"was written. {_NEXT}"
+                f"{path_text(self.path)} is damaged: {self.size_bytes} bytes from {self.offset_bytes} on are "
+                f"not what was written. {_NEXT}"
             )
         return data
 
@@ -89,14 +92,20 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
 
 def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) -> FlowerGPUError:
     """Return the error for what could not be written into a folder."""
+    where = path_text(folder)
     needed = format_bytes(size_bytes)
-    if error.errno not in _FULL:
-        return FlowerGPUError(f"cannot write {needed} into {folder}: {error.strerror}. {next_step}")
+    if error.errno == errno.EDQUOT:  # what is free on the disk says nothing
+        return FlowerGPUError(
+            f"no quota is left: {where} needs {needed} more ({error.strerror}). {next_step}"
+        )
+    if error.errno != errno.ENOSPC:
+        return FlowerGPUError(f"cannot write {needed} into {where}: {error.strerror}. {next_step}")
     free = ""
     with contextlib.suppress(OSError):
-        free = f", and {format_bytes(shutil.disk_usage(folder).free)} are free"
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        free = f", and {format_bytes(shutil.disk_usage(nearest).free)} are free"
     return FlowerGPUError(
-        f"the disk is full: {folder} has no room for {needed} more{free} ({error.strerror}). {next_step}"
+        f"the disk is full: {where} has no room for {needed} more{free} ({error.strerror}). {next_step}"
     )
 
 

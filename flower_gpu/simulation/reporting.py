@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.errors import ClientsFailedError, ConfigError, shortened
+from flower_gpu.errors import ClientsFailedError, ConfigError, FlowerGPUError, shortened
 from flower_gpu.run.failures import Failure, FailureLog
 from flower_gpu.simulation.events import NOT_PULLED, Event, Replied, RunStarted
 from flower_gpu.simulation.progress import Progress
@@ -138,10 +138,16 @@ def reported_run(
             report.summary = totals.as_dict(outcome, **report.facts)
             if error_text is not None:
                 report.summary["error"] = error_text
-            if folder is not None:
-                folder.finish(report.recorder.model, report.summary)
-            if progress:
-                _print(summary_lines(report.summary, None if folder is None else folder.shown))
+            try:
+                if folder is not None:
+                    folder.finish(report.recorder.model, report.summary)
+            except FlowerGPUError as error:
+                if outcome == "completed":
+                    raise
+                _print([f"not all results are written: {error}"])  # what ended the run is told as well
+            finally:
+                if progress:
+                    _print(summary_lines(report.summary, None if folder is None else folder.shown))
 
 
 def _text(error: BaseException) -> str:

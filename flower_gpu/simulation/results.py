@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,16 @@ from flwr.app import ArrayRecord
 from flwr.common import Parameters
 
 from flower_gpu import trace
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.launch.folder import RunFolder, short, write_json
+from flower_gpu.printable import path_text
 from flower_gpu.run.failures import FILE_NAME
 from flower_gpu.simulation.checkpoint import INDEX_NAME
 from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed, finite
 from flower_gpu.simulation.model_file import write_model
+from flower_gpu.simulation.places import disk_error
+
+_SMALL_BYTES = 4096  # of a line, a table or a summary, about
 
 #: Kinds of lines in ``metrics.jsonl`` that are not a row of ``metrics.csv``.
 _NO_ROWS = ("failure", "client", "resumed")
@@ -86,16 +91,16 @@ class ResultFolder:
         """
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
-            raise ConfigError(f"--resume {path}: there is no such folder")
+            raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
         if not folder.config.is_file():
             raise ConfigError(
-                f"--resume {path}: it has no {folder.config.name}; the folder of a run of "
+                f"--resume {path_text(path)}: it has no {folder.config.name}; the folder of a run of "
                 "`flower-gpu simulate` is needed, such as runs/2026-01-31_12-00-00"
             )
         if not folder.can_resume:
             raise ConfigError(
-                f"--resume {path}: it has no checkpoint. One is written after each round, by flower_gpu's "
-                "FedAvg only: start this run anew"
+                f"--resume {path_text(path)}: it has no checkpoint. One is written after each round, by "
+                "flower_gpu's FedAvg only: start this run anew"
             )
         return folder
 
@@ -171,7 +176,20 @@ class ResultFolder:
         return kept
 
     def on_event(self, event: Event) -> None:
-        """Write an event down, if it is one to keep."""
+        """Write an event down, if it is one to keep.
+
+        Raises
+        ------
+        FlowerGPUError
+            If the disk is full or cannot be written to.
+        """
+        try:
+            self._keep(event)
+        except OSError as error:
+            text = "Free space, and continue with --resume if there is a checkpoint"
+            raise disk_error(error, self.path, _SMALL_BYTES, text) from error
+
+    def _keep(self, event: Event) -> None:
         match event:
             case RunResumed():
                 self._add({"round": event.server_round, "kind": "resumed"})
@@ -201,10 +219,26 @@ class ResultFolder:
                 pass
 
     def finish(self, model: ArrayRecord | Parameters | None, summary: Mapping[str, Any]) -> None:
-        """Write what is there at the end only."""
-        self._write_table()
-        written = write_model(model, self.path)
-        write_json(self.summary, finite({**summary, "model": None if written is None else written.name}))
+        """Write what is there at the end only.
+
+        Raises
+        ------
+        FlowerGPUError
+            If the disk is full or cannot be written to.
+        """
+        try:
+            self._write_table()
+            written = write_model(model, self.path)
+            self._write_summary(summary, written)
+        except OSError as error:
+            raise disk_error(error, self.path, _SMALL_BYTES, "Free space for the results") from error
+        except FlowerGPUError:  # the model does not fit: the summary may
+            with suppress(OSError):
+                self._write_summary(summary, None)
+            raise
+
+    def _write_summary(self, summary: Mapping[str, Any], model: Path | None) -> None:
+        write_json(self.summary, finite({**summary, "model": None if model is None else model.name}))
 
     def _add_row(self, event: PhaseFinished) -> None:
         row = {

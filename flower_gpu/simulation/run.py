@@ -31,9 +31,10 @@ from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.isolation.own_calls import borrowed
 from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.printable import path_text
 from flower_gpu.run.recording import RecordedRun, recorded_run
 from flower_gpu.simulation import workers
-from flower_gpu.simulation.app import SimulatedApp
+from flower_gpu.simulation.app import SimulatedApp, name_and_folder
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.lease_turns import LeaseTurns
@@ -160,6 +161,8 @@ def simulate(
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
     earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
     before = earlier.read_config() if earlier is not None else {}
+    if before:
+        _check_is_of(app, before, resume)
     found = SimulatedApp.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
     seed = before.get("seed") if seed is None else seed
     decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
@@ -246,6 +249,22 @@ def _count(recorded: RecordedRun | None, report: Report | None) -> None:
     """Have the run's end in the trace say how many messages failed."""
     if recorded is not None and report is not None:
         recorded.messages, recorded.failed = report.summary.get("messages"), report.summary.get("failed")
+
+
+def _check_is_of(
+    app: str | Path | tuple[ServerApp, ClientApp], before: Mapping[str, Any], resume: str | Path | None
+) -> None:
+    """Refuse to go on with the run of another app, before anything else of that is found to be odd here."""
+    name, where = name_and_folder(app)
+    if before.get("app", name) != name:
+        theirs = before.get("app_folder")
+        raise ConfigError(
+            f"--resume {path_text(str(resume))}: that is a run of {before['app']}"
+            + (f" ({path_text(str(theirs))})" if theirs else "")
+            + f", not of {name}"
+            + (f" ({path_text(where)})" if where else "")
+            + ". Give that app, or start a new run without --resume"
+        )
 
 
 def _load_data(zygote: Zygote) -> None:

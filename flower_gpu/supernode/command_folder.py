@@ -15,6 +15,7 @@ from typing import Final
 from flower_gpu import config
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import identity, sockets
+from flower_gpu.printable import path_text
 from flower_gpu.supernode.rule import Rule
 
 #: What is in it, by the module with its ``main``.
@@ -90,7 +91,7 @@ class CommandFolder:
                     new.chmod(0o700)
                     new.replace(path)  # others may be about to start it
         except OSError as error:
-            raise ConfigError(f"{self.path} cannot be made: {error}") from error
+            raise ConfigError(f"{path_text(self.path)} cannot be made: {error}") from error
         return self.path
 
     def first_on(self, path: str | None) -> str:
@@ -107,8 +108,9 @@ class CommandFolder:
             # Else Flower's own would be found, later on the path, and messages would have no lease.
             if shutil.which(command, path=path) != str(folder / command):
                 raise ConfigError(
-                    f"no command can be started in {folder}: it is on a file system without exec, or its "
-                    f"name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of this user"
+                    f"no command can be started in {path_text(folder)}: it is on a file system without "
+                    f"exec, or its name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of "
+                    "this user"
                 )
         return path
 

@@ -141,7 +141,14 @@ def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
         (["--num-supernodes", "3", "--calls-per-worker", "some"], "'some' is not a whole number"),
         (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "compares nothing"),
         (["--num-supernodes", "3", "--timeout-s", "0"], "must be above 0"),
+        (["--num-supernodes", "3", "--timeout-s", "1e20"], "must be 1e+09 seconds at most, not 1e20"),
+        (["--num-supernodes", "3", "--lease-timeout-s", "1e10"], "must be 1e+09 seconds at most, not 1e10"),
         (["--num-supernodes", "3", "--preload", "app:"], "--preload: 'app:' does not name a function; write"),
+        (["--num-supernodes", "3", "--preload", "nowhere"], "there is no module 'nowhere'"),
+        (["--num-supernodes", "3", "--preload", "nowhere:load"], "there is no module 'nowhere'"),
+        (["--num-supernodes", "3", "--preload", "counting.nowhere:load"], "no module 'counting.nowhere'"),
+        (["--num-supernodes", "3", "--preload", "counting.app.load"], "no module 'counting.app.load'"),
+        (["--num-supernodes", "3", "--gpu", "require"], "this node's policy is require"),
         (["--num-supernodes", "3", "--preload", "counting.app:load 3"], "--preload: '3' is not of the form"),
         (["--num-supernodes", "3", "--state-memory", "much"], "--state-memory='much' is no size of memory"),
         (["--num-supernodes", "3", "--gpu-memory", "much"], "--gpu-memory='much' is no size of memory"),
@@ -173,6 +180,30 @@ def test_a_run_without_a_checkpoint_cannot_be_resumed(shell: Shell, app: Path) -
     assert "it has no checkpoint" in refusal(
         shell, app.parent, "app", "--num-supernodes", "3", "--resume", "run"
     )
+
+
+def earlier_run(folder: Path, app: str, checkpoint: str) -> Path:
+    """Make the folder of a run that can be resumed, as far as its names tell."""
+    (folder / "run" / "checkpoint").mkdir(parents=True)
+    config = {"app": app, "app_folder": f"/apps/{app}", "num_supernodes": 3, "seed": 1}
+    (folder / "run" / "config.json").write_text(json.dumps({**config, "run_config": {"their-own": 1}}))
+    (folder / "run" / "checkpoint" / "checkpoint.json").write_text(checkpoint)
+    return folder / "run"
+
+
+def test_a_run_of_another_app_is_not_resumed_and_the_line_says_whose_it_is(shell: Shell, app: Path) -> None:
+    earlier_run(app.parent, "other", "")
+    text = refusal(shell, app.parent, "app", "--resume", "run")
+    assert "that is a run of other (/apps/other), not of counting" in text and str(app) in text
+
+
+def test_a_damaged_checkpoint_is_a_line(shell: Shell, app: Path) -> None:
+    earlier_run(app.parent, "counting", "{")
+    config = app.parent / "run" / "config.json"
+    config.write_text(config.read_text().replace("their-own", "num-server-rounds"))
+    done = simulate(shell, app.parent, "app", "--resume", "run")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "run/checkpoint/checkpoint.json is damaged" in done.stderr
 
 
 def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:
@@ -236,7 +267,6 @@ def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) 
 @pytest.mark.parametrize(
     ("preload", "code", "reason"),
     [
-        ("counting.nowhere:load", 2, "No module named 'counting.nowhere'"),
         ("counting.app:nothing", 2, "preload: module 'counting.app' has no 'nothing'"),
         ("counting.app:load size=3", 1, "missing 1 required positional argument: 'folder'"),
     ],
@@ -287,7 +317,11 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
     assert result["rounds"] == 1
 
 
-def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
+    shell: Shell, app: Path, number: signal.Signals
+) -> None:
+    """And after SIGTERM and SIGHUP."""
     here = app.parent
     options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4"]
     options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
@@ -297,9 +331,9 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path
     while not (here / "waits").exists():  # in round 2
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + number, errors
     (folder,) = (here / "runs").iterdir()
     assert errors.splitlines()[-1] == (
         "flower-gpu simulate: interrupted; to go on after the last finished round, add this to the same "
@@ -307,6 +341,8 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path
     )
     assert "Traceback" not in errors
     assert result_of(folder)["outcome"] == "interrupted"
+    if number != signal.SIGINT:  # what it leaves is the same
+        return
 
     (here / "go").touch()
     done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
@@ -315,3 +351,14 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(shell: Shell, app: Path
     assert (result["outcome"], result["rounds"], result["resumed_after_round"]) == ("completed", 3, 1)
     kinds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in kinds if line["kind"] == "train"] == [1, 2, 3]
+
+
+def test_a_folder_that_is_not_utf_8_can_be_pasted_back(shell: Shell, app: Path) -> None:
+    options = ["--num-supernodes", "2", "--gpu", "never", "--no-report", "-q"]
+    options += ["-c", f"folder='{app.parent}' num-server-rounds=1"]
+    odd = app.parent / os.fsdecode(b"caf\xe9 'n")
+    done = simulate(shell, app.parent, "app", *options, "--log-dir", odd)
+    assert done.returncode == 0, done.stderr
+    shown = done.stderr.splitlines()[-1].split(maxsplit=1)[1]
+    listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=app.parent, capture_output=True, timeout=60)
+    assert b"summary.json" in listed.stdout.split(), listed.stderr

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -287,6 +289,24 @@ class TestOtherUsers:
     def answer_to_stranger(folder: Path, name: str, files: str = "as itself") -> str:
         program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{name}.socket"), files]
         return subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_server_that_dies_while_it_starts_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = client._start
+
+    def start_and_kill(*arguments: Any) -> int:
+        started.append(start(*arguments))
+        if len(started) == 1:
+            os.killpg(started[0], signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(client, "_start", start_and_kill)
+    with forkservers.own_servers(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as that workers are spawned
+        server = run_in_worker("tasks_forkserver:server", start_method="auto")
+        assert server == only_server().pid
+    assert len(started) == 2
 
 
 class TestUnsafeFolders:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +146,34 @@ def test_two_processes_do_not_go_on_with_one_run(folder: Path) -> None:
     with registered(folder, "simulate", "the other one"):
         again = run("plain", 4, folder.parent, *more)
     assert again.status == 2 and "another process goes on with this run" in again.output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 300 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("elements", "kept"),
+    [(70_000, "there is no checkpoint of an earlier one"), (60_000, "which is that of the round before")],
+    ids=["first", "later"],
+)
+def test_a_full_disk_is_told_with_numbers_that_agree(elements: int, kept: str, small_disk: Path) -> None:
+    """The first checkpoint is that of the model before round 1; the next one takes as much again."""
+    done = run("plain", 4, small_disk, "--run-config", f"elements={elements}")
+    last = done.output.splitlines()[-1]
+    assert done.status == 1 and last.startswith("flower-gpu simulate: FlowerGPUError: the disk is full"), last
+    assert kept in last
+    found = re.search(r"has no room for (\d+) KiB more, and (\d+) KiB are free", last)
+    assert found and int(found[1]) > int(found[2]), last
+    assert done.summary["outcome"] == "failed" and "outcome" in done.output
 
 
 def test_a_run_that_is_complete_goes_on_for_more_rounds(folder: Path, tmp_path: Path) -> None:

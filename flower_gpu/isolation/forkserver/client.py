@@ -49,6 +49,10 @@ def is_supported() -> bool:
     return False
 
 
+class _DiedError(WorkerStartError):
+    """A server has ended while it started, and has not said why."""
+
+
 @dataclass
 class _Kind:
     """What this process has found out about the servers that fit it."""
@@ -318,13 +322,15 @@ def _connect_or_start(
             return sockets.connect(name, _ANSWER_S)
         start = Start(name, config.server_idle_s(), sorted(kind.without))
         learned = LearnedFile(name)
-        for has_learned in (learned.exists(), False):
+        for is_last in (False, True):
+            had_learned = learned.exists()
             try:
                 _start_and_wait(start, environ, deadline, lock)
                 break
-            except WorkerStartError:
-                # What an earlier server had learned may have ended it; the next one comes up without.
-                if not has_learned or learned.exists():
+            except WorkerStartError as error:
+                # What an earlier server had learned may have ended it; the next one comes up without. Else
+                # it was killed, for want of memory or by somebody: once more, as the next one may live.
+                if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
                     raise
         return sockets.connect(name, _ANSWER_S)
 
@@ -391,9 +397,10 @@ def _ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator
             if limit_s is not None and now - began > limit_s:
                 raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
         said = os.read(read, 1 << 16)
+        if not said:
+            raise _DiedError(f"{what} could not be started: it ended; its log is in {sockets.folder()}")
         if said != READY:
-            text = said.decode(errors="replace") or f"it ended; its log is in {sockets.folder()}"
-            raise WorkerStartError(f"{what} could not be started: {text}")
+            raise WorkerStartError(f"{what} could not be started: {said.decode(errors='replace')}")
     finally:
         os.close(read)
 

@@ -20,7 +20,7 @@ from flower_gpu.isolation.zygote.process import Process
 #: How a worker of a zygote was started, for the trace.
 START_METHOD = "zygote"
 
-_POLL_S = 0.05
+_MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
 _END_S = 10.0
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
@@ -70,7 +70,8 @@ class Watch:
             if left_s is not None and left_s <= 0:
                 self._be_late()
                 continue
-            ready = {number for number, _ in poll.poll(None if left_s is None else left_s * 1000)}
+            wait_s = _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
+            ready = {number for number, _ in poll.poll(wait_s * 1000)}
             for descriptor in ready & of_descriptor.keys():
                 of_descriptor[descriptor].read()
             if self._connection.fileno() in ready:  # first: it may have said how it ended

@@ -24,6 +24,7 @@ from flower_gpu.monitor.report.holdings import holdings_of
 from flower_gpu.monitor.report.page import page
 from flower_gpu.monitor.report.recorded import RunHistory
 from flower_gpu.monitor.report.totals import totals_of
+from flower_gpu.printable import path_text
 from flower_gpu.run import registry
 
 FILE_NAME = "report.html"
@@ -58,7 +59,7 @@ def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -
     try:
         history.feed(trace.read(source))
     except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}") from None
+        raise ConfigError(f"{path_text(source)}: {error.strerror}") from None
     with _matplotlib():
         text, images = _made(history, run_dir, png)
     try:
@@ -69,7 +70,7 @@ def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -
             _replace(folder / f"{name}.png", data)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename or target}: {error.strerror}; name another file with --output"
+            f"{path_text(error.filename or target)}: {error.strerror}; name another file with --output"
         ) from None
     return target
 
@@ -99,11 +100,11 @@ def _check(source: Path) -> None:
     try:
         is_there = source.is_file()
     except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}") from None
+        raise ConfigError(f"{path_text(source)}: {error.strerror}") from None
     if not is_there:
         raise ConfigError(
-            f"{source} is not there: a report is made from the trace of a run. Give the folder of a run of "
-            "`flower-gpu launch` or `simulate`, or what FLOWER_GPU_RUN_DIR was"
+            f"{path_text(source)} is not there: a report is made from the trace of a run. Give the folder of "
+            "a run of `flower-gpu launch` or `simulate`, or what FLOWER_GPU_RUN_DIR was"
         )
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ESCAPE: Final = b"\x1b"  # what cursor keys begin with
+_MAX_WAIT_S: Final = 3600.0  # at once: the kernel takes at most 24 days
 
 
 class Terminal:
@@ -93,7 +94,7 @@ class Terminal:
         poll.register(self._wake[0], select.POLLIN)
         if self.has_keys:
             poll.register(self._keyboard, select.POLLIN)
-        ready = {number for number, _ in poll.poll(max(0.0, seconds) * 1000)}
+        ready = {number for number, _ in poll.poll(max(0.0, min(seconds, _MAX_WAIT_S)) * 1000)}
         if self._wake[0] in ready:
             with suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)

@@ -17,7 +17,7 @@ from flower_gpu.gpu.settings import reserve_bytes
 from flower_gpu.monitor.top import assemble
 from flower_gpu.monitor.top.run_watch import RunWatch
 from flower_gpu.monitor.top.snapshot import Snapshot
-from flower_gpu.printable import account_name
+from flower_gpu.printable import account_name, path_text
 from flower_gpu.run import registry
 from flower_gpu.run.registry import RunningRun
 
@@ -43,7 +43,7 @@ class Watcher:
 
     def __init__(self, folder: Path | None = None) -> None:
         if folder is not None and not folder.is_dir():
-            raise ConfigError(f"{folder} is not a folder of a run: that has a trace.jsonl in it")
+            raise ConfigError(f"{path_text(folder)} is not a folder of a run: that has a trace.jsonl in it")
         self._is_of_one_run = folder is not None
         self._runs = {} if folder is None else {(str(folder), 0.0): RunWatch(folder.absolute())}
         self._ended: dict[tuple[str, float], float] = {}
