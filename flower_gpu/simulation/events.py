@@ -18,10 +18,10 @@ TRAIN: Final = "train"
 EVALUATE: Final = "evaluate"
 #: The kind of an evaluation that sends no messages.
 SERVER_EVALUATE: Final = "server-evaluate"
-#: Why messages have failed whose replies the app has not asked for until its end.
-NOT_PULLED: Final = "no reply was pulled"
 #: How the error of a message begins that has no reply.
 NO_REPLY: Final = "no reply"
+#: Why messages have failed whose replies the app has not asked for until its end.
+NOT_PULLED: Final = f"{NO_REPLY} was pulled"
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ class Recorder:
         with self._lock:
             if error is not None:
                 phase.refused.add(client)
+                self._refused += 1
             self._ended(phase, client, error if error is None else error.strip() or "no reason given")
 
     def replied(self, phase: Phase, reply: Message) -> None:

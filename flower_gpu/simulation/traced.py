@@ -50,7 +50,7 @@ def trace_event_and_replies(event: Event) -> None:
                 round=event.server_round,
                 task=event.kind,
                 node=event.partition,
-                error=event.error,
+                error=event.text or event.error,
                 metrics=finite(event.metrics),
             )
         case _:

@@ -92,7 +92,7 @@ def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
         ["round_grew", 1, None, None, 3, None, None],
         ["reply", 1, 1, None, None, None, {"x": 1}],
         ["reply", 1, 2, None, None, None, {"x": 2}],
-        ["reply", 1, 9, "node 9 fails", None, None, {}],
+        ["reply", 1, 9, "node 9 fails\nfor a reason", None, None, {}],
         ["round_finished", 1, None, None, 3, 1, {}],
     ]
 
