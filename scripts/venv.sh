@@ -3,14 +3,16 @@
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 
+# Prints the first Python that is new enough, and that has a module where one is named.
 find_python() {
   local name
   for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
-    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if "$name" -c "import ${1:-sys}, sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
       printf '%s\n' "$name"
       return
     fi
   done
+  if [[ $# -gt 0 ]]; then return 1; fi
   say "needs Python 3.11 or newer; python3 here is $(python3 --version 2>/dev/null || echo missing)"
   return 1
 }
@@ -21,10 +23,7 @@ ensure_venv() {
   local clone=$1 extra=$2
   if [[ -n ${FLOWER_GPU_VENV:-} ]]; then
     venv=$FLOWER_GPU_VENV
-    if [[ ! -x $venv/bin/python ]]; then
-      say "FLOWER_GPU_VENV=$venv is no virtual environment: it has no bin/python"
-      return 2
-    fi
+    check_own_venv
     return
   fi
   venv=$clone/.venv
@@ -32,6 +31,30 @@ ensure_venv() {
   local wanted
   wanted="$(cksum <"$clone/pyproject.toml") $clone"
   is_installed || install
+}
+
+# Nothing is installed into an environment of the user's: says what is missing there.
+check_own_venv() {
+  if [[ ! -x $venv/bin/python ]]; then
+    say "FLOWER_GPU_VENV=$venv is no virtual environment: it has no bin/python"
+    return 2
+  fi
+  is_new_enough || return 2
+  local modules=(flower_gpu)
+  if [[ $extra == dev ]]; then modules+=(pytest xdist); fi
+  if ! "$venv/bin/python" -P -c 'import sys; from importlib.util import find_spec
+sys.exit(not all(map(find_spec, sys.argv[1:])))' "${modules[@]}"; then
+    say "FLOWER_GPU_VENV=$venv lacks ${modules[*]}; to install what is missing, PyTorch only if it is not there:" \
+      "$(printf '%q' "$venv/bin/python") -m pip install -e $(printf '%q' "${clone}[$extra]")"
+    return 2
+  fi
+}
+
+is_new_enough() {
+  if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    say "needs Python 3.11 or newer; that of $venv is $("$venv/bin/python" --version 2>&1)"
+    return 1
+  fi
 }
 
 # A stamp for each extra: tests need more than a run does.
@@ -42,17 +65,20 @@ is_installed() { [[ -e $venv/.flower-gpu-$extra && $(<"$venv/.flower-gpu-$extra"
 install() (
   if command -v flock >/dev/null; then flock 9; fi
   if is_installed; then return; fi
-  python=$(find_python)
-  say "installing into $venv, only this once (some minutes, about 6 GB with PyTorch) ..."
   unfinished=$venv/.flower-gpu-unfinished
-  fresh=()
-  if [[ -e $unfinished ]]; then fresh=(--clear); fi # an installation was broken off: nobody knows where
-  mkdir -p "$venv"
-  touch "$unfinished"
+  # An environment that is there keeps its own Python, whichever comes first on PATH by now.
+  if [[ -e $unfinished || ! -e $venv ]]; then
+    make_venv || return
+  else
+    if ! "$venv/bin/python" -c '' 2>/dev/null; then
+      say "$venv has no Python that starts: remove it, or set FLOWER_GPU_VENV to another environment"
+      return 1
+    fi
+    is_new_enough || return
+    say "installing into $venv, only this once (some minutes, about 6 GB if PyTorch is not there) ..."
+  fi
   rm -f "$venv/.flower-gpu-$extra"
-  "$python" -m venv ${fresh[@]+"${fresh[@]}"} "$venv"
-  touch "$unfinished" # --clear has removed it
-  if ! "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "${clone}[$extra]"; then
+  if ! pip_install; then
     say "the installation failed, see above; the next start tries again"
     return 1
   fi
@@ -61,3 +87,40 @@ install() (
   done
   rm -f "$unfinished"
 ) 9<"$clone"
+
+make_venv() {
+  local python how
+  if python=$(find_python ensurepip); then # Debian has it in a package of its own
+    how=("$python" -m venv)
+  else
+    python=$(find_python) || return
+    if command -v uv >/dev/null; then
+      how=(uv venv --quiet --python "$python")
+    elif command -v virtualenv >/dev/null; then
+      how=(virtualenv --quiet --python "$python")
+    else
+      say "$python cannot make virtual environments: install what it lacks, on Debian and Ubuntu by" \
+        "\`apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')\`," \
+        "or install uv or virtualenv"
+      return 1
+    fi
+  fi
+  say "installing into $venv, only this once (some minutes, about 6 GB with PyTorch) ..."
+  rm -rf "$venv" # made here and broken off: nobody knows where
+  mkdir "$venv"
+  touch "$unfinished"
+  "${how[@]}" "$venv"
+  touch "$unfinished" # uv may have removed it
+}
+
+pip_install() {
+  local wanted_here="${clone}[$extra]"
+  if "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check -e "$wanted_here"
+  elif command -v uv >/dev/null; then # one that uv has made has no pip
+    uv pip install --quiet --python "$venv/bin/python" -e "$wanted_here"
+  else
+    say "$venv has no pip: install uv, or run \`$venv/bin/python -m ensurepip\`"
+    return 1
+  fi
+}

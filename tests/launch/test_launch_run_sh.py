@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,104 @@ def test_an_existing_environment(clone: Path, env: dict[str, str], tmp_path: Pat
     result = run(clone / "run.sh", env=env, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
+
+
+def without_ensurepip(folder: Path) -> None:
+    """Make python3 one of Debian's, with nothing to make virtual environments with."""
+    lacking = folder.parent / "lacking"
+    lacking.mkdir()
+    (lacking / "ensurepip.py").write_text("raise ModuleNotFoundError('ensurepip')\n")
+    python = (folder / "python3").resolve()
+    (folder / "python3").unlink()
+    (folder / "python3").write_text(f'#!/bin/sh\nPYTHONPATH="{lacking}" exec "{python}" "$@"\n')
+    (folder / "python3").chmod(0o755)
+
+
+def only(env: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Return an environment in which there is no other Python, no uv and no virtualenv."""
+    folder = tmp_path / "bin"
+    for name in ("bash", "sh", "cat", "cksum", "dirname", "env", "flock", "mkdir", "readlink", "rm", "touch"):
+        if found := shutil.which(name):
+            (folder / name).symlink_to(found)
+    return {**env, "PATH": str(folder)}
+
+
+def test_a_python_that_cannot_make_environments(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    env = only(env, tmp_path)
+    without_ensurepip(tmp_path / "bin")
+    failed = run(clone / "run.sh", env=env, cwd=tmp_path)
+    version = "{}.{}".format(*sys.version_info)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr == (
+        "run.sh: python3 cannot make virtual environments: install what it lacks, on Debian and Ubuntu by "
+        f"`apt install python{version}-venv`, or install uv or virtualenv\n"
+    )
+    assert not (clone / ".venv").exists()
+
+
+def test_uv_makes_an_environment_where_python_cannot(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    env = only(env, tmp_path)
+    without_ensurepip(tmp_path / "bin")
+    # As far as run.sh uses it: an environment without pip, and packages into it.
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text(
+        f"""#!{sys.executable}
+import subprocess, sys
+print(*sys.argv[1:3], flush=True)
+if sys.argv[1] == "venv":
+    command = [sys.executable, "-m", "venv", "--without-pip", sys.argv[-1]]
+    subprocess.run(command, check=True)
+"""
+    )
+    uv.chmod(0o755)
+    env["PYTHONPATH"] = str(clone)
+    result = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert result.stdout.splitlines()[:2] == ["venv --quiet", "pip install"]
+    assert result.stdout.splitlines()[2].startswith(f"cli of|{clone / '.venv'}|")
+    assert run(clone / "run.sh", env=env, cwd=tmp_path).stdout.startswith("cli of|")
+
+
+def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    """Also if another Python comes first on PATH by now, and more has to be installed."""
+    there = getattr(sys, "_base_executable", sys.executable)
+    subprocess.run([there, "-m", "venv", clone / ".venv"], check=True, timeout=100)
+    python = (clone / ".venv" / "bin" / "python").resolve()
+    (clone / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
+    (clone / ".venv" / "mine").touch()
+    (tmp_path / "bin" / "python3").unlink()
+    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\necho another python >&2\nexit 0\n")
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    result = run(clone / "tests" / "run.sh", env=env, cwd=tmp_path)
+    assert "another python" not in result.stderr and "No module named pytest" in result.stderr
+    assert (clone / ".venv" / ".flower-gpu-dev").exists() and (clone / ".venv" / "mine").exists()
+    assert (clone / ".venv" / "bin" / "python").resolve() == python
+
+
+def test_an_environment_with_a_python_that_is_gone_is_not_touched(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "python").symlink_to("/nowhere/python3")
+    result = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert "remove it, or set FLOWER_GPU_VENV" in result.stderr
+    assert (clone / ".venv" / "bin" / "python").is_symlink()
+
+
+def test_an_existing_environment_without_the_package(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "mine"], check=True, timeout=60)
+    env["FLOWER_GPU_VENV"] = str(tmp_path / "mine")
+    result = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    said = result.stderr.rstrip().partition("not there: ")[2]
+    assert shlex.split(said) == [
+        f"{tmp_path}/mine/bin/python", "-m", "pip", "install", "-e", f"{clone}[examples]",
+    ]  # fmt: skip
 
 
 @pytest.fixture
