@@ -233,8 +233,7 @@ class _Run:
                 return self.once(leasing.worker_environment(held, environ), ticket.descriptor, held)
         finally:
             if "no_cuda" in self.told:
-                reason = self.told["no_cuda"].get("reason")
-                leasing.say_once(f"GPU {held.shares[0].index} was leased, but {reason}. Calls run on the CPU")
+                leasing.say_why_no_cuda(held, self.told["no_cuda"])
 
     def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
         """Run it in one worker."""

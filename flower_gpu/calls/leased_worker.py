@@ -363,7 +363,8 @@ def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | N
         from flower_gpu.pytorch import memory
 
         if (reason := memory.no_cuda_reason()) is not None:
-            events.send("no_cuda", reason=reason)
+            torch = sys.modules["torch"]
+            events.send("no_cuda", reason=reason, torch=str(torch.__version__), torch_cuda=torch.version.cuda)
 
 
 def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> None:

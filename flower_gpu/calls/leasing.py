@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseTimeoutError, RoundOverError
-from flower_gpu.gpu import cap, inventory, policy
+from flower_gpu.gpu import cap, cuda_version, inventory, policy
 from flower_gpu.gpu.admission import Option
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.footprint_key import Array, Key, key_of
@@ -352,6 +352,16 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
     if text not in _said:
         _said.add(text)
         _log.log(level, text)
+
+
+def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
+    """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to change."""
+    text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
+    if told.get("torch"):
+        host = inventory.take(processes=False)
+        versions = (told["torch"], told.get("torch_cuda"), host.driver_version, host.cuda_version)
+        text = f"{text}. {cuda_version.explained(*versions)}"
+    say_once(text)
 
 
 def say(text: str, level: int = logging.WARNING) -> None:

@@ -19,6 +19,7 @@ from flower_gpu.doctor.findings import Found
 from flower_gpu.errors import ConfigError, GPUError, LeaseTimeoutError
 from flower_gpu.gpu import cap, inventory
 from flower_gpu.gpu.admission import Option
+from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.lease import Lease, Share
@@ -32,7 +33,6 @@ _POLICY = "FLOWER_GPU_POLICY"
 _TRIAL_BYTES = 256 << 20  # beyond the context
 _LEASE_WAIT_S = 3.0
 _TRIAL_S = 60.0
-_GET_TORCH = "install another build, see https://pytorch.org/get-started/locally/"
 
 _TRIAL = """
 import json, torch
@@ -83,21 +83,24 @@ def torch(found: Inventory) -> Iterator[Found]:
         yield "ok", text
         return
     if ours.cuda is None:
-        yield "problem", f"{text}, on a host with a GPU: calls run on the CPU", _GET_TORCH
+        yield (
+            "problem",
+            f"{text}, on a host with a GPU: calls run on the CPU",
+            how_to_install(found.cuda_version),
+        )
         return
     supported, reason = driver_cuda()
     if supported is None:
         yield (
             "problem",
-            f"{text}, but CUDA's part of the driver cannot be used: {reason}",
+            f"{text}, but CUDA's part of driver {found.driver_version} cannot be used: {reason}",
             "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
-    elif int(ours.cuda.partition(".")[0]) > supported[0]:
-        # Within a major version newer builds run on older drivers ("CUDA Compatibility", minor version).
+    elif is_too_new(ours.cuda, supported):
         yield (
             "problem",
             f"{text}, but driver {found.driver_version} has CUDA {supported[0]}.{supported[1]} at most",
-            f"update the driver, or take torch for CUDA {supported[0]}: {_GET_TORCH}",
+            what_to_change(ours.cuda, supported),
         )
     else:
         yield "ok", f"{text}; the driver has CUDA {supported[0]}.{supported[1]}"

@@ -109,12 +109,15 @@ class Inventory:
         Why there are none, and what to do.
     hangs : bool
         Whether that is because the driver does not answer.
+    cuda_version : tuple of int, optional
+        The newest CUDA that the driver supports, such as ``(12, 4)``.
     """
 
     gpus: tuple[GPU, ...]
     driver_version: str | None
     problem: str | None
     hangs: bool = False
+    cuda_version: tuple[int, int] | None = None
 
     @property
     def usable(self) -> tuple[GPU, ...]:
@@ -186,6 +189,7 @@ class _Host:
         self._thread = NVMLThread(self._forget)
         self._session: nvml.Session | None = None
         self._driver_version: str | None = None
+        self._cuda_version: tuple[int, int] | None = None
         self._cards: dict[int, _Card] = {}
         self._last: dict[int, GPU] = {}  # of each card, for the name of one that answers no more
         self._asked = ""  # what the driver was asked for last, should it hang
@@ -250,12 +254,14 @@ class _Host:
         if self._session is None:
             self._session = nvml.Session()
             self._driver_version = self._session.driver_version()
+            self._cuda_version = self._session.cuda_version()
         gpus = [
             gpu
             for index in range(self._session.count())
             for gpu in self._read_card(self._session, index, processes)
         ]
-        return Inventory(tuple(gpus), self._driver_version, None if gpus else _NO_GPU)
+        problem = None if gpus else _NO_GPU
+        return Inventory(tuple(gpus), self._driver_version, problem, cuda_version=self._cuda_version)
 
     def _read_card(self, session: nvml.Session, index: int, processes: bool) -> list[GPU]:
         """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""

@@ -125,6 +125,15 @@ class Session:
             _unless_over(problem)
             return None
 
+    def cuda_version(self) -> tuple[int, int] | None:
+        """Return the newest CUDA that the driver supports, such as ``(12, 4)``; None where it is not told."""
+        try:
+            number = int(self._call("nvmlSystemGetCudaDriverVersion_v2"))
+        except QueryError as problem:
+            _unless_over(problem)
+            return None
+        return (number // 1000, number % 1000 // 10) if number > 0 else None
+
     def count(self) -> int:
         """Count the host's GPUs (cards, not MIG devices), broken ones included."""
         return int(self._call("nvmlDeviceGetCount"))

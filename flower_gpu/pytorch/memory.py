@@ -258,7 +258,7 @@ def _in_force(index: int) -> int | None:
 def no_cuda_reason() -> str | None:
     """Return why this PyTorch cannot use a GPU; None where it can. May start NVML, or the CUDA driver."""
     if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is a build without CUDA: install one with it (pytorch.org)"
+        return f"PyTorch {torch.__version__} is a build without CUDA"
     if _started() or torch.cuda.is_available():
         return None
     try:

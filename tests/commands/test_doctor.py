@@ -195,7 +195,8 @@ def test_torch_for_the_cpu_on_a_host_with_a_gpu_is_a_problem(
     env = {"PYTHONPATH": torch_for(tmp_path, None)}
     assert of(shell.doctor(env), "torch") == [("ok", "torch 2.9.1 for the CPU only")]
     found = shell.on(host).doctor(env)
-    assert one(found, "torch", "torch 2.9.1 for the CPU only, on a host with a GPU")["level"] == "problem"
+    finding = one(found, "torch", "torch 2.9.1 for the CPU only, on a host with a GPU")
+    assert finding["level"] == "problem" and "whl/cu126" in finding["todo"]  # by the CUDA of the driver, 12.4
     assert of(found, "cuda") == []
 
 
@@ -203,14 +204,15 @@ def test_a_driver_that_is_too_old_for_torch_is_a_problem(shell: Shell, host: Hos
     env = {"PYTHONPATH": torch_for(tmp_path, "13.0"), **driver_for(tmp_path, 12040, host)}
     finding = one(shell.on(host).doctor(env), "torch", "driver 550.54.14 has CUDA 12.4 at most")
     assert finding["level"] == "problem"
-    assert "torch for CUDA 12" in finding["todo"]
+    for text in ("update the driver to 580.65.06 or later", "torch by a build for CUDA 12", "whl/cu126"):
+        assert text in finding["todo"]
 
 
 def test_a_driver_without_cuda_is_a_problem(shell: Shell, host: Host, tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").write_text("no library")
     env = {"PYTHONPATH": torch_for(tmp_path, "12.8")}
     env["LD_LIBRARY_PATH"] = f"{tmp_path}:{host.env['LD_LIBRARY_PATH']}"
-    finding = one(shell.on(host).doctor(env), "torch", "CUDA's part of the driver cannot be used")
+    finding = one(shell.on(host).doctor(env), "torch", "CUDA's part of driver 550.54.14 cannot be used")
     assert finding["level"] == "problem"
 
 
