@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu.calls import rank_figures
 from flower_gpu.calls.after_import import AfterImport
 from flower_gpu.calls.fixed_variables import Rule, fixed
+from flower_gpu.calls.gpu_use import Use
 from flower_gpu.gpu import cap
-from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu.gpu.lease import Lease
 from flower_gpu.isolation import events, own_calls, threads
 
 if TYPE_CHECKING:
-    from flower_gpu.pytorch.memory import Hold
+    from flower_gpu.pytorch.memory import Figures, Hold
     from flower_gpu.tensorflow.memory import Hold as TensorFlowHold
 
 #: :func:`setup`, as the ``setup`` of a call.
@@ -186,25 +187,6 @@ class _CappedTensorFlow:
 
 
 @dataclass
-class _Use:
-    """What this process uses of one GPU, as far as was seen."""
-
-    share: Share
-    peak_bytes: int | None = None  # None: nobody has told anything
-    context_bytes: int | None = None
-
-    def see(self, used_bytes: int) -> None:
-        self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
-
-    @property
-    def counted_context_bytes(self) -> int:
-        """The context: measured, or else what the lease has for it."""
-        if self.context_bytes is not None:
-            return self.context_bytes
-        return max(0, self.share.memory_bytes - self.share.cap_bytes)
-
-
-@dataclass
 class _Watch:
     """Looks twice a second, in a thread of its own, what this process uses, and writes it into the ticket.
 
@@ -212,18 +194,25 @@ class _Watch:
     """
 
     lease: Lease
-    uses: list[_Use] = field(init=False)
+    uses: list[Use] = field(init=False)
     free_bytes: dict[str, int] = field(default_factory=dict)
     total_bytes: dict[str, int] = field(default_factory=dict)
+    before: tuple[Figures, ...] | None = None  # where CUDA had started before the task
     _of_driver: dict[str, int] = field(default_factory=dict)
     _looks_for_context: int = _LOOKS_FOR_CONTEXT
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self.uses = [_Use(share) for share in self.lease.shares]
+        self.uses = [Use(share) for share in self.lease.shares]
 
     def start(self) -> None:
+        if _reserved_bytes() is not None:
+            from flower_gpu.pytorch import memory
+
+            with suppress(Exception):  # it can do without
+                # The peaks of a call that runs in the user's own process are for the user to reset.
+                self.before = memory.figures() if own_calls.is_inside() else memory.begin_figures()
         thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
         with suppress(RuntimeError):  # no more threads: the task can do without this one
             thread.start()
@@ -255,8 +244,8 @@ class _Watch:
         used = {}
         for number, use in enumerate(self.uses):
             if reserved is not None and number < len(reserved) and reserved[number]:
-                use.see(reserved[number] + use.counted_context_bytes)
-                used[use.share.uuid] = reserved[number] + use.counted_context_bytes
+                used[use.share.uuid] = use.beyond(reserved[number])
+                use.see(used[use.share.uuid])
             elif use.share.uuid in self._of_driver:
                 used[use.share.uuid] = self._of_driver[use.share.uuid]
         ranks = rank_figures.current()
@@ -283,28 +272,16 @@ class _Watch:
                 self.free_bytes[gpu.uuid] = gpu.free_bytes
             if gpu.total_bytes is not None:
                 self.total_bytes[gpu.uuid] = gpu.total_bytes
-            ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
-            if gpu.processes is None or None in ours.values():
+            told = use.ask(gpu)
+            if not told:
                 continue
-            used = sum(figure for figure in ours.values() if figure is not None)
-            self._of_driver[gpu.uuid] = used
-            use.see(used)
+            self._of_driver[gpu.uuid] = sum(told.values())
             of_torch = reserved[number] if reserved is not None and number < len(reserved) else 0
-            context = (ours.get(os.getpid()) or 0) - of_torch
             # If PyTorch has taken more between the two looks, the next one tells.
-            if of_torch and context > 0 and _reserved_bytes() == reserved:
-                use.context_bytes = context
+            if of_torch and _reserved_bytes() == reserved:
+                use.split(told, of_torch)
         if reserved is not None:
             self._looks_for_context -= 1
-
-
-def _is_of_worker(pid: int) -> bool:
-    """Tell whether this is a process of this worker: that leads a group, and its children are in it."""
-    if pid == os.getpid():
-        return True
-    with suppress(OSError):  # it is gone, or another account's
-        return os.getpid() == os.getpgrp() == os.getpgid(pid)
-    return False
 
 
 def _reserved_bytes() -> list[int] | None:
@@ -339,19 +316,8 @@ def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | N
             gpus.append(of_rank)
             continue
         own = figures[number] if figures is not None and number < len(figures) else None
-        if own is not None and own.peak_reserved_bytes:
-            use.see(own.peak_reserved_bytes + use.counted_context_bytes)
-        gpus.append(
-            {
-                "uuid": use.share.uuid,
-                "peak_bytes": use.peak_bytes,
-                "reserved_peak_bytes": None if own is None else own.peak_reserved_bytes,
-                "context_bytes": use.context_bytes,
-                "lease_bytes": use.share.memory_bytes,
-                "cap_bytes": use.share.cap_bytes,
-                "cap_in_force_bytes": in_force[number] if number < len(in_force) else None,
-            }
-        )
+        before = watch.before[number] if watch.before is not None and number < len(watch.before) else None
+        gpus.append(use.as_event(own, before, in_force[number] if number < len(in_force) else None))
     is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
     events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
     if ranks is not None:  # they have told the rest themselves
@@ -377,10 +343,11 @@ def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> No
     use = watch.uses[number if number < len(watch.uses) else 0]
     share = use.share
     asked = out_of_memory.requested_bytes(cause)
-    allocated: int | None = None
+    allocated = allocated_peak = None
     if figures is not None and number < len(figures):
         own = figures[number]
-        reserved, allocated, limit = own.reserved_bytes, own.allocated_bytes, share.cap_bytes
+        reserved, limit = own.reserved_bytes, share.cap_bytes
+        allocated, allocated_peak = own.allocated_bytes, own.peak_allocated_bytes
         free, total = own.free_bytes, own.total_bytes
     else:  # another framework: what the driver says, with the context
         reserved, limit = use.peak_bytes, share.memory_bytes
@@ -391,8 +358,10 @@ def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> No
         asked_bytes=asked,
         reserved_bytes=reserved,
         allocated_bytes=allocated,
+        allocated_peak_bytes=allocated_peak,
         cap_bytes=limit,
         free_bytes=free,
         total_bytes=total,
+        outside_bytes=None if figures is None else use.outside_bytes,
         uuid=share.uuid,
     )

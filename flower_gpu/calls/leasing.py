@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flower_gpu import trace
+from flower_gpu.calls import gpu_use
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseTimeoutError, RoundOverError
 from flower_gpu.gpu import cap, cuda_version, inventory, policy
 from flower_gpu.gpu.admission import Option
@@ -179,33 +180,36 @@ class Leasing:
         is_done : bool
             Whether the task has come to its end. One that failed before would have needed more.
         """
-        models = {share.uuid: share.name for share in lease.shares}
+        shares = {share.uuid: share for share in lease.shares}
         for told in figures.get("gpus", ()):
-            model = models.get(told.get("uuid"))
-            if model is None:
+            share = shares.get(told.get("uuid"))
+            if share is None:
                 continue
             with _only_warned():
                 if told.get("context_bytes"):
-                    self.footprints.learn_context(model, told["context_bytes"])
-                peak = told.get("peak_bytes")
+                    self.footprints.learn_context(share.name, told["context_bytes"])
                 # What each of several GPUs was needed for tells nothing of a call on one.
-                if (
-                    len(lease.shares) > 1
-                    or peak is None
-                    or not (is_done or peak > (self.footprints.get(self.purpose.key(model)) or peak))
-                ):
+                if len(shares) > 1:
+                    continue
+                if told.get("peak_bytes") is None:
+                    if told.get("told_by_driver") is False and self._names_no_size():
+                        say_once(_untold(share, self.purpose.task))
                     continue
                 # A context is the least: a call that took nothing yet may take something next time.
-                least = self.footprints.context(model)
-                self.footprints.learn(self.purpose.key(model), max(peak, least))
+                measured = gpu_use.measured(told, share, self.footprints.context(share.name))
+                self.footprints.learn_call(self.purpose.key(share.name), measured, is_done=is_done)
 
     def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
         """Keep from an ``out_of_memory`` event what the task would have needed to go on."""
         share = next((share for share in lease.shares if share.uuid == told.get("uuid")), None)
         if share is not None and told.get("kind") == "over_cap":
             with _only_warned():
-                needed = min(least_bytes(told, share), share.total_bytes)
-                self.footprints.learn(self.purpose.key(share.name), needed)
+                needed = min(gpu_use.least_bytes(told, share), share.total_bytes)
+                key = self.purpose.key(share.name)
+                self.footprints.learn_need(key, needed, gpu_use.in_allocator(told))
+
+    def _names_no_size(self) -> bool:
+        return self.settings.request.share is None and self.settings.request.memory_bytes is None
 
     def may_have(self, lease: Lease) -> bool:
         """Tell whether this call may run under a lease that another call with the same settings asked for.
@@ -293,14 +297,21 @@ class Leasing:
             if gpu is None or not gpu.total_bytes:
                 # JAX and PyTorch before CUDA starts are held to a part of the whole: another whole is no cap.
                 raise self._no_cap(part.uuid, found, gpu)
-            context = self.footprints.context(gpu.name)
             self._check_context(gpu.index, gpu.name, part.memory_bytes)
-            cap_bytes = part.memory_bytes - context
+            cap_bytes = part.memory_bytes - self._outside(gpu.name, part.memory_bytes)
             shares.append(
                 Share(part.uuid, gpu.index, gpu.name, gpu.total_bytes, part.memory_bytes, cap_bytes)
             )
         alone = any(part.alone for part in ticket.entry.parts)
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))
+
+    def _outside(self, name: str, memory_bytes: int) -> int:
+        """Return what of a lease is not for the allocator: the context, and what other libraries took."""
+        context = self.footprints.context(name)
+        if not self._names_no_size():
+            return context
+        outside = self.footprints.outside(self.purpose.key(name))
+        return max(context, outside) if outside < memory_bytes else context
 
     def _no_cap(self, uuid: str, found: Inventory, gpu: GPU | None) -> GPUUnavailableError:
         reason = found.problem or (gpu.problem if gpu is not None else "it is not there any more")
@@ -312,10 +323,13 @@ class Leasing:
         )
 
 
-def least_bytes(told: Mapping[str, Any], share: Share) -> int:
-    """Return how much of a GPU a call that ran out of memory would have needed to go on, context included."""
-    without_context = share.memory_bytes - (told.get("cap_bytes") or share.memory_bytes)
-    return (told.get("reserved_bytes") or 0) + (told.get("asked_bytes") or 0) + without_context
+def _untold(share: Share, task: str) -> str:
+    return (
+        "the NVIDIA driver does not tell how much memory a process uses on GPU "
+        f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
+        f"What {task} needs cannot be measured there without PyTorch, so each of its calls has a GPU to "
+        "itself. Say how much is enough: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
+    )
 
 
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flower_gpu.calls.leasing import Attempt, least_bytes
+from flower_gpu.calls.gpu_use import least_bytes
+from flower_gpu.calls.leasing import Attempt
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.lease import Lease, Share
 from flower_gpu.gpu.request import format_bytes

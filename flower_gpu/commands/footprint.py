@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from flower_gpu.commands.verbosity import is_quiet
-from flower_gpu.gpu.footprint import Footprints, Peaks
+from flower_gpu.gpu.footprint import Contexts, Footprints, Peaks, Sizes
 from flower_gpu.gpu.footprint_key import Key
 from flower_gpu.gpu.request import format_bytes
 from flower_gpu.printable import path_text
@@ -69,7 +69,7 @@ def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
     return 0
 
 
-def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict[str, Any]:
+def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> dict[str, Any]:
     """Return what `--json` prints: sizes in bytes, times as Unix time."""
     return {
         "footprints": [
@@ -89,16 +89,16 @@ def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> dict
         "contexts": [
             {
                 "gpu": gpu,
-                "context_bytes": peaks.peak_bytes,
-                "measured": peaks.measured,
-                "updated_s": peaks.updated_s,
+                "context_bytes": sizes.context_bytes,
+                "measured": sizes.measured,
+                "updated_s": sizes.updated_s,
             }
-            for gpu, peaks in contexts.items()
+            for gpu, sizes in contexts.items()
         ],
     }
 
 
-def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> str:
+def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> str:
     """Return both as tables."""
     tables = []
     if entries:
@@ -118,13 +118,13 @@ def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Peaks]) -> str
         tables.append(_table(rows))
     if contexts:
         rows_of_contexts = [("CUDA CONTEXT ON", "SIZE", "MEASURED", "LAST")]
-        for gpu, peaks in contexts.items():
-            rows_of_contexts.append((gpu, format_bytes(peaks.peak_bytes), *_measured(peaks)))
+        for gpu, sizes in contexts.items():
+            rows_of_contexts.append((gpu, format_bytes(sizes.context_bytes), *_measured(sizes)))
         tables.append(_table(rows_of_contexts))
     return "\n\n".join(tables)
 
 
-def _measured(peaks: Peaks) -> tuple[str, str]:
+def _measured(peaks: Sizes) -> tuple[str, str]:
     when = datetime.fromtimestamp(peaks.updated_s).astimezone()
     return ("once" if peaks.measured == 1 else f"{peaks.measured} times", when.strftime("%Y-%m-%d %H:%M"))
 

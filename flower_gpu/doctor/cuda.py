@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_gpu.doctor.findings import Found
+from flower_gpu.doctor.gpus import NOT_MEASURED, SET_INSTEAD
 from flower_gpu.errors import ConfigError, GPUError, LeaseTimeoutError
 from flower_gpu.gpu import cap, inventory
 from flower_gpu.gpu.admission import Option
@@ -35,11 +36,15 @@ _LEASE_WAIT_S = 3.0
 _TRIAL_S = 60.0
 
 _TRIAL = """
-import json, torch
+import json, os, torch
+from flower_gpu.gpu import inventory
 try:
     numbers = torch.ones(256, 256, device="cuda")
     total = (numbers @ numbers).sum().item()
     told = {"device": torch.cuda.get_device_name(0)} if total == 256**3 else {"error": f"1 + 1 is {total}"}
+    gpu = inventory.take().find(os.environ["CUDA_VISIBLE_DEVICES"])
+    here = [one for one in gpu.processes or () if one.pid == os.getpid()] if gpu else ()
+    told["is_measured"] = any(one.used_bytes for one in here)
 except Exception as error:
     told = {"error": f"{type(error).__name__}: {error}"}
 print("told " + json.dumps(told))
@@ -149,12 +154,12 @@ def _works_on_one_of(candidates: list[GPU]) -> Iterator[Found]:
         yield "note", f"not tried: {error}"
         return
     try:
-        yield _tried(ticket, {gpu.uuid: gpu for gpu in candidates}, footprints)
+        yield from _tried(ticket, {gpu.uuid: gpu for gpu in candidates}, footprints)
     finally:
         ledger.release(ticket)
 
 
-def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Found:
+def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iterator[Found]:
     part = ticket.entry.parts[0]
     gpu = gpus[part.uuid]
     total = gpu.total_bytes or part.memory_bytes
@@ -168,7 +173,8 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Foun
         )
     except subprocess.TimeoutExpired:
         text = f"CUDA on GPU {gpu.index} does not answer within {_TRIAL_S:g} s"
-        return "problem", text, "see the kernel's log (dmesg) for lines with NVRM or Xid"
+        yield "problem", text, "see the kernel's log (dmesg) for lines with NVRM or Xid"
+        return
     told = {"error": _last_line(done.stderr) or f"exit status {done.returncode}"}
     for line in done.stdout.splitlines():
         if line.startswith("told "):
@@ -176,8 +182,12 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Foun
                 told = json.loads(line.removeprefix("told "))
     if "error" in told:
         error = str(told["error"]).strip().partition("\n")[0]
-        return "problem", f"CUDA does not work on GPU {gpu.index}: {error}", "see `nvidia-smi`, and dmesg"
-    return "ok", f"a worker computed on GPU {gpu.index} ({told['device']})"
+        yield "problem", f"CUDA does not work on GPU {gpu.index}: {error}", "see `nvidia-smi`, and dmesg"
+        return
+    yield "ok", f"a worker computed on GPU {gpu.index} ({told['device']})"
+    if not told.get("is_measured"):
+        text = f"the driver does not tell how much memory that worker used. {NOT_MEASURED}"
+        yield "note", text, SET_INSTEAD
 
 
 def _last_line(text: str) -> str:

@@ -10,6 +10,7 @@ from flower_gpu.doctor.findings import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import admission, inventory, policy
 from flower_gpu.gpu.admission import Option
+from flower_gpu.gpu.footprint_rule import LEAST_CONTEXT_BYTES
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.ledger_folder import LedgerFolder
@@ -19,6 +20,15 @@ from flower_gpu.gpu.settings import GPUSettings
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1", "NoDevFiles")  # how people and batch systems write that there is to be none
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
+#: What follows where the driver does not tell how much memory a process uses, and what to do.
+NOT_MEASURED = (
+    "The size of CUDA contexts, and what calls without PyTorch need, cannot be measured where that is so for "
+    "processes of this account"
+)
+SET_INSTEAD = (
+    "for JAX, TensorFlow and CuPy set FLOWER_GPU_NUM_GPUS or FLOWER_GPU_MEMORY, or num_gpus or gpu_memory in "
+    "the code: without it each call has a GPU to itself"
+)
 _CPU_IS_FINE = "nothing, if calls are to run on the CPU; else see `flower-gpu gpus`"
 
 
@@ -44,6 +54,7 @@ def gpus(found: Inventory) -> Iterator[Found]:
         if gpu.is_usable:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
             yield "ok", f"{name}: {free} of {total} free"
+            yield from _untold(gpu, name)
         elif gpu.uuid and gpu.uuid in parents:
             yield "ok", f"{name}: {gpu.problem}"
         else:
@@ -52,6 +63,21 @@ def gpus(found: Inventory) -> Iterator[Found]:
     if asleep:
         text = f"persistence mode of {_names(asleep)} is off: with nobody on it, a GPU takes seconds to start"
         yield "note", text, "as root `nvidia-smi -pm 1`, or the service nvidia-persistenced"
+
+
+def _untold(gpu: GPU, name: str) -> Iterator[Found]:
+    """Tell what cannot be measured because the driver does not say who uses how much."""
+    unlisted = inventory.unlisted_bytes(gpu) or 0
+    if gpu.processes is None:
+        text = f"{name}: the driver does not tell who uses it"
+    elif any(process.used_bytes is None for process in gpu.processes):
+        text = f"{name}: the driver does not tell how much each process uses"
+    elif gpu.reserved_bytes is not None and unlisted >= LEAST_CONTEXT_BYTES:
+        used = format_bytes(unlisted)
+        text = f"{name}: {used} are used by nobody whom the driver lists here, as in containers"
+    else:
+        return
+    yield "note", f"{text}. {NOT_MEASURED}", SET_INSTEAD
 
 
 def visible(found: Inventory) -> Iterator[Found]:

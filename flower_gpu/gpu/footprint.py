@@ -15,14 +15,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from flower_gpu import config
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import descriptors
+from flower_gpu.gpu import descriptors, footprint_rule
 from flower_gpu.gpu.footprint_key import Key
+from flower_gpu.gpu.footprint_rule import LEAST_SPARE, MOST_SPARE, Measured, is_context
 
 FILE_NAME: Final = "footprints.json"
 VERSION: Final = 1
@@ -30,14 +31,8 @@ VERSION: Final = 1
 #: A footprint is the highest of so many last measurements: growth is known at once, a task that shrank after
 #: so many calls.
 REMEMBERED: Final = 32
-#: What is asked for beyond a footprint: a tenth of it, and at least 64 MiB. Calls of the same task differ a
-#: little, and the allocator takes memory in blocks of 2 to 20 MiB
-#: (PyTorch's CUDACachingAllocator: kSmallBuffer, kLargeBuffer).
-MARGIN: Final = 0.10
-LEAST_MARGIN_BYTES: Final = 64 << 20
 #: Size of a CUDA context where none was measured: more than the 0.3 to 0.5 GiB seen with current drivers.
 DEFAULT_CONTEXT_BYTES: Final = 512 << 20
-
 _MOST_ENTRIES = 500  # the oldest are forgotten
 _LOCK_WAIT_S = 10.0  # it is held for a few ms; one that was stopped may hold it for ever
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
@@ -47,7 +42,7 @@ _MOST_BYTES, _LATEST_S = 1 << 60, 1e11
 
 
 @dataclass(frozen=True)
-class Peaks:
+class Sizes:
     """What was measured of one thing.
 
     Parameters
@@ -64,14 +59,57 @@ class Peaks:
     measured: int
     updated_s: float
 
+    def and_now(self, number_bytes: int, **fields: Any) -> Self:
+        """Return it with one more measurement, and other fields changed."""
+        recent = (*self.recent_bytes, number_bytes)[-REMEMBERED:]
+        return replace(self, recent_bytes=recent, measured=self.measured + 1, updated_s=time.time(), **fields)
+
+
+@dataclass(frozen=True)
+class Peaks(Sizes):
+    """The footprints of the calls of one task.
+
+    Parameters
+    ----------
+    spare : float
+        What an allocator needs for a byte of tensors, see :func:`footprint_rule.spare_after`.
+    outside_bytes : int
+        What the last call had outside of its allocator: the context, and what other libraries took.
+    """
+
+    spare: float = LEAST_SPARE
+    outside_bytes: int = 0
+
     @property
     def peak_bytes(self) -> int:
         """The highest of the recent ones."""
         return max(self.recent_bytes)
 
-    def and_now(self, number_bytes: int) -> Peaks:
-        """Return it with one more measurement."""
-        return Peaks((*self.recent_bytes, number_bytes)[-REMEMBERED:], self.measured + 1, time.time())
+    def after(self, call: Measured) -> Peaks:
+        """Return it with one more call."""
+        return self.and_now(
+            footprint_rule.footprint_bytes(call, self.spare),
+            spare=footprint_rule.spare_after(call, self.spare),
+            outside_bytes=call.outside_bytes,
+        )
+
+    def after_out_of_memory(self, needed_bytes: int, in_allocator: tuple[int, int] | None) -> Peaks:
+        """Return it with one more call, which needed so much; see :meth:`Footprints.learn_need`."""
+        spare = self.spare
+        if in_allocator is not None:
+            spare = footprint_rule.spare_after_out_of_memory(spare, *in_allocator)
+        return self.and_now(needed_bytes, spare=spare)
+
+
+@dataclass(frozen=True)
+class Contexts(Sizes):
+    """The sizes of CUDA contexts on one model of GPU."""
+
+    @property
+    def context_bytes(self) -> int:
+        """The smallest of the recent ones that can be a context: others had something else counted in."""
+        plausible = [one for one in self.recent_bytes if is_context(one)]
+        return min(plausible, default=DEFAULT_CONTEXT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -79,7 +117,7 @@ class _Known:
     """All that is in the file."""
 
     peaks: Mapping[Key, Peaks] = field(default_factory=dict)
-    contexts: Mapping[str, Peaks] = field(default_factory=dict)
+    contexts: Mapping[str, Contexts] = field(default_factory=dict)
 
 
 class Footprints:
@@ -102,7 +140,7 @@ class Footprints:
         self._read: tuple[object, _Known] = (None, _Known())
 
     def get(self, key: Key) -> int | None:
-        """Return the highest recent peak in bytes, context included; None where there is none yet."""
+        """Return the highest recent footprint in bytes, context included; None where there is none yet."""
         found = self._load().peaks.get(key)
         return found.peak_bytes if found else None
 
@@ -114,42 +152,86 @@ class Footprints:
         ConfigError
             If it is no number of bytes from 1 on, or the folder is not this user's alone.
         """
-        _check_bytes(peak_bytes)
+        self._learn(key, lambda known: known.and_now(peak_bytes), peak_bytes)
 
-        def change(known: _Known) -> _Known:
-            peaks = dict(known.peaks)
-            peaks[key] = peaks.get(key, _NEW).and_now(peak_bytes)
+    def learn_call(self, key: Key, call: Measured, *, is_done: bool = True) -> None:
+        """Keep the footprint of a call; errors as for :meth:`learn`.
+
+        Parameters
+        ----------
+        key : Key
+            What it is of.
+        call : Measured
+            What it took.
+        is_done : bool
+            Whether the task has come to its end. One that failed before is kept only if it took more than
+            is known.
+        """
+        known = self._load().peaks.get(key, _NEW)
+        number = footprint_rule.footprint_bytes(call, known.spare)
+        if not is_done and number <= max(known.recent_bytes, default=number):
+            return
+
+        self._learn(key, lambda known: known.after(call), number)
+
+    def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
+        """Keep what a call would have needed that ran out of memory; errors as for :meth:`learn`.
+
+        Parameters
+        ----------
+        key : Key
+            What it is of.
+        needed_bytes : int
+            What it would have needed to go on, context included.
+        in_allocator : tuple of int, or None
+            What of that the allocator would have had, and tensors in it; None where no allocator tells.
+        """
+        self._learn(key, lambda known: known.after_out_of_memory(needed_bytes, in_allocator), needed_bytes)
+
+    def _learn(self, key: Key, change: Callable[[Peaks], Peaks], number_bytes: int) -> None:
+        _check_bytes(number_bytes)
+
+        def change_all(known: _Known) -> _Known:
+            peaks = {**known.peaks, key: change(known.peaks.get(key, _NEW))}
             kept = sorted(peaks, key=lambda one: peaks[one].updated_s)[-_MOST_ENTRIES:]
             return _Known({one: peaks[one] for one in kept}, known.contexts)
 
-        self._change(change)
+        self._change(change_all)
+
+    def outside(self, key: Key) -> int:
+        """Return what the last call of a task had outside of its allocator, in bytes; 0 where not known."""
+        return self._load().peaks.get(key, _NEW).outside_bytes
 
     def context(self, gpu: str) -> int:
         """Return how large a CUDA context is on this model of GPU, in bytes."""
-        found = self._load().contexts.get(gpu)
-        return found.peak_bytes if found else DEFAULT_CONTEXT_BYTES
+        return self._load().contexts.get(gpu, _NO_CONTEXT).context_bytes
 
     def learn_context(self, gpu: str, context_bytes: int) -> None:
-        """Keep how large a CUDA context was on this model of GPU; errors as for :meth:`learn`."""
+        """Keep how large a CUDA context was on this model of GPU; errors as for :meth:`learn`.
+
+        What cannot be the size of a context is not kept, see :data:`footprint_rule.MOST_CONTEXT_BYTES`.
+        """
         _check_bytes(context_bytes)
+        if not is_context(context_bytes):
+            return
 
         def change(known: _Known) -> _Known:
-            measured = known.contexts.get(gpu, _NEW).and_now(context_bytes)
+            measured = known.contexts.get(gpu, _NO_CONTEXT).and_now(context_bytes)
             return _Known(known.peaks, {**known.contexts, gpu: measured})
 
         self._change(change)
 
     @staticmethod
     def needed_bytes(peak_bytes: int) -> int:
-        """Return what to ask for where the peak was ``peak_bytes``: with a margin."""
-        return peak_bytes + max(int(peak_bytes * MARGIN), LEAST_MARGIN_BYTES)
+        """Return what to ask for where the footprint is ``peak_bytes``: with a margin."""
+        return footprint_rule.needed_bytes(peak_bytes)
 
     def entries(self) -> dict[Key, Peaks]:
         """Return all footprints, those measured last at the end."""
         known = self._load().peaks
         return dict(sorted(known.items(), key=lambda item: item[1].updated_s))
 
-    def contexts(self) -> dict[str, Peaks]:
+    def contexts(self) -> dict[str, Contexts]:
         """Return what contexts were measured, by model of GPU."""
         return dict(sorted(self._load().contexts.items()))
 
@@ -234,6 +316,7 @@ class Footprints:
 
 
 _NEW = Peaks((), 0, 0.0)
+_NO_CONTEXT = Contexts((), 0, 0.0)
 
 
 def _check_bytes(number: object) -> None:
@@ -292,7 +375,7 @@ def _parse(data: bytes) -> _Known:
             raise ValueError(f"version {content['v']!r} instead of {VERSION}")
         return _Known(
             {_parse_key(one): _parse_peaks(one) for one in content["peaks"]},
-            {_a(str, one["gpu"]): _parse_peaks(one) for one in content["contexts"]},
+            {_a(str, one["gpu"]): Contexts(*_parse_sizes(one)) for one in content["contexts"]},
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a file of footprints, {type(error).__name__}: {error}") from None
@@ -304,11 +387,19 @@ def _parse_key(one: dict[str, Any]) -> Key:
 
 
 def _parse_peaks(one: dict[str, Any]) -> Peaks:
+    # Entries of earlier versions have neither: what they hold are peaks of reserved memory, which is enough.
+    spare, outside_bytes = float(one.get("spare", LEAST_SPARE)), _a(int, one.get("outside_bytes", 0))
+    if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= outside_bytes <= _MOST_BYTES):
+        raise ValueError("a share or a size that cannot be")
+    return Peaks(*_parse_sizes(one), spare, outside_bytes)
+
+
+def _parse_sizes(one: dict[str, Any]) -> tuple[tuple[int, ...], int, float]:
     recent = tuple(_a(int, number) for number in one["recent_bytes"])
     updated_s = float(one["updated_s"])
     if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= updated_s <= _LATEST_S):
         raise ValueError("a size or a time that cannot be")
-    return Peaks(recent[-REMEMBERED:], _a(int, one["measured"]), updated_s)
+    return recent[-REMEMBERED:], _a(int, one["measured"]), updated_s
 
 
 def _a(kind: Any, value: Any) -> Any:

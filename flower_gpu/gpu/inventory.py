@@ -171,6 +171,33 @@ def close() -> None:
     _host().close()
 
 
+def unlisted_bytes(gpu: GPU) -> int | None:
+    """Return how much of a GPU is used by nobody whom the driver lists, and who is here, in bytes.
+
+    In some containers it lists none of their processes, or all by the numbers of the host. Also what drivers
+    before 510 keep for themselves is used by nobody.
+
+    Returns
+    -------
+    int or None
+        None where it is not told how much is used.
+    """
+    if gpu.used_bytes is None:
+        return None
+    listed = sum(process.used_bytes or 0 for process in gpu.processes or () if _is_here(process.pid))
+    return max(0, gpu.used_bytes - listed)
+
+
+def _is_here(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another account's
+        return True
+    return True
+
+
 @dataclass(frozen=True)
 class _Card:
     """What of a card stays the same while NVML is held."""

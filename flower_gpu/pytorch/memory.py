@@ -25,6 +25,7 @@ __all__ = [
     "Cap",
     "Figures",
     "Hold",
+    "begin_figures",
     "classify",
     "device_index",
     "figures",
@@ -222,6 +223,14 @@ def figures() -> tuple[Figures, ...] | None:
     if not _started():
         return None
     return tuple(_figures(index) for index in range(torch.cuda.device_count()))
+
+
+def begin_figures() -> tuple[Figures, ...] | None:
+    """Return the figures, and let the highest ones be those from now on: of one call of several in a row."""
+    found = figures()
+    for index in range(len(found or ())):
+        torch.cuda.reset_peak_memory_stats(index)
+    return found
 
 
 def _started() -> bool:

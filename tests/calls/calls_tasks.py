@@ -114,6 +114,33 @@ def _take(size: float, text: str = "torch") -> str:
 _TAKEN: dict[str, int] = {}
 
 
+def _train(tensors: float, kept: float, pieces: float = 1.0, beside: float = 0.0) -> float:
+    """Be a training with PyTorch, by the figures of its allocator; return the GiB that it might have.
+
+    Tensors have so many GiB. The allocator keeps ``kept`` times that where it may, and can do with ``pieces``
+    times that. Another library has ``beside`` GiB.
+    """
+    import torch
+
+    from flower_gpu.pytorch import memory
+
+    lease = Lease.from_environment(os.environ)
+    assert lease is not None
+    (share,) = lease.shares
+    least, cap = int(tensors * pieces * GIB), share.cap_bytes
+    reserved = min(int(tensors * kept * GIB), cap)
+    nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + int(beside * GIB))
+    free = share.total_bytes - nvml_stub.used(share.uuid)
+    allocated = int(tensors * GIB) if cap >= least else int(cap / pieces)
+    figures = memory.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0, 0)
+    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+    memory.reserved_bytes = lambda: [reserved]  # type: ignore[assignment]
+    memory.figures = lambda: (figures,)  # type: ignore[assignment]
+    if cap < least:
+        raise _out_of_memory("torch class", int(tensors * GIB) - allocated, free, share.total_bytes)
+    return round(cap / GIB, 2)
+
+
 def _out_of_memory(text: str, asked: int, free: int, total: int) -> Exception:
     """Return the error, in the words of those who raise it."""
     size = f"Tried to allocate {asked / GIB:.2f} GiB"
@@ -178,6 +205,7 @@ _STEPS = {
     "tell": _tell,
     "wait": _wait,
     "take": _take,
+    "train": _train,
     "spoil": _spoil,
     "check": _check,
     "fail": _fail,

@@ -195,6 +195,26 @@ def test_a_call_whose_cap_cannot_be_computed_fails(calls_host: CallsHost, option
     )
 
 
+@pytest.mark.parametrize("fields", [{"unlisted": 1}, {"shift": 9_000_000}], ids=["container", "host-pids"])
+def test_what_the_driver_does_not_tell_is_not_learned(calls_host: CallsHost, fields: Any) -> None:
+    """Nothing used was taken for a footprint of a context: the next calls ran out of their leases."""
+    calls_host.stub.set(0, **fields)
+    caller = calls_host.start()
+    for _ in range(2):
+        caller.follow(["take", 3.0], start_method="fork")
+    assert caller("footprints") == []
+    assert calls_host.granted() == [0.0, 0.0]
+    assert calls_host.trace("out_of_memory") == []
+    [line] = caller("lines")
+    assert "does not tell how much memory a process uses on GPU 0 (NVIDIA Stub 16GB)" in line
+    assert "num_gpus or gpu_memory" in line
+    caller.follow(["take", 3.0], start_method="fork", gpu_memory="4GiB")
+    assert caller("lines") == []
+    calls_host.stub.set(0, **dict.fromkeys(fields))
+    caller.follow(["take", 3.0], start_method="fork")
+    assert [peak for *_, peak in caller("footprints")] == [int(3.5 * GIB)]
+
+
 def test_several_gpus_for_one_call(calls_host: CallsHost) -> None:
     other = calls_host.add_gpu()
     found = calls_host.start().follow(num_gpus=2, start_method="fork")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import nvml_stub
 import pytest
@@ -93,6 +94,28 @@ def test_gpus_that_can_be_used_are_ok(shell: Shell, host: Host) -> None:
     assert {level for level, _ in of(found, "gpu")} == {"ok"}
     text = "policy offer: calls use GPU 0, 1, one GPU, as much of it as is needed (auto)"
     assert of(found, "policy") == [("ok", f"{text} where the code names nothing else")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, None),
+        ({"unlisted": 1}, "2.0 GiB are used by nobody whom the driver lists here"),
+        ({"shift": 9_000_000}, "2.0 GiB are used by nobody whom the driver lists here"),
+        ({"hidden": 1}, "the driver does not tell how much each process uses"),
+    ],
+)
+def test_what_the_driver_does_not_tell_of_processes_is_a_note(
+    shell: Shell, host: Host, fields: dict[str, Any], text: str | None
+) -> None:
+    host.set(0, **fields)
+    program = host.program(0, 2 * GIB, pid=os.getpid())
+    found = of(shell.on(host).doctor(), "gpu")
+    program.end()
+    notes = [what for level, what in found if level == "note"]
+    assert len(notes) == (text is not None)
+    if text is not None:
+        assert text in notes[0] and "cannot be measured" in notes[0]
 
 
 def test_a_lost_gpu_is_a_problem_and_the_other_is_not(shell: Shell, host: Host) -> None:
@@ -226,6 +249,32 @@ def test_cuda_is_tried_under_a_lease_that_is_given_back(shell: Shell, host: Host
     failed = one(found, "cuda", f"CUDA does not work on GPU 1: RuntimeError: {host.uuids[1]}")
     assert failed["level"] == "problem"
     assert shell.tickets() == 1
+
+
+@pytest.mark.parametrize("unlisted", [0, 1])
+def test_the_trial_tells_whether_the_driver_lists_a_worker(
+    shell: Shell, host: Host, tmp_path: Path, unlisted: int
+) -> None:
+    for index in range(2):
+        host.set(index, unlisted=unlisted)
+    code = f"""
+import os, sys
+sys.path.append({str(Path(__file__).parents[1])!r})
+import nvml_stub
+class ones:
+    def __init__(self, *shape, device): nvml_stub.allocate(os.environ["CUDA_VISIBLE_DEVICES"], 1 << 30)
+    def __matmul__(self, other): return self
+    def sum(self): return self
+    def item(self): return 256**3
+class cuda:
+    get_device_name = staticmethod(lambda index: "A GPU")
+"""
+    env = {"PYTHONPATH": torch_for(tmp_path, "12.8", code), **driver_for(tmp_path, 12080, host)}
+    first, *rest = of(shell.on(host).doctor(env), "cuda")
+    assert first[0] == "ok" and first[1].startswith("a worker computed on GPU")
+    assert [level for level, _ in rest] == ["note"] * unlisted
+    if unlisted:
+        assert "the driver does not tell how much memory that worker used" in rest[0][1]
 
 
 def test_cuda_is_not_tried_while_all_gpus_are_leased(shell: Shell, host: Host, tmp_path: Path) -> None:

@@ -154,8 +154,9 @@ class Host:
         **fields
             ``name``; ``total``, ``reserved`` and ``used`` (by programs that are not simulated), in bytes;
             ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
-            ``hidden=1`` (processes are listed, their memory is not told); ``persistence`` (mode, 0 or 1);
-            None takes a field away.
+            ``hidden=1`` (processes are listed, their memory is not told); ``unlisted=1`` (none is listed);
+            ``shift`` (added to their numbers, as those of another namespace); ``persistence`` (mode, 0 or
+            1); None takes a field away.
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0

@@ -8,6 +8,7 @@
  *   hang        "<function> <pid or 0>": that function does not return, in that process or all, while this is so
  *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "temp" (degrees Celsius),
  *               "persistence 1" (mode, 0 is off), "error <code>" (of every call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
+ *               "unlisted 1" (no process is listed), "shift <number>" (added to their pids, as of another namespace),
  *               "fail <function> <code>"
  *   gpu-<i>-<j> the same of MIG device j of GPU i
  *   use/<pid>.<start>   what a simulated worker uses, counted while that process is there: lines of
@@ -470,21 +471,23 @@ typedef struct {
     Process *into;
     unsigned room, found;
     int hidden, graphics;
+    unsigned shift;
 } Listing;
 
 static void list(const Use *use, void *context) {
     Listing *listing = context;
     if (use->graphics != listing->graphics) return;
     if (listing->into != NULL && listing->found < listing->room) {
-        Process process = {use->pid, listing->hidden ? NOT_AVAILABLE : use->bytes, ~0U, ~0U};
+        Process process = {use->pid + listing->shift, listing->hidden ? NOT_AVAILABLE : use->bytes, ~0U, ~0U};
         listing->into[listing->found] = process;
     }
     listing->found++;
 }
 
 static int processes(const char *text, int gpu, int mig, unsigned *count, Process *into, int graphics) {
-    Listing listing = {into, *count, 0, (int)number(text, "hidden", 0), graphics};
-    uses(gpu, mig, list, &listing);
+    Listing listing = {into, *count, 0, (int)number(text, "hidden", 0), graphics,
+                       (unsigned)number(text, "shift", 0)};
+    if (!number(text, "unlisted", 0)) uses(gpu, mig, list, &listing);
     int fits = listing.found <= *count;
     *count = listing.found;
     return listing.found == 0 || (into != NULL && fits) ? SUCCESS : INSUFFICIENT_SIZE;

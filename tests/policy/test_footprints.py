@@ -21,6 +21,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import footprint
 from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
 from flower_gpu.gpu.footprint_key import Key, key_of, sizes_of
+from flower_gpu.gpu.footprint_rule import Measured
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -200,6 +201,68 @@ def test_no_size_is_not_learned(path: Path, peak: Any) -> None:
     assert not path.exists()
 
 
+def test_the_smallest_of_several_contexts_counts(path: Path) -> None:
+    footprints = Footprints(path)
+    for size, known in ((900, 900), (400, 400), (500, 400), (390, 390)):
+        footprints.learn_context("gpu", size * MIB)
+        assert footprints.context("gpu") == known * MIB
+    for _ in range(REMEMBERED):  # another driver
+        footprints.learn_context("gpu", 600 * MIB)
+    assert footprints.context("gpu") == 600 * MIB
+
+
+@pytest.mark.parametrize("size", [1, 10 * MIB, 3 * GIB, 10 * GIB + 400 * MIB])
+def test_what_cannot_be_a_context_is_not_kept(path: Path, size: int) -> None:
+    footprints = Footprints(path)
+    footprints.learn_context("gpu", size)
+    assert footprints.context("gpu") == DEFAULT_CONTEXT_BYTES and not path.exists()
+
+
+def test_a_wrong_context_in_an_older_file_heals(path: Path) -> None:
+    path.write_bytes(with_context(recent_bytes=[10 * GIB + 400 * MIB]))
+    footprints = Footprints(path)
+    assert footprints.context("a") == DEFAULT_CONTEXT_BYTES
+    footprints.learn_context("a", 410 * MIB)
+    assert footprints.context("a") == 410 * MIB
+
+
+def test_entries_of_an_older_file_stay_valid_and_are_replaced_call_by_call(path: Path) -> None:
+    fields = {**vars(KEY), "recent_bytes": [9 * GIB, 10 * GIB], "measured": 2, "updated_s": 1.0}
+    path.write_bytes(json.dumps({"v": 1, "peaks": [fields], "contexts": []}).encode())
+    footprints = Footprints(path)
+    assert footprints.get(KEY) == 10 * GIB and footprints.outside(KEY) == 0
+    call = Measured(9 * GIB, GIB, 8 * GIB, 2 * GIB, 10 * GIB)
+    for _ in range(REMEMBERED - 1):
+        footprints.learn_call(KEY, call)
+        assert footprints.get(KEY) == 10 * GIB
+    footprints.learn_call(KEY, call)
+    assert abs(Footprints.needed_bytes(footprints.get(KEY) or 0) - (GIB + 0.85 * 8 * GIB)) <= 1
+    assert Footprints(path).entries()[KEY] == footprints.entries()[KEY]
+    assert footprints.outside(KEY) == GIB
+
+
+def test_a_call_that_failed_teaches_only_more(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn_call(KEY, Measured(5 * GIB), is_done=False)
+    assert footprints.get(KEY) is None
+    for peak, is_done, known in ((2, True, 2), (1, False, 2), (3, False, 3)):
+        footprints.learn_call(KEY, Measured(peak * GIB), is_done=is_done)
+        assert footprints.get(KEY) == known * GIB
+    assert footprints.entries()[KEY].measured == 2
+
+
+def test_what_a_call_that_ran_out_would_have_needed_is_kept_for_good(path: Path) -> None:
+    """Not only for as long as it is one of the last: then the task would run out again."""
+    footprints = Footprints(path)
+    footprints.learn_need(KEY, 5 * GIB, (4 * GIB, 2 * GIB))
+    assert footprints.get(KEY) == 5 * GIB
+    for _ in range(REMEMBERED):
+        footprints.learn_call(KEY, Measured(6 * GIB, GIB, 5 * GIB, 2 * GIB, 10 * GIB))
+    assert footprints.get(KEY) >= 5 * GIB
+    footprints.learn_need(OTHER, 5 * GIB, None)
+    assert footprints.get(OTHER) == 5 * GIB
+
+
 def test_margin() -> None:
     assert Footprints.needed_bytes(100 * MIB) == 164 * MIB
     assert Footprints.needed_bytes(640 * MIB) == 704 * MIB
@@ -247,6 +310,12 @@ def with_context(**fields: Any) -> bytes:
     return json.dumps({"v": 1, "peaks": [], "contexts": [context]}).encode()
 
 
+def with_peaks(**fields: Any) -> bytes:
+    """A file of one footprint whose fields are not what they should be."""
+    peaks = {**vars(KEY), "recent_bytes": [1], "measured": 1, "updated_s": 1.0, **fields}
+    return json.dumps({"v": 1, "peaks": [peaks], "contexts": []}).encode()
+
+
 BROKEN = {
     "empty": b"",
     "torn": b'{"v": 1, "peaks": [{"task": "task:tra',
@@ -262,6 +331,9 @@ BROKEN = {
     "too large": with_context(recent_bytes=[10**30]),
     "no time": with_context(updated_s=float("nan")),
     "far time": with_context(updated_s=1e300),
+    "no share": with_peaks(spare=0.5),
+    "no share at all": with_peaks(spare="nan"),
+    "nothing outside": with_peaks(outside_bytes=-1),
     "no name": with_context(gpu=None),
     "no count": with_context(measured="often"),
     "list as a size": b'{"v": 1, "peaks": [{"task": "t", "weights": "w", "gpu": "g", "sizes": [["a", []]], '
@@ -270,8 +342,10 @@ BROKEN = {
 
 
 def test_file_of_the_tests_is_a_good_one_otherwise(path: Path) -> None:
-    path.write_bytes(with_context())
-    assert Footprints(path).context("a") == 1
+    path.write_bytes(with_context(recent_bytes=[400 * MIB]))
+    assert Footprints(path).context("a") == 400 * MIB
+    path.write_bytes(with_peaks())
+    assert Footprints(path).get(KEY) == 1
 
 
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
@@ -347,7 +421,7 @@ sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
 for count in range(number):
     footprints.learn(Key(name, "no weights", "gpu"), 1000 + count)
     footprints.learn(Key("shared", "no weights", "gpu"), 1000 + count)
-    footprints.learn_context("gpu", 1000 + count)
+    footprints.learn_context("gpu", (500 << 20) + count)
 """
 
 

@@ -109,7 +109,12 @@ def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], 
             "uuid": "GPU-7f3a",
             "peak_bytes": None,  # nobody can tell here
             "reserved_peak_bytes": None,
+            "allocated_peak_bytes": None,
+            "reserved_before_bytes": 0,
+            "alloc_retries": None,
             "context_bytes": None,
+            "outside_bytes": None,
+            "told_by_driver": None,
             "lease_bytes": 4 * GIB + GIB // 2,
             "cap_bytes": 4 * GIB,
             "cap_in_force_bytes": in_force,
@@ -200,7 +205,8 @@ def on_stub(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., Any
     ticket = tmp_path / "ticket"
     ticket.touch()
 
-    def run(*arguments: Any) -> tuple[Result, dict[str, Any]]:
+    def run(*arguments: Any, **fields: Any) -> tuple[Result, dict[str, Any]]:
+        host.set(0, **fields)
         held = lease(host.uuids[0], str(ticket))
         env = cap.worker_environment(held, os.environ)
         given = [[str(FOLDER), str(FOLDER.parent)], env, [host.uuids[0], *arguments]]
@@ -224,6 +230,32 @@ def test_the_peak_of_a_short_task_is_seen_at_its_end(on_stub: Callable[..., Any]
     result, _ = on_stub(0, 3 * GIB)
     assert result.told("gpu_memory")["gpus"][0]["peak_bytes"] == 3 * GIB
     assert [event["event"] for event in result.events] == ["gpu_memory"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unlisted": 1},
+        {"shift": 9_000_000},
+        {"hidden": 1},
+        {"fail nvmlDeviceGetComputeRunningProcesses_v3": 4},
+    ],
+    ids=["container", "pids-of-the-host", "figures-hidden", "refused"],
+)
+def test_what_the_driver_does_not_tell_is_unknown_and_not_nothing(
+    on_stub: Callable[..., Any], fields: dict[str, Any]
+) -> None:
+    result, at_the_end = on_stub(0, 3 * GIB, **fields)
+    (told,) = result.told("gpu_memory")["gpus"]
+    assert (told["peak_bytes"], told["told_by_driver"]) == (None, False)
+    assert at_the_end == {}  # for others it has not told anything yet
+
+
+def test_a_worker_that_uses_nothing_is_known_to(on_stub: Callable[..., Any]) -> None:
+    result, at_the_end = on_stub(0, 0)
+    (told,) = result.told("gpu_memory")["gpus"]
+    assert (told["peak_bytes"], told["told_by_driver"]) == (0, True)
+    assert list(at_the_end["used"].values()) == [0]
 
 
 def test_out_of_memory_of_another_framework_is_told_by_the_drivers_numbers(

@@ -1,0 +1,150 @@
+"""What a worker uses of a GPU, as PyTorch's allocator and the driver tell, and what its caller learns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flower_gpu.gpu.footprint_rule import LEAST_CONTEXT_BYTES, Measured
+from flower_gpu.gpu.lease import Share
+
+if TYPE_CHECKING:
+    from flower_gpu.gpu.inventory import GPU
+    from flower_gpu.pytorch.memory import Figures
+
+
+@dataclass
+class Use:
+    """What this worker uses of one GPU, as far as was seen.
+
+    Parameters
+    ----------
+    share : Share
+        What it may use.
+    peak_bytes : int or None
+        The most that was seen; None: nobody has told anything.
+    context_bytes : int or None
+        What the driver counts for this process beyond PyTorch's allocator, when it was asked last.
+    outside_bytes : int or None
+        The most that was seen so, of all processes of this worker.
+    is_told : bool or None
+        Whether the driver tells what this worker uses; None: it was not asked.
+    """
+
+    share: Share
+    peak_bytes: int | None = None
+    context_bytes: int | None = None
+    outside_bytes: int | None = None
+    is_told: bool | None = None
+
+    def see(self, used_bytes: int) -> None:
+        """Note what is used now."""
+        self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
+
+    def beyond(self, reserved_bytes: int) -> int:
+        """Return what is used where PyTorch's allocator has so much: with what is outside of it."""
+        if self.outside_bytes is not None:
+            return reserved_bytes + self.outside_bytes
+        return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)  # as the lease has it
+
+    def ask(self, gpu: GPU) -> dict[int, int]:
+        """Note what the driver tells; return by process what this worker uses, empty where it does not tell.
+
+        A process that is not listed uses nothing, unless somebody uses memory who is not listed.
+        """
+        ours = {one.pid: one.used_bytes for one in gpu.processes or () if _is_of_worker(one.pid)}
+        told = {pid: used for pid, used in ours.items() if used is not None}
+        self.is_told = gpu.processes is not None and len(told) == len(ours)
+        if self.is_told and os.getpid() not in ours:
+            from flower_gpu.gpu import inventory
+
+            self.is_told = (inventory.unlisted_bytes(gpu) or 0) < LEAST_CONTEXT_BYTES
+            told.setdefault(os.getpid(), 0)
+        if not self.is_told:
+            return {}
+        self.see(sum(told.values()))
+        return told
+
+    def split(self, told: dict[int, int], reserved_bytes: int) -> None:
+        """Note what of what the driver tells is outside of PyTorch's allocator, which has so much."""
+        context = told[os.getpid()] - reserved_bytes
+        if context > 0:
+            self.context_bytes = context
+            self.outside_bytes = max(self.outside_bytes or 0, sum(told.values()) - reserved_bytes)
+
+    def as_event(self, own: Figures | None, before: Figures | None, in_force: int | None) -> dict[str, Any]:
+        """Return what the caller is told.
+
+        Parameters
+        ----------
+        own, before : Figures, optional
+            PyTorch's figures, at the end of the task and at its beginning, where CUDA had started.
+        in_force : int, optional
+            The cap as PyTorch has it.
+        """
+        reserved = own.peak_reserved_bytes if own is not None else 0
+        if reserved:
+            self.see(self.beyond(reserved))
+        retries = (
+            own.num_alloc_retries - (before.num_alloc_retries if before is not None else 0) if own else None
+        )
+        return {
+            "uuid": self.share.uuid,
+            "peak_bytes": self.peak_bytes,
+            "reserved_peak_bytes": None if own is None else reserved,
+            "allocated_peak_bytes": None if own is None else own.peak_allocated_bytes,
+            "reserved_before_bytes": 0 if before is None else before.reserved_bytes,
+            "alloc_retries": retries,
+            "context_bytes": self.context_bytes,
+            "outside_bytes": self.outside_bytes,
+            "told_by_driver": self.is_told,
+            "lease_bytes": self.share.memory_bytes,
+            "cap_bytes": self.share.cap_bytes,
+            "cap_in_force_bytes": in_force,
+        }
+
+
+def least_bytes(told: Mapping[str, Any], share: Share) -> int:
+    """Return how much of a GPU a call that ran out of memory would have needed to go on, context included."""
+    without_context = share.memory_bytes - (told.get("cap_bytes") or share.memory_bytes)
+    outside = max(without_context, told.get("outside_bytes") or 0)
+    return (told.get("reserved_bytes") or 0) + (told.get("asked_bytes") or 0) + outside
+
+
+def in_allocator(told: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return what the allocator would have needed, and tensors in it; None where no allocator tells."""
+    if told.get("allocated_bytes") is None:
+        return None
+    asked = told.get("asked_bytes") or 0
+    # When this is told, some of the tensors may be gone already.
+    tensors = max(told["allocated_bytes"] + asked, told.get("allocated_peak_bytes") or 0)
+    return (told.get("reserved_bytes") or 0) + asked, tensors
+
+
+def measured(told: Mapping[str, Any], share: Share, least_bytes: int) -> Measured:
+    """Return the figures of a call from a worker's ``gpu_memory`` event."""
+    outside = told.get("outside_bytes")
+    reserved = (
+        told.get("reserved_peak_bytes") or None
+    )  # none at all: another framework's are those that count
+    return Measured(
+        peak_bytes=max(told["peak_bytes"], least_bytes),
+        outside_bytes=share.memory_bytes - share.cap_bytes if outside is None else outside,
+        reserved_bytes=reserved,
+        allocated_bytes=told.get("allocated_peak_bytes") if reserved else None,
+        cap_bytes=share.cap_bytes,
+        num_retries=told.get("alloc_retries") or 0,
+        is_first=not told.get("reserved_before_bytes"),
+    )
+
+
+def _is_of_worker(pid: int) -> bool:
+    """Tell whether this is a process of this worker: that leads a group, and its children are in it."""
+    if pid == os.getpid():
+        return True
+    with suppress(OSError):  # it is gone, or another account's
+        return os.getpid() == os.getpgrp() == os.getpgid(pid)
+    return False
