@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from flower_gpu import control_group
 from flower_gpu.errors import ConfigError
+from flower_gpu.printable import path_text
 
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
 START_METHODS: Final = ("auto", "forkserver", "spawn", "fork", "inline", "in-process")
@@ -25,7 +27,7 @@ ENVIRONMENT: Final = MappingProxyType(
         "FLOWER_GPU_START_METHOD": "Start method of workers when the code names none.",
         "FLOWER_GPU_TIMEOUT_S": "Time limit of a call in seconds when the code names none.",
         "FLOWER_GPU_RUN_DIR": "Folder of the run; when set, events are appended to trace.jsonl in it.",
-        "FLOWER_GPU_STATE_DIR": "Folder of what processes of this user share, on this host only.",
+        "FLOWER_GPU_STATE_DIR": "Folder for flower-gpu-<uid>: what this user's processes share on this host.",
         "FLOWER_GPU_SERVER_IDLE_S": "Seconds after which a fork server that nobody uses ends.",
         "FLOWER_GPU_CLIENT": "Name of this process's client in the trace and in log lines.",
         "FLOWER_GPU_CONCURRENCY": "How many workers may run at the same time; they share the cores.",
@@ -218,11 +220,74 @@ def _cores_of(cpus: frozenset[int]) -> int:
         return len(cpus)
 
 
-def state_dir() -> Path:
-    """Folder in which this user's processes on this host find each other (``FLOWER_GPU_STATE_DIR``)."""
+def state_parent() -> Path:
+    """Folder that the state folder is made in: ``FLOWER_GPU_STATE_DIR``, or ``/tmp``."""
     # Not TMPDIR: it may be another one for each job or session, and they would not meet.
-    text = os.environ.get("FLOWER_GPU_STATE_DIR")
-    return Path(text).absolute() if text else Path(f"/tmp/flower-gpu-{os.getuid()}")
+    return Path(os.environ.get("FLOWER_GPU_STATE_DIR") or "/tmp").absolute()
+
+
+def state_dir() -> Path:
+    """Folder in which this user's processes on this host find each other; all in it is this package's.
+
+    A folder of its own below :func:`state_parent`, which may be full of the user's files.
+    """
+    return state_parent() / f"flower-gpu-{os.getuid()}"
+
+
+def state_dir_problem() -> tuple[str, str] | None:
+    """Return why others could change what is in the state folder, and what to do; None if they cannot.
+
+    Raises
+    ------
+    OSError
+        If the folders cannot be looked at.
+    """
+    parent, path = state_parent(), state_dir()
+    # Not of /tmp itself: in many containers that is an empty volume, not sticky, with nobody else in it.
+    if os.environ.get("FLOWER_GPU_STATE_DIR"):
+        found = parent.stat()
+        is_safe = found.st_uid in (0, os.getuid()) and not found.st_mode & 0o022
+        # In a sticky folder nobody can replace what is another account's.
+        if not stat.S_ISDIR(found.st_mode) or not (is_safe or found.st_mode & stat.S_ISVTX):
+            return (
+                f"{path_text(parent)} must be a folder of this user that nobody else can write to",
+                "chmod go-w it, or set FLOWER_GPU_STATE_DIR to another folder",
+            )
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return (
+            f"{path_text(path)} must be a folder of this user that nobody else can write to",
+            "remove it, or set FLOWER_GPU_STATE_DIR to another folder",
+        )
+    return None
+
+
+def made_state_dir() -> Path:
+    """Return the state folder; make it where it is missing.
+
+    Raises
+    ------
+    ConfigError
+        If it is not safe: somebody else could put something of theirs into it.
+    OSError
+        If it cannot be made.
+    """
+    path = state_dir()
+    with suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700, parents=True)
+    problem = state_dir_problem()
+    if problem is None:
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        problem = state_dir_problem()  # of the folder itself
+    if problem is not None:
+        raise ConfigError("; ".join(problem))
+    if path.stat().st_mode & 0o777 != 0o700:  # the umask, or an older version
+        path.chmod(0o700)
+    return path
 
 
 def server_idle_s() -> float:

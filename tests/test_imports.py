@@ -101,7 +101,7 @@ def imports_of(path: Path) -> set[str]:
 MAY_IMPORT = {
     "errors": set(),
     "control_group": set(),
-    "config": {"control_group", "errors"},
+    "config": {"control_group", "errors", "printable"},
     "printable": set(),
     "trace": {"config", "errors"},
     "isolation": {"config", "control_group", "errors", "trace"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import stat
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -68,33 +67,32 @@ def limits() -> Iterator[Found]:
 def state_folder() -> Iterator[Found]:
     """Check the folder of what processes of this account share."""
     path = config.state_dir()
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
+    if problem := _state_problem():
+        yield ("problem", *problem)
+    elif not path.exists():
         parent = next(folder for folder in path.parents if folder.exists())
         if os.access(parent, os.W_OK | os.X_OK):
             yield "ok", f"{path_text(path)} is made with the first call"
         else:
             todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
             yield "problem", f"{path_text(path)} is not there and cannot be made", todo
-        return
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        yield (
-            "problem",
-            f"{path_text(path)} must be a folder of this account that nobody else can write to",
-            "remove it (or chmod go-w), or set FLOWER_GPU_STATE_DIR to another folder",
-        )
     elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         yield "problem", f"{path_text(path)} cannot be written to", f"chmod 700 {path_text(path)}"
     else:
         yield "ok", f"{path_text(path)}"
 
 
+def _state_problem() -> tuple[str, str] | None:
+    with suppress(OSError):  # it is not there yet, and perhaps cannot be made
+        return config.state_dir_problem()
+    return None
+
+
 def fork_servers() -> Iterator[Found]:
     """Check whether fork servers can be used, and those that run."""
     if not hasattr(os, "fork") or not sys.platform.startswith("linux"):
         return
-    if not config.state_dir().exists():
+    if not config.state_dir().exists() and not _state_problem():
         yield "ok", "none is running; the first call starts one"
         return
     try:

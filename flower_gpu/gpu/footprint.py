@@ -305,6 +305,9 @@ class Footprints:
 
     def _check_folder(self) -> None:
         folder = self.path.parent
+        if folder == config.state_dir():
+            config.made_state_dir()
+            return
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         found = folder.lstat()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_gpu import config
-from flower_gpu.errors import LeaseError
+from flower_gpu.errors import ConfigError, LeaseError
 from flower_gpu.gpu import descriptors
 
 _PREFIX = "flower-gpu-leases-"
@@ -53,7 +53,7 @@ class LedgerFolder:
         Raises
         ------
         LeaseError
-            If a folder was asked for that is not there.
+            If a folder was asked for that is not there, or there is none that can be used.
         """
         asked = os.environ.get("FLOWER_GPU_LEDGER_DIR")
         root = Path(asked or "/tmp").absolute()
@@ -61,10 +61,13 @@ class LedgerFolder:
             raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not a folder; make it, with mode 1777")
         if os.access(root, os.W_OK | os.X_OK | os.R_OK):
             return cls(root)
-        own = config.state_dir() / "ledger"
-        for folder in (own.parent, own):  # each with this mode: parents= makes them with the umask
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return cls(own, f"{root} cannot be written to by this account: its leases do not see those of others")
+        reason = f"{root} cannot be written to by this account"
+        try:
+            own = config.made_state_dir() / "ledger"
+            own.mkdir(mode=0o700, exist_ok=True)
+        except (ConfigError, OSError) as error:
+            raise LeaseError(f"{reason}, and it can have no ledger of its own: {error}") from error
+        return cls(own, f"{reason}: its leases do not see those of others")
 
     def own(self) -> Path:
         """Return this account's folder; make it where it is missing.

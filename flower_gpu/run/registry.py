@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,8 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from flower_gpu import config
+from flower_gpu.errors import ConfigError
 
 _FOLDER = "runs"
+_OURS = re.compile(r"[0-9a-f]{16}\.json")
 _READERS_S = 0.3  # for which a lock may be that of a reader
 
 
@@ -56,13 +59,14 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
     run = RunningRun(str(folder), kind, name, os.getpid(), time.time())
     is_first = True
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        config.made_state_dir()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = _locked(path)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(asdict(run)).encode(), 0)
     except BlockingIOError:
         is_first = False
-    except OSError:  # nobody sees it then, which is no reason not to run
+    except (ConfigError, OSError):  # nobody sees it then, which is no reason not to run
         pass
     try:
         yield is_first
@@ -79,7 +83,7 @@ def running() -> list[RunningRun]:
     found = []
     with suppress(OSError):
         for path in sorted(_folder().iterdir()):
-            if (run := _read(path)) is not None:
+            if _OURS.fullmatch(path.name) and (run := _read(path)) is not None:
                 found.append(run)
     return sorted(found, key=lambda run: run.since)
 

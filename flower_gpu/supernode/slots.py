@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ VARIABLE = "FLOWER_GPU_SLOTS"
 
 _LOOK_S = 0.05
 _QUEUE = "queue"
+_OURS = re.compile(r"(\d+)-\d+")
 
 
 def make(count: int) -> Path:
@@ -37,14 +39,27 @@ def make(count: int) -> Path:
     slots = sockets.folder() / "slots"
     slots.mkdir(mode=0o700, exist_ok=True)
     for folder in slots.iterdir():
-        pid = folder.name.partition("-")[0]
-        if not pid.isdecimal() or not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        found = _OURS.fullmatch(folder.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            _remove_unless_held(folder)
     folder = slots / f"{os.getpid()}-{time.time_ns()}"
-    folder.mkdir(mode=0o700)
+    new = slots / f".{folder.name}"
+    new.mkdir(mode=0o700)
+    # Not closed: the lock lasts as long as this process, whose number says nothing in another container.
+    fcntl.flock(os.open(new, os.O_RDONLY | os.O_CLOEXEC), fcntl.LOCK_SH)
     for name in (_QUEUE, *map(str, range(count))):
-        (folder / name).touch(mode=0o600)
-    return folder
+        (new / name).touch(mode=0o600)
+    return new.rename(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def keep(environ: Mapping[str, str]) -> None:

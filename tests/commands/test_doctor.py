@@ -428,7 +428,7 @@ def test_a_ledger_folder_that_cannot_be_written_to_is_a_problem(shell: Shell) ->
         shell.doctor(preexec_fn=without_privileges), "ledger", "cannot be written to by this account"
     )
     assert finding["level"] == "problem"
-    assert str(shell.state / "ledger") in finding["text"]
+    assert str(shell.state / f"flower-gpu-{os.getuid()}" / "ledger") in finding["text"]
 
 
 def test_a_ledger_folder_that_is_not_there_is_a_problem(shell: Shell) -> None:

@@ -22,6 +22,7 @@ import pytest
 from processes import is_running, wait_until
 
 import flower_gpu
+from flower_gpu import config
 from flower_gpu.isolation.forkserver import client, control
 
 #: Environment in which a process finds the modules of this folder.
@@ -130,14 +131,15 @@ class Client:
 
 @contextmanager
 def own_servers(idle_s: float = 60) -> Iterator[Path]:
-    """Let the calls of this process and of its children use fork servers of their own."""
+    """Let calls of this process and its children use fork servers of their own, in the folder yielded."""
     folder = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
+    folder.chmod(0o755)  # as a user's own: what is in it is guarded by the servers' folder alone
     before, client._memory = client._memory, client._Memory()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
         patch.setenv("FLOWER_GPU_SERVER_IDLE_S", str(idle_s))
         try:
-            yield folder
+            yield config.state_dir()
         finally:
             pids = control.stop(wait_s=20)
             leave()

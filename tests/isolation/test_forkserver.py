@@ -270,20 +270,3 @@ def test_two_seeds_of_the_hash_have_two_servers(no_server: None) -> None:
         first = [seeded.call("tasks_forkserver:hashed", "text") for _ in range(2)]
         second = seeded.call("tasks_forkserver:hashed", "text", start_method="spawn")
         assert first == [second, second]
-
-
-def test_old_files_of_servers_that_are_gone_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    for name in ("old.log", "old.lock", "old.libraries", "new.log", "running.lock"):
-        (tmp_path / name).touch()
-    listener = sockets.listen("running")
-    sockets.listen("killed").close()
-    for path in tmp_path.iterdir():
-        if not path.name.startswith("new"):
-            os.utime(path, (0, 0))
-    sockets.remove_old_files()
-    listener.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.log", "running.lock", "running.socket"]

@@ -310,11 +310,11 @@ def test_a_server_that_dies_while_it_starts_is_started_once_more(monkeypatch: py
 
 
 class TestUnsafeFolders:
-    @pytest.fixture
-    def unsafe(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    @pytest.fixture(params=["named", "own"])
+    def unsafe(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
         parent = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
-        path = parent / "state"
-        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(path))
+        path = parent / f"flower-gpu-{os.getuid()}"
+        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(path if request.param == "named" else parent))
         yield path
         shutil.rmtree(parent)
 
@@ -324,10 +324,12 @@ class TestUnsafeFolders:
         unsafe.chmod(mode)
         self.check_refused(unsafe)
 
+    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)  # a user may name a link
     def test_a_link(self, unsafe: Path, folder: Path) -> None:
         unsafe.symlink_to(folder)
         self.check_refused(unsafe)
 
+    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)
     def test_a_link_to_nothing(self, unsafe: Path) -> None:
         unsafe.symlink_to(unsafe.parent / "nowhere")
         self.check_refused(unsafe)

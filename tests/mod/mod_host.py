@@ -24,6 +24,7 @@ class ModHost(Host):
         super().__init__(folder, gpus=gpus)
         self.run_dir, self.ledger_dir = folder / "run", folder / "ledger"
         self.state_dir = folder / "state"
+        self.footprints = self.state_dir / f"flower-gpu-{os.getuid()}" / "footprints.json"
         for made in (self.run_dir, self.ledger_dir, self.state_dir):
             made.mkdir(mode=0o700)
         self.env |= {

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flower_gpu import config
 from flower_gpu.commands import footprint as command
 from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.footprint_key import Key
@@ -124,9 +125,8 @@ def test_clear_in_json(
     assert json.loads(capsys.readouterr().out) == {"cleared": 3}
 
 
-def test_broken_file_is_no_crash(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state_dir.mkdir(mode=0o700)
-    (state_dir / "footprints.json").write_text("{")
+def test_broken_file_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    (config.made_state_dir() / "footprints.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="could not be read"):
         assert run() == 0
     assert "no footprint was learned yet" in capsys.readouterr().err

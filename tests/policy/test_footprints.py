@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flower_gpu import config
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import footprint
 from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
@@ -169,7 +170,8 @@ def test_default_file_is_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "new" / "state"))
     Footprints().learn(KEY, GIB)
     assert Footprints().get(KEY) == GIB
-    assert stat.S_IMODE((tmp_path / "new" / "state").stat().st_mode) == 0o700
+    made = tmp_path / "new" / "state", config.state_dir()
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
 
 
 def test_task_that_grows_teaches_it_at_once(path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nvml_stub import GIB, Host
 
-from flower_gpu import trace
+from flower_gpu import config, trace
 from flower_gpu.run.registry import registered, running
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,9 +114,12 @@ def test_one_process_of_a_host_records_a_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "no json", '{"folder": 1}', "[]"])
 def test_what_is_no_run_is_none(content: str, tmp_path: Path) -> None:
-    (tmp_path / "state" / "runs").mkdir(parents=True)
-    (tmp_path / "state" / "runs" / "x.json").write_text(content)
+    folder = config.made_state_dir() / "runs"
+    folder.mkdir()
+    (folder / "0123456789abcdef.json").write_text(content)
+    (folder / "notes.json").write_text("not of this package")
     assert running() == []
+    assert (folder / "notes.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_stops_no_run(folder: Path, tmp_path: Path) -> None:

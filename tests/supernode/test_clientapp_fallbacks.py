@@ -15,6 +15,7 @@ from clientapp_commands import FAST, LEASED, Commands, is_running, until
 from clientapp_supernode import SuperNode
 from nvml_stub import Host
 
+from flower_gpu import config
 from flower_gpu.isolation.forkserver import client, control
 
 pytestmark = [
@@ -178,7 +179,7 @@ def test_what_a_server_has_learned_and_cannot_take_is_forgotten(
         control.stop(wait_s=20)
     commands.tell(LEASED, node)
     server = server_at_rest()
-    learned = own_state / f"{server.name}.libraries"
+    learned = config.state_dir() / f"{server.name}.libraries"
     for text in (json.dumps(["poison", "flwr"]), "not JSON {"):
         os.kill(server.pid, signal.SIGKILL)
         until(lambda: not is_running(server.pid))  # noqa: B023 - called at once

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from flower_gpu import config
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.forkserver import identity
 from flower_gpu.supernode import command_folder
@@ -81,7 +82,8 @@ def test_a_folder_that_is_not_safe_is_refused(state: Path, tmp_path: Path, kind:
         state.touch()
     elif kind == "a link":
         (tmp_path / "elsewhere").mkdir(mode=0o700)
-        state.symlink_to(tmp_path / "elsewhere")
+        state.mkdir()
+        config.state_dir().symlink_to(tmp_path / "elsewhere")
     else:
         state.mkdir()
         state.chmod(0o702 if kind == "writable by others" else 0o720)

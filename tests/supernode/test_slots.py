@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -191,13 +192,20 @@ def test_slots_of_processes_that_are_gone_are_removed_and_others_kept() -> None:
         theirs = Path(other.stdout.readline().strip())
         odd = theirs.parent / "no process has this name"
         odd.mkdir()
+        # As from another container, where processes have other numbers.
+        elsewhere, left = (theirs.parent / f"{2**30}-{number}" for number in range(2))
+        elsewhere.mkdir()
+        left.mkdir()
+        holding = os.open(elsewhere, os.O_RDONLY)
+        fcntl.flock(holding, fcntl.LOCK_SH)
         ours = slots.make(3)
-        assert theirs.exists() and not odd.exists()
+        assert theirs.exists() and odd.exists() and elsewhere.exists() and not left.exists()
+        os.close(holding)
         assert sorted(path.name for path in ours.iterdir()) == ["0", "1", "2", "queue"]
         assert (ours.stat().st_mode & 0o777, (ours / "queue").stat().st_mode & 0o777) == (0o700, 0o600)
         other.communicate("\n", timeout=_LIMIT_S)
     more = slots.make(1)
-    assert ours.exists() and more.exists() and not theirs.exists()
+    assert ours.exists() and more.exists() and not theirs.exists() and not elsewhere.exists()
 
 
 def test_files_in_use_do_not_look_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,12 +350,12 @@ def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) ->
     record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
     environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
     # What of ours a server needs; a run's own variables would mark it as a part of that run.
-    environ |= {name: os.environ[name] for name in ("FLOWER_GPU_STATE_DIR",) if name in os.environ}
+    if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
+        environ["FLOWER_GPU_STATE_DIR"] = str(config.state_parent())
     environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     program = [sys.executable, *identity.interpreter_flags(), "-c"]
-    path = sockets.folder() / f"{start.name}.log"
     with (
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as log,
+        open(sockets.open_log(start.name), "w") as log,
         subprocess.Popen(
             [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
             cwd="/",

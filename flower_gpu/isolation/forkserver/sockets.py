@@ -6,9 +6,9 @@ import array
 import fcntl
 import json
 import os
+import re
 import select
 import socket
-import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +26,8 @@ _MAX_DESCRIPTORS = 16
 _LOCK_POLL_S = 0.02
 _LOOK_S = 1.0
 _KEPT_S = 7 * 24 * 3600.0
+# The files of a server; a name that ends in a process id is one that is being written.
+_OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+)")
 
 
 class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
@@ -40,22 +42,13 @@ def folder() -> Path:
     ConfigError
         If it is not safe: somebody else could put a socket of theirs into it.
     """
-    path = config.state_dir()
     try:
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700, parents=True)
-        found = path.lstat()
+        return config.made_state_dir()
     except OSError as error:
+        path, reason = config.state_dir(), error.strerror
         raise ConfigError(
-            f"{path} cannot be made: {error.strerror}. Set FLOWER_GPU_STATE_DIR to another folder"
+            f"{path} cannot be made: {reason}. Set FLOWER_GPU_STATE_DIR to another folder"
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise ConfigError(
-            f"{path} must be a folder of this user that nobody else can write to; remove it, or set "
-            "FLOWER_GPU_STATE_DIR to another folder"
-        )
-    path.chmod(0o700)
-    return path
 
 
 def names() -> list[str]:
@@ -64,20 +57,53 @@ def names() -> list[str]:
 
 
 def remove_old_files() -> None:
-    """Remove what servers have left that have not been started for a week: of environments that are gone."""
+    """Remove what servers have left that have not been started for a week: of environments that are gone.
+
+    Nothing else: other files in the folder, such as footprints, do not age.
+    """
     oldest = time.time() - _KEPT_S
+    files: dict[str, list[Path]] = {}
     for path in folder().iterdir():
-        with suppress(OSError):
-            if path.lstat().st_mtime < oldest and not _listens(path.stem):
-                path.unlink()
+        if found := _OURS.fullmatch(path.name):
+            files.setdefault(found[1], []).append(path)
+    for name, paths in files.items():
+        with suppress(OSError):  # also a TimeoutError: somebody is starting it
+            if max(path.lstat().st_mtime for path in paths) < oldest:
+                with locked(name, deadline=0.0):
+                    if not _runs(name):
+                        for path in paths:
+                            path.unlink(missing_ok=True)
+                        (folder() / f"{name}.lock").unlink(missing_ok=True)
 
 
-def _listens(name: str) -> bool:
+def _runs(name: str) -> bool:
+    """Tell whether there is a server of this name, also one that takes no more calls."""
     try:
         connect(name, _LOOK_S).close()
-    except Gone:
-        return False
+    except Gone as gone:
+        # Anything else, such as a full queue, comes from a server that is there.
+        if isinstance(gone.__cause__, ConnectionRefusedError | FileNotFoundError):
+            return _is_locked(folder() / f"{name}.log")
     return True
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_log(name: str) -> int:
+    """Open an empty log for fork server ``name``, locked for as long as a server has it as its output."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(folder() / f"{name}.log", flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # shared with one of this name that takes no more calls
+    return descriptor
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
@@ -153,16 +179,19 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
     TimeoutError
         If another process holds it until ``deadline`` (of ``time.monotonic``).
     """
-    descriptor = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while not _lock(descriptor):  # not waiting in flock: Ctrl-C and the deadline must be seen
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"fork server {name} is being started by another process")
-            with allowed_interrupts():
-                time.sleep(_LOCK_POLL_S)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    while True:
+        descriptor = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not _lock(descriptor):  # not waiting in flock: Ctrl-C and the deadline must be seen
+                if deadline is not None and time.monotonic() > deadline:
+                    raise TimeoutError(f"fork server {name} is being started by another process")
+                with allowed_interrupts():
+                    time.sleep(_LOCK_POLL_S)
+            if os.fstat(descriptor).st_nlink:  # not removed as an old file in the meantime
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
