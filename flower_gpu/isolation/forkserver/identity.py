@@ -71,12 +71,12 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
         for name, value in environ.items()
         if name.startswith(_READ_AT_START) and name not in _SET_LATER and not name.endswith(_THREADS)
     }
-    folders = [(entry, os.stat(entry).st_mtime_ns) for entry in installed_folders(sys.path)]
+    folders = [(entry, _packages(entry, os.stat(entry).st_mtime_ns)) for entry in installed_folders(sys.path)]
     return [
         [os.getuid(), os.getegid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
         # A virtual environment's interpreter has several names: scripts are started by one or another.
         [os.path.dirname(sys.executable), os.path.realpath(sys.executable), sys.version, interpreter_flags()],
-        # Every install, update or removal of a package changes its folder; our own may be an editable one.
+        # Our own files as well: they may be those of an editable install.
         [folders, _own_files()],
         sorted(read_at_start.items()),
         [environ.get(name) for name in _JOBS],
@@ -118,6 +118,28 @@ def _has_metadata(folder: str, _mtime_ns: int) -> bool:
             return any(entry.name.endswith(".dist-info") for entry in entries)
     except OSError:
         return False
+
+
+@cache
+def _packages(folder: str, _mtime_ns: int) -> str:
+    """Return what is another text after an install, update or removal of a package in ``folder``.
+
+    Not the folder's own time of change: Python writes ``__pycache__`` there when it first imports a module
+    that is a single file. Nor the times of packages' folders, which get one, too. Installers make
+    ``.dist-info`` anew; whoever copies a package by hand changes its ``__init__.py``.
+    """
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name == "__pycache__":
+                continue
+            is_package = entry.is_dir() and not entry.name.endswith((".dist-info", ".egg-info"))
+            try:
+                changed = os.stat(os.path.join(entry.path, "__init__.py") if is_package else entry.path)
+                found.append((entry.name, changed.st_mtime_ns))
+            except OSError:  # a namespace package, or no package
+                found.append((entry.name, 0))
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()
 
 
 @cache
