@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -30,12 +30,12 @@ from flower_gpu.isolation.forkserver.sockets import Gone
 from flower_gpu.isolation.forkserver.staying import Stays
 from flower_gpu.isolation.interrupts import allowed_interrupts
 
-_ANSWER_S = 20.0  # a server that says nothing for so long hangs: it never does anything long itself
+_ANSWER_S = 20.0  # a server that says nothing for so long hangs: to those who wait it says that they wait
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
 _TRIES = 8
 _GROWTH_S = 60.0  # at most, for libraries that the worker would have to import itself
-_WAIT_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the libraries are there
 
 
 @cache
@@ -164,7 +164,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     inherited = Inherited.of_this_process({**variables, **call.env})
     with _offer(call, inherited) as descriptors:
         patience = time.monotonic() + _GROWTH_S
-        tries = 0
+        tries, pause_s = 0, _FIRST_PAUSE_S
         while tries < _TRIES:
             kind = _memory.known_kind()
             kind.without |= call.without
@@ -174,13 +174,14 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
                 tries += 1
                 continue
             now = time.monotonic() > patience
-            answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors)
+            answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors, deadline)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return Place(connection)
             connection.close()
             if "wait" in answer:
-                _wait_a_moment(deadline)
+                _wait_a_moment(deadline, pause_s)
+                pause_s = min(pause_s * 1.2, _LONGEST_PAUSE_S)
                 continue
             tries += 1
             if "variables" in answer:
@@ -216,7 +217,7 @@ def learn(names: Sequence[str], without: frozenset[str] = frozenset()) -> None:
         ):
             if not ask(connection, {"op": "learn", "names": list(names)})["learning"]:
                 return
-        _wait_a_moment(None)
+        _wait_a_moment(None, _FIRST_PAUSE_S)
 
 
 @contextmanager
@@ -233,11 +234,18 @@ def _offer(call: Call, inherited: Inherited) -> Iterator[tuple[int, int]]:
 
 
 def _ask_or_end(
-    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int]
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int], deadline: float | None
 ) -> dict[str, Any]:
     """Ask a server; one that says nothing is ended, and the answer is empty."""
+
+    def in_line() -> None:
+        with allowed_interrupts():
+            pass  # one that has arrived comes now
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("the fork server had others to serve")
+
     try:
-        return ask(connection, message, descriptors)
+        return ask(connection, message, descriptors, in_line)
     except Gone:
         _end_if_it_hangs(connection)
         return {}
@@ -246,25 +254,28 @@ def _ask_or_end(
         raise
 
 
-def _wait_a_moment(deadline: float | None) -> None:
+def _wait_a_moment(deadline: float | None, pause_s: float) -> None:
     if deadline is not None and time.monotonic() > deadline:
         raise TimeoutError("the fork server was importing libraries")
     with allowed_interrupts():
-        time.sleep(_WAIT_S)
+        time.sleep(pause_s)
 
 
 def ask(
-    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
+    connection: socket.socket,
+    message: dict[str, Any],
+    descriptors: Sequence[int] = (),
+    in_line: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Send a message and wait for the answer.
+    """Send a message and wait for the answer; ``in_line`` as of :func:`sockets.receive_answer`.
 
     Raises
     ------
     Gone
-        If there is none in time.
+        If the server is gone or hangs.
     """
     sockets.send(connection, message, descriptors)
-    answer, received = sockets.receive(connection)
+    answer, received = sockets.receive_answer(connection, in_line)
     for descriptor in received:
         os.close(descriptor)
     return answer
@@ -305,7 +316,7 @@ def _connected(
                 _ready(deadline, None, what) as ready,
                 _connect_or_start(name, kind, environ, deadline) as base,
             ):
-                if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock]):
+                if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock], deadline):
                     raise Gone("the server with the libraries has ended")
         finally:
             os.close(record)

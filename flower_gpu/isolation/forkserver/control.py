@@ -147,7 +147,7 @@ def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
             return None
         with connection, suppress(Gone):  # another server takes its place at this moment
             sockets.send(connection, message)
-            return sockets.receive(connection)[0]
+            return sockets.receive_answer(connection)[0]
     return None
 
 

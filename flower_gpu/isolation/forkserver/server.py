@@ -29,6 +29,7 @@ from flower_gpu.isolation.forkserver.session import Growth, Session
 from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
+_TELL_S = 0.5  # between two messages to those who wait in line
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
 
 
@@ -45,6 +46,7 @@ class Server:
         self._orphans: set[int] = set()
         self._modules = 0
         self._calls = 0
+        self._told = 0.0
         self._draining = False
 
     def open(self, listener: socket.socket | None) -> None:
@@ -58,7 +60,7 @@ class Server:
         self._listener = listener or sockets.listen(self._start.name)
         self._listener.setblocking(False)
         # Again, as a successor: clients see the process that called it last, and kill that if it hangs.
-        self._listener.listen(1024)
+        self._listener.listen(sockets.QUEUE)
         self._socket_file = sockets.identity(self._start.name)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signal)
@@ -89,7 +91,19 @@ class Server:
             for key, _ in ready:
                 if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
                     key.data()
+                if time.monotonic() - self._told > _TELL_S:
+                    self._tell_who_waits()
         socket_folder.remove_left()
+
+    def _tell_who_waits(self) -> None:
+        """Tell all who wait in line that this server does not hang; also those who have come just now."""
+        self._told = time.monotonic()
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif session := self._sessions.get(key.fd):
+                with suppress(sockets.Gone):  # it has ended, or does not listen
+                    sockets.send(session.connection, sockets.BUSY)
 
     def _has_ended(self) -> bool:
         if self._sessions or self._orphans or self._learning.running is not None:
@@ -106,17 +120,18 @@ class Server:
     # Messages
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it went again
-            return
-        caller, user = sockets.peer(connection)
-        if user != os.getuid():
-            connection.close()
-            return
-        session = Session(connection, caller)
-        self._sessions[connection.fileno()] = session
-        self._watch(session)
+        while True:  # all of them: who is not accepted cannot be told to wait
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # there are no more
+                return
+            caller, user = sockets.peer(connection)
+            if user != os.getuid():
+                connection.close()
+                continue
+            session = Session(connection, caller)
+            self._sessions[connection.fileno()] = session
+            self._watch(session)
 
     def _watch(self, session: Session) -> None:
         session.connection.setblocking(False)

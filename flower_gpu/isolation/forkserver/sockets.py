@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,12 @@ from flower_gpu.isolation.interrupts import allowed_interrupts
 #: Largest message; what may be larger travels in a memory file.
 _MAX_MESSAGE = 65536
 _MAX_DESCRIPTORS = 16
-_LOCK_POLL_S = 0.02
+#: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
+QUEUE = 4096
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _LOOK_S = 1.0
+#: What a server tells those who wait in line for their turn: it has others to serve, and does not hang.
+BUSY: dict[str, Any] = {"busy": True}
 _KEPT_S = 7 * 24 * 3600.0
 # The files of a server; a name that ends in a process id is one that is being written.
 _OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+)")
@@ -138,7 +142,7 @@ def listen(name: str) -> socket.socket:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         listener.bind(temporary)
-        listener.listen(1024)
+        listener.listen(QUEUE)
         os.rename(temporary, f"{here}/{name}.socket")
     return listener
 
@@ -182,11 +186,13 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
     while True:
         descriptor = os.open(folder() / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            pause_s = _FIRST_PAUSE_S
             while not _lock(descriptor):  # not waiting in flock: Ctrl-C and the deadline must be seen
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"fork server {name} is being started by another process")
                 with allowed_interrupts():
-                    time.sleep(_LOCK_POLL_S)
+                    time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)  # hundreds may wait here
             if os.fstat(descriptor).st_nlink:  # not removed as an old file in the meantime
                 yield descriptor
                 return
@@ -255,6 +261,30 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             os.close(descriptor)
         raise Gone("the connection was closed" if not data else "not a message") from None
     return message, list(descriptors)
+
+
+def receive_answer(
+    connection: socket.socket, in_line: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], list[int]]:
+    """Wait for the answer to a message, however many others the server answers before.
+
+    Parameters
+    ----------
+    connection : socket
+        To the server.
+    in_line : callable
+        Is called now and then while others have their turn; may raise.
+
+    Raises
+    ------
+    Gone
+        As of :func:`receive`; it is the server's silence that counts, not the length of the line.
+    """
+    while True:
+        message, descriptors = receive(connection)
+        if message != BUSY:
+            return message, descriptors
+        in_line()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class Stays:
                 connection = sockets.connect(name, _ANSWER_S)
                 try:
                     sockets.send(connection, {"op": "stay"})
-                    for descriptor in sockets.receive(connection)[1]:
+                    for descriptor in sockets.receive_answer(connection)[1]:
                         os.close(descriptor)
                 except Gone:
                     connection.close()
