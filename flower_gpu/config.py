@@ -54,6 +54,7 @@ RANKS_VARIABLE: Final = "FLOWER_GPU_RANKS"
 DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
 START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
+CONCURRENCY_VARIABLE: Final = "FLOWER_GPU_CONCURRENCY"
 RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 
 #: The longest time that can be set, 31 years. Clocks and timers of the system overflow above.
@@ -181,7 +182,7 @@ def planned_threads(environ: Mapping[str, str]) -> int:
     ConfigError
         If ``FLOWER_GPU_CONCURRENCY`` is no whole number from 1 on.
     """
-    variable = "FLOWER_GPU_CONCURRENCY"
+    variable = CONCURRENCY_VARIABLE
     text = environ.get(variable) or "1"
     if not (re.fullmatch(r"\s*\d{1,20}\s*", text, re.ASCII) and int(text) >= 1):
         raise ConfigError(f"{variable}={text!r} is not a number of workers, 1 or more")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from flower_gpu.config import CONCURRENCY_VARIABLE
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.launch.environment import script_folders
@@ -57,6 +58,8 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         raise ConfigError(gpu.in_their_words(str(error))) from error
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
+    if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
+        env[CONCURRENCY_VARIABLE] = str(min(nodes, arguments.max_concurrent or nodes))
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an app's import does not start CUDA
     path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])

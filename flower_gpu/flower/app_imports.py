@@ -11,7 +11,7 @@ _TASK = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def libraries_of(folder: Path, module: str) -> list[str]:
-    """Return what an app's module and its other modules import when they are imported.
+    """Return what an app's module and its other modules import, at their own import and in functions.
 
     Its other modules are those that it imports, and those of tasks that it names.
 
@@ -64,12 +64,12 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _imported(path: Path, package: str) -> Iterator[str]:
-    """Yield the modules that a file imports outside of functions, in their order."""
+    """Yield the modules that a file imports: first those outside of functions, in their order."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # its import will tell
         return
-    for node in _executed(tree.body):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -90,17 +90,32 @@ def _named(path: Path) -> Iterator[str]:
             yield node.value.partition(":")[0]
 
 
-def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is imported; of both branches where only running tells."""
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported, then those of its functions."""
+    waiting = [tree.body]
+    while waiting:
+        functions: list[list[ast.stmt]] = []
+        for body in waiting:
+            yield from _executed(body, functions)
+        waiting = functions
+
+
+def _executed(body: list[ast.stmt], functions: list[list[ast.stmt]]) -> Iterator[ast.stmt]:
+    """Yield the statements that run with a body; of both branches where only running tells.
+
+    The bodies of functions that are defined there are added to ``functions``.
+    """
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node.body)
             continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _executed(node.orelse)
+            yield from _executed(node.orelse, functions)
             continue
-        for part in ("body", "handlers", "orelse", "finalbody"):
-            yield from _executed([each for each in getattr(node, part, []) if isinstance(each, ast.AST)])  # type: ignore[misc]
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            inner = [each for each in getattr(node, part, []) if isinstance(each, ast.AST)]
+            yield from _executed(inner, functions)  # type: ignore[arg-type]
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

@@ -304,10 +304,11 @@ def run_task(
     Outcome or None
         None where it was not run: the caller was told why, and tries again.
     """
-    from flower_gpu.isolation import events, log_lines, preload, threads
+    from flower_gpu.isolation import events, imports, log_lines, preload, threads
     from flower_gpu.isolation.call import load_task, set_up
 
-    with events.sending_to(send, all_threads=True):
+    time_of_imports = imports.ImportTime(send)
+    with events.sending_to(send, all_threads=True), imports.seen_by(time_of_imports.look):
         try:
             with set_up(setup):
                 task, args, kwargs, functions, log_prefix = load()

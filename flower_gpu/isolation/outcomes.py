@@ -26,6 +26,8 @@ from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.child import Outcome
 from flower_gpu.isolation.streams import Tail
 
+_TOLD_S = 0.5  # of imports; less explains nothing
+
 
 class WorkerStoppedError(WorkerError):
     """The worker was ended because its caller wants no result of it any more."""
@@ -123,10 +125,12 @@ def traceback_of(error: BaseException) -> str:
         return ""
 
 
-def timed_out(call: Call, pid: int, timeout_s: float, tail: Tail) -> WorkerTimeoutError:
-    """Return the error for a call that took too long."""
+def timed_out(call: Call, pid: int, timeout_s: float, import_s: float, tail: Tail) -> WorkerTimeoutError:
+    """Return the error for a call that took too long, of which it has spent so much on imports."""
+    import_s = min(import_s, timeout_s)  # it may have gone on while it wrote where it was
+    imports = f", of which at least {import_s:.1f} s went into imports" if import_s >= _TOLD_S else ""
     return WorkerTimeoutError(
-        f"{call.label}: no result within timeout_s={timeout_s:g}; the worker (pid {pid}) and "
+        f"{call.label}: no result within timeout_s={timeout_s:g}{imports}; the worker (pid {pid}) and "
         f"its children were ended. Raise timeout_s if it was only slow.{_quoted(tail)}"
     )
 

@@ -110,7 +110,7 @@ def run(
         raise outcomes.stopped(call, worker.pid, worker.tail)
     if not finished:
         assert timeout_s is not None
-        raise outcomes.timed_out(call, worker.pid, timeout_s, worker.tail)
+        raise outcomes.timed_out(call, worker.pid, timeout_s, worker.import_s, worker.tail)
     raise outcomes.died(call, worker.pid, exitcode, time.monotonic() - began, worker.tail)
 
 
@@ -121,6 +121,8 @@ class _Worker:
         self.tail = Tail()
         #: Variables that the task's module set after the fork server's libraries had read them.
         self.set_too_late: dict[str, str | None] | None = None
+        #: Seconds that it has been importing, at least.
+        self.import_s = 0.0
         #: Whether it was ended because its caller was told to.
         self.is_stopped = False
         self._order = -1
@@ -320,6 +322,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
             worker.on_result()
             if on_event is not None:
                 on_event({"event": "worker_result"})
+        elif event.get("event") == "importing":
+            worker.import_s = float(event["seconds"])
         elif event.get("event") == "set_too_late":
             worker.set_too_late = event["variables"]
         elif on_event is not None:

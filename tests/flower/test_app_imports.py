@@ -61,7 +61,7 @@ def test_libraries_come_in_the_order_of_their_import_and_own_modules_are_followe
     ]
 
 
-def test_only_what_runs_at_import(tmp_path: Path) -> None:
+def test_what_runs_at_import_comes_before_what_functions_import(tmp_path: Path) -> None:
     app(
         tmp_path,
         client="""
@@ -81,13 +81,25 @@ def test_only_what_runs_at_import(tmp_path: Path) -> None:
                 import of_class
                 def forward(self):
                     import at_call
-            def train():
-                import at_call
+            async def train():
+                from lazily import loaded
+                def inner():
+                    if TYPE_CHECKING:
+                        import for_types
+                    match 1:
+                        case 1:
+                            import innermost
+            import at_the_end
             """,
+        lazily="def late():\n    from late_library import something\n",
     )
     found = libraries_of(tmp_path, "client")
-    assert {"not_for_types", "wanted", "instead", "inside", "of_class"} <= set(found)
-    assert not {"for_types", "at_call"} & set(found)
+    at_import = ["wanted", "instead", "inside", "of_class", "at_the_end"]
+    assert [name for name in found if name in at_import] == at_import
+    assert "not_for_types" in found and "for_types" not in found
+    late = ["at_call", "late_library", "late_library.something", "innermost"]
+    assert [name for name in found if name in late] == late
+    assert found.index("at_the_end") < found.index("at_call")
 
 
 @pytest.mark.parametrize(

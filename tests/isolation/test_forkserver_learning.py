@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,16 @@ pytestmark = [
 
 PACKAGES = {
     "harmless": "VALUE = 1\n",
+    # In a worker its import never ends; it asks for other modules meanwhile, as large libraries do.
+    "slow": """
+        import os, time
+        from contextlib import suppress
+        from importlib import import_module
+        while os.getsid(0) != os.getpid():
+            time.sleep(0.05)
+            with suppress(ImportError):
+                import_module("slow.nothing")
+        """,
     "harmless_too": "import harmless\nVALUE = 2\n",
     "touches_cuda": 'import ctypes, os\nctypes.CDLL(os.environ["DRIVER"]).cuInit(1)\nVALUE = 3\n',
     "starts_thread": """
@@ -111,6 +122,26 @@ class TestLibraries:
                 assert caller.call("tasks_forkserver:server") == server.pid
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
+
+    def test_a_worker_that_is_ended_while_it_imports_has_told_what(self, python: str) -> None:
+        with forkservers.own_servers(), Client(python) as caller:
+            assert caller.call("tasks_forkserver:server") == only_server().pid
+            with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
+                caller.call("tasks_forkserver:uses", "slow", timeout_s=4)
+            found = re.search(
+                r"within timeout_s=4, of which at least (\S+) s went into imports", str(caught.value)
+            )
+            assert found and 0.5 <= float(found[1]) <= 4, caught.value
+            until_only(lambda status: "slow" in status.libraries)
+            assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
+
+    def test_a_task_that_closes_all_descriptors_and_opens_its_own_keeps_them(
+        self, python: str, tmp_path: Path
+    ) -> None:
+        """What a worker imports is not written into a file of the task's."""
+        with Client(python) as caller, pytest.raises(forkservers.CallError, match="WorkerDiedError"):
+            caller.call("tasks_forkserver:imports_without_descriptors", str(tmp_path), "harmless_too")
+        assert {path.read_text() for path in tmp_path.iterdir()} == {""}
 
     def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
         names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")

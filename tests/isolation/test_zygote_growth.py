@@ -12,6 +12,7 @@ import pytest
 from processes import is_running, wait_until
 from zygote_lines import Caller
 
+from flower_gpu.errors import WorkerTimeoutError
 from flower_gpu.isolation.zygote import zygote
 
 pytestmark = pytest.mark.timeout(90)
@@ -21,6 +22,16 @@ _OF_WORKERS = 'import os\nPID = os.getpid()\nif "OF_WORKERS" not in os.environ:\
 PACKAGES = {
     "grown_plain": "import os\nPID = os.getpid()\n",
     "grown_other": "import os\nPID = os.getpid()\n",
+    "grown_slow": """
+        import os, time
+        from contextlib import suppress
+        from importlib import import_module
+        PID = os.getpid()
+        while "NEVER_ENDS" in os.environ:
+            time.sleep(0.05)
+            with suppress(ImportError):
+                import_module("grown_slow.nothing")
+        """,
     "grown_thread": """
         import os, threading
         PID = os.getpid()
@@ -92,6 +103,17 @@ def test_a_few_workers_have_to_lack_it(
     assert caller.run("tasks_zygote:imported_by", "grown_plain") == caller.pids[-1]
     second = grown(first)
     assert caller.run("tasks_zygote:imported_by", "grown_plain") == second
+
+
+def test_one_that_is_ended_while_it_imports_is_enough(
+    caller: Caller, grown: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zygote, "_WORKERS_THAT_LACK", 3)
+    first = caller.zygote_pid()
+    with pytest.raises(WorkerTimeoutError, match=r"of which at least \d\.\d s went into imports"):
+        caller.run("tasks_zygote:imported_by", "grown_slow", env={"NEVER_ENDS": "1"}, timeout_s=3)
+    second = grown(first)
+    assert caller.run("tasks_zygote:imported_by", "grown_slow", env={"NEVER_ENDS": "1"}) == second
 
 
 def test_a_worker_that_stays_tells_of_each_call(caller: Caller, grown: Callable[[int], int]) -> None:

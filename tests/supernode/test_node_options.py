@@ -272,6 +272,21 @@ def test_an_abbreviated_node_config_is_not_lost(option: str) -> None:
     assert supernode_options.without_option(line, "--node-config") == ([], ["data=1"])
 
 
+@pytest.mark.parametrize(
+    ("line", "base", "concurrency"),
+    [
+        ("supernodes --count 6 -- --insecure", {}, "6"),
+        ("supernodes --count 6 --max-concurrent 2 -- --insecure", {}, "2"),
+        ("supernodes --count 6 -- --insecure", {"FLOWER_GPU_CONCURRENCY": "3"}, "3"),
+        ("supernodes --count 1 -- --insecure", {}, None),
+    ],
+)
+def test_supernodes_share_the_cores(line: str, base: dict[str, str], concurrency: str | None) -> None:
+    count = int(line.split()[2])
+    env = environment(line, {"PATH": os.environ["PATH"], **base}, count)
+    assert env.get("FLOWER_GPU_CONCURRENCY") == concurrency
+
+
 def test_the_command_becomes_the_supernode_with_its_environment(here: Path) -> None:
     port = str(supernodes.ports.free_ports(1)[0])
     options = ["supernode", "--gpu", "never", "--num-gpus", "0.25", "--max-concurrent", "2", "--"]

@@ -12,6 +12,9 @@ from flower_gpu.isolation.forkserver import identity, libraries
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
 from flower_gpu.isolation.forkserver.session import Growth
 
+#: Of the memory file in which a worker writes what it had to import.
+REPORT_NAME = "flower-gpu-imported"
+
 
 class Learning:
     """Collects what workers had to import, and what of it the server has by now.
@@ -48,10 +51,20 @@ class Learning:
         return sorted({name.partition(".")[0] for name in self._learned})
 
     def report(self, count: int, report: int) -> None:
-        """Write down, in a worker, what it had to import since there were ``count`` modules."""
-        names = libraries.imported_since(count, self._folders)
-        if names:
-            os.write(report, json.dumps(names).encode())
+        """Write down, in a worker, what it had to import since there were ``count`` modules.
+
+        In the place of what it has written before.
+        """
+        with suppress(OSError):  # the task has closed all descriptors
+            if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
+                return  # and has opened a file of its own
+            self._write(libraries.imported_since(count, self._folders), report)
+
+    @staticmethod
+    def _write(names: list[str], report: int) -> None:
+        data = json.dumps(names).encode()
+        os.pwrite(report, data, 0)
+        os.ftruncate(report, len(data))
 
     def take(self, report: int, caller: int) -> None:
         """Read what a worker of the process ``caller`` has written down."""

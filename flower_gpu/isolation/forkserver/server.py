@@ -19,11 +19,18 @@ from functools import partial
 from typing import Any
 
 import flower_gpu
-from flower_gpu.isolation import child, events, socket_folder, threads, transport  # noqa: F401 - events as well
+from flower_gpu.isolation import (  # noqa: F401 - events as well
+    child,
+    events,
+    imports,
+    socket_folder,
+    threads,
+    transport,
+)
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.isolation.forkserver.inherited import Inherited
-from flower_gpu.isolation.forkserver.learning import Learning
+from flower_gpu.isolation.forkserver.learning import REPORT_NAME, Learning
 from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
 from flower_gpu.isolation.forkserver.session import Growth, Session
 from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
@@ -185,7 +192,7 @@ class Server:
             raise ValueError("fork without open")
         lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
         stdout, stderr = descriptors[4:6]
-        session.imported = os.memfd_create("flower-gpu-imported", os.MFD_CLOEXEC)
+        session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["inherited"]["environ"])
         self._calls += 1
@@ -281,8 +288,10 @@ class Server:
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
         request = partial(transport.read_request, lines.request)
         late = self._use.set_too_late
-        child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
-        self._learning.report(self._modules, imported)
+        report = partial(self._learning.report, self._modules, imported)
+        with imports.seen_by(imports.ImportedModules(report).look):
+            child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
+        report()
         atexit._run_exitfuncs()
 
     def _forget(self, session: Session) -> None:
@@ -290,6 +299,7 @@ class Server:
         self._selector.unregister(session.connection)
         del self._sessions[session.connection.fileno()]
         if session.pid >= 0:
+            self._learning.take(session.imported, session.caller)
             self._orphans.add(session.pid)
             self._on_signal()  # it may have been a zombie for long
         session.close()

@@ -91,7 +91,7 @@ class Line:
         if watch.has_result:
             return outcomes.unwrap(call, outcome)
         if watch.is_late and timeout_s is not None:
-            raise outcomes.timed_out(call, watch.pid, timeout_s, watch.tail)
+            raise outcomes.timed_out(call, watch.pid, timeout_s, watch.import_s, watch.tail)
         if watch.lost:
             raise WorkerDiedError(f"{call.label}: the worker (pid {watch.pid}) is gone: {watch.lost}")
         raise outcomes.died(call, watch.pid, watch.status, time.monotonic() - began, watch.tail)
@@ -179,7 +179,7 @@ class Line:
                 raise
         assert watch is not None
         if watch.imported:
-            self._zygote.imported(watch.imported)
+            self._zygote.imported(watch.imported, at_once=watch.is_late)
         self._calls = self._calls + 1 if watch.stays else 0
         self._idle_pid = watch.pid if watch.stays else -1
         self.peak_bytes = max(self.peak_bytes, watch.peak_bytes)

@@ -45,6 +45,7 @@ class Watch:
         self.has_result = self.stays = self.is_late = False
         self.no_worker = ""
         self.imported: list[str] = []
+        self.import_s = 0.0
         self.peak_bytes = 0
         self._deadline: float | None = None
         self._connection = connection
@@ -127,6 +128,8 @@ class Watch:
             if self.pid in (-1, message["pid"]):
                 self.status, self.peak_bytes = message["status"], message["peak_bytes"]
                 self._is_over = self.pid >= 0
+        elif event == "importing":
+            self.import_s = float(message["seconds"])
         elif event == "imported":
             self.imported = message["names"]
         elif event == "no_worker":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flower_gpu.isolation import child, socket_folder, transport
+from flower_gpu.isolation import child, imports, socket_folder, transport
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.zygote import wire
 
@@ -81,7 +81,16 @@ def work(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Without a lock: each message is sent as a whole, and a child that the task forks could find it taken.
     send = partial(wire.send, line)
-    count = 0
+    told: list[str] = []
+
+    def tell_imported() -> None:
+        nonlocal told
+        names = imported()
+        if names != told:
+            told = names
+            send({"event": "imported", "names": names})
+
+    modules = imports.ImportedModules(tell_imported)
     while True:
         try:
             # First this, then the message: if this process is killed in between, the message is still there,
@@ -95,11 +104,9 @@ def work(
         if "leave" in message:
             break
         say = _Say(send)
-        stays = _do(message, descriptors, say)
-        names = imported()
-        if len(names) > count:
-            count = len(names)
-            send({"event": "imported", "names": names})
+        with imports.seen_by(modules.look):
+            stays = _do(message, descriptors, say)
+        tell_imported()
         if stays is not None:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
             send({"event": "result", "stays": stays, "peak_bytes": peak_bytes, "task_at": say.task_at})

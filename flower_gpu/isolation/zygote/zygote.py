@@ -53,13 +53,21 @@ class Zygote:
                 self._current = self._start()
             return self._current
 
-    def imported(self, names: Sequence[str]) -> None:
-        """Take note of libraries that a worker had to import: after a few, a new process has them."""
+    def imported(self, names: Sequence[str], *, at_once: bool = False) -> None:
+        """Take note of libraries that a worker had to import: after a few, a new process has them.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Modules.
+        at_once : bool
+            Not after a few: the worker was ended by its time limit, and the next ones will be as well.
+        """
         with self._lock:
             new = [name for name in names if name not in self._known]
             self._lacking += bool(new)
             if (
-                self._lacking < _WORKERS_THAT_LACK
+                (self._lacking < _WORKERS_THAT_LACK and not at_once)
                 or not new
                 or self._is_closed
                 or self._renewals >= _MAX_RENEWALS
