@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.commands.verbosity import is_quiet
-from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError
+from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError, shortened
 from flower_gpu.gpu.request import memory_bytes
 from flower_gpu.gpu.settings import GPUSettings
 from flower_gpu.isolation.interrupts import ended_by_signals
@@ -282,7 +282,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
     except (ConfigError, GPUUnavailableError):
         raise
     except Exception as error:
-        traceback.print_exc()
+        print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         _say(f"{_first_line(error)} (the traceback is above)")
         return 1
     if summary:
@@ -322,7 +322,7 @@ def _once_mended(path: Path | None, can_resume: bool) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return shortened(f"{type(error).__name__}: {lines[0]}") if lines else type(error).__name__
 
 
 def _say(text: str) -> None:

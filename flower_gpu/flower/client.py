@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flower_gpu.calls import leasing
 from flower_gpu.calls.options import CallOptions, CallSettings, split
-from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError
+from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
 from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
 from flower_gpu.flower import results
 from flower_gpu.isolation.call import Task, check_task, load_task, task_name
@@ -396,4 +396,4 @@ def _or_status(run: Callable[[], T], code: Code) -> T | Status:
             raise  # Flower makes an error message of it, and this process is for this call only
         log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
         # Flower has no code for "failed"; a server counts any code but OK as a failure.
-        return Status(code, f"{type(error).__name__}: {error}")
+        return Status(code, shortened(f"{type(error).__name__}: {error}"))

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.calls.options import CallSettings
-from flower_gpu.errors import ClientCallError, FlowerGPUError, InvalidResultError
+from flower_gpu.errors import (
+    MOST_CHARACTERS,
+    ClientCallError,
+    FlowerGPUError,
+    InvalidResultError,
+    shortened,
+)
 from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.runner import Workers, run_call
@@ -84,7 +91,7 @@ def call(
         )
     except FlowerGPUError as error:
         if label not in str(error):
-            error.args = (f"{label}: {error}",)
+            error.args = (shortened(f"{label}: {error}"),)
         raise
     except passed_on:
         raise
@@ -121,14 +128,43 @@ def run(
     """
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)
+    expected = _Expected.of(message)  # before the function can change it
     if lifespan is None or lifespan.is_inherited:
         reply = function(message, context)
     else:
         with lifespan.function(context):
             reply = function(message, context)
-    if not isinstance(reply, Message):
-        raise InvalidResultError(f"the function returned a {type(reply).__name__}, not a Message")
-    return reply, context.state
+    return expected.checked(reply, message), context.state
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What makes a message the reply to another one: else nobody takes it, and the server waits for ever."""
+
+    message_id: str
+    src_node_id: int
+    dst_node_id: int
+
+    @classmethod
+    def of(cls, message: Message) -> _Expected:
+        metadata = message.metadata
+        return cls(metadata.message_id, metadata.dst_node_id, metadata.src_node_id)
+
+    def checked(self, reply: Any, message: Message) -> Message:
+        if not isinstance(reply, Message):
+            raise InvalidResultError(f"the function returned a {type(reply).__name__}, not a Message")
+        metadata = reply.metadata
+        if self != _Expected(metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
+            what = "the message that it was given" if reply is message else "a Message that is no reply to it"
+            raise InvalidResultError(
+                f"the function returned {what}: return Message(content, reply_to=message), with the message "
+                "that the function was given"
+            )
+        if reply.has_content() == reply.has_error():
+            raise InvalidResultError("the function returned a Message without content and without error")
+        if reply.has_error() and len(reply.error.reason or "") > MOST_CHARACTERS:
+            return Message(Error(reply.error.code, shortened(reply.error.reason or "")), reply_to=message)
+        return reply
 
 
 class Lifespan:
@@ -177,7 +213,7 @@ def client_of(context: Context) -> str:
 def text_of(error: Exception) -> str:
     """Return what an exception is and says."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return shortened(f"{type(error).__name__}: {error}")
     except Exception:  # its own __str__ failed
         return type(error).__name__
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from flower_gpu.errors import shortened
+
 T = TypeVar("T")
 
 #: Takes one event, a flat dict of numbers and short strings.
@@ -76,6 +78,7 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
         except TypeError:  # a generator, or an IterableDataset without a length
             total = None
     total = None if total is None else int(total)  # JSON has no numpy integers
+    desc = shortened(str(desc))
     done = sent = 0
     sent_at = time.monotonic()
     send("progress", desc=desc, n=0, total=total)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, WorkerTimeoutError
+from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, WorkerTimeoutError, shortened
 from flower_gpu.isolation.outcomes import WorkerStoppedError
 
 # NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
@@ -124,6 +124,6 @@ def _caused(error: RankError, cause: BaseException | None) -> RankError:
 
 def _text(error: BaseException | None) -> str:
     try:
-        return f"{type(error).__name__}: {error}"
+        return shortened(f"{type(error).__name__}: {error}")
     except Exception:  # its own __str__ failed
         return type(error).__name__

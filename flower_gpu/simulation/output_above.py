@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _LOGGERS = ("", "flwr")  # Flower's does not pass on to the root's
+_MOST_UNFINISHED = 65536  # characters of a line
 
 
 class OutputAbove:
@@ -84,6 +85,8 @@ class _Above:
                 self._stream.write(text)
             else:
                 lines, newline, self._begun = (self._begun + text).rpartition("\n")
+                if len(self._begun) > _MOST_UNFINISHED:  # a line that has no end
+                    lines, newline, self._begun = lines + newline + self._begun, "\n", ""
                 if newline:
                     # Not the bars' own write(): it knows sys.stdout as the same terminal only while that is
                     # not replaced.

@@ -152,6 +152,11 @@ class Progress:
         with self._lock, suppress(OSError, ValueError):
             self._view.tick()
 
+    def say(self, text: str) -> None:
+        """Print a text on stderr, above what is drawn there; also where nothing else is shown."""
+        with self._lock, suppress(OSError, ValueError):
+            self._view.say(text)
+
     def close(self) -> None:
         """Show nothing more."""
         with self._lock, suppress(OSError, ValueError):
@@ -182,6 +187,10 @@ class _View:
 
     def tick(self) -> None:
         pass
+
+    def say(self, text: str) -> None:
+        if sys.stderr is not None:
+            print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
@@ -332,6 +341,10 @@ class _Bars(_View):
 
     def tick(self) -> None:
         self._draw_rounds()
+
+    def say(self, text: str) -> None:
+        with self._bar.external_write_mode(file=self._stream):
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         self._end_clients()

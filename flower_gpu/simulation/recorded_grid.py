@@ -170,9 +170,11 @@ class _Batch:
 
     def replied(self, reply: Message) -> None:
         """Note a reply."""
-        key = (reply.metadata.src_node_id, reply.metadata.message_type)
+        node_id, kind = reply.metadata.src_node_id, reply.metadata.message_type
         with self._lock:
-            waiting = self._awaited.get(key)
+            # An app may give its reply another type.
+            others = (phases for (node, _), phases in self._awaited.items() if node == node_id and phases)
+            waiting = self._awaited.get((node_id, kind)) or next(others, None)
             phase = waiting.pop() if waiting else None
         if phase is not None:
             self._recorder.replied(phase, reply)

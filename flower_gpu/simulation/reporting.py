@@ -87,10 +87,10 @@ def reported_run(
         If all clients fail.
     """
     totals = Totals(clients)
-    failures = FailureLog(None if folder is None else folder.failures)
     refused = False
     has_resumed: list[bool] = []
     shown = Progress(is_shown=progress)
+    failures = FailureLog(None if folder is None else folder.failures, shown.say)
 
     def on_event(event: Event) -> None:
         nonlocal refused

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from flower_gpu.errors import shortened
 from flower_gpu.run.failures import outcome_text
 from flower_gpu.simulation.events import (
     Event,
@@ -20,6 +21,7 @@ from flower_gpu.simulation.events import (
 
 _MOST_REASONS: Final = 200
 _MOST_NAMED: Final = 100  # of one reason; metrics.jsonl names them all
+_MOST_CHARACTERS: Final = 1000  # of one message; failures.log has more
 _OTHER_REASONS: Final = "other reasons"
 # What message_call puts in front: without it, the same failure of many clients is one.
 _LABEL: Final = re.compile(r"^\S+ of client \S+: ")
@@ -118,6 +120,7 @@ class Totals:
 
     def _fail(self, server_round: int | None, kind: str, client: int | None, error: str) -> None:
         self._failed += 1
+        error = shortened(error, _MOST_CHARACTERS)
         reason = _PID.sub("", _LABEL.sub("", error))  # else each worker's would be another one
         if reason not in self._reasons and len(self._reasons) >= _MOST_REASONS:
             reason = _OTHER_REASONS

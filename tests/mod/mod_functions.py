@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import nvml_stub
-from flwr.app import Array, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from mod_messages import answer
 
@@ -169,7 +169,16 @@ def fails(received: Message, context: Context) -> Any:
             time.sleep(0.01)
         os.kill(received.content["config"]["client"], signal.SIGINT)
         time.sleep(600)
-    return {"none": None, "content": received.content, "a text": "reply"}[how]
+    if how == "another node's":
+        reply = Message(received.content, reply_to=received)
+        reply.metadata.__dict__["_src_node_id"] = 14
+        return reply
+    if how == "a message of its own":
+        return Message(received.content, dst_node_id=received.metadata.src_node_id, message_type="train")
+    if how == "its own error":
+        return Message(Error(77, "e" * 1_000_000), reply_to=received)
+    others = {"none": None, "content": received.content, "a text": "reply", "the message": received}
+    return others[how]
 
 
 # Lifespan -------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
     """Let a client fail like this; return what Flower makes a message of."""
     app = ClientApp(mods=[gpu_mod(start_method=method, **options)])
     app.train()(functions.fails)
-    config = {"how": how, "client": os.getpid()}
+    received = message(config={"how": how, "client": os.getpid()})
+    received.metadata.__dict__.update(_message_id="of the server", _src_node_id=1)
     with pytest.raises(BaseException) as caught:  # also what is no Exception
-        app(message(config=config), context())
+        app(received, context())
     return caught.value
 
 
@@ -83,6 +84,30 @@ def test_a_reply_that_is_no_message(how: str, kind: str, method: str) -> None:
     error = fail(how, method)
     assert type(error) is flower_gpu.InvalidResultError
     assert str(error) == f"train of client 3: the function returned a {kind}, not a Message"
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "in-process"])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("the message", "the message that it was given"),
+        ("another node's", "a Message that is no reply to it"),
+        ("a message of its own", "a Message that is no reply to it"),
+    ],
+)
+def test_a_message_that_is_no_reply(how: str, what: str, method: str) -> None:
+    error = fail(how, method)
+    assert type(error) is flower_gpu.InvalidResultError
+    assert str(error).startswith(f"train of client 3: the function returned {what}: return Message(content,")
+
+
+@pytest.mark.parametrize("method", ["fork", "in-process"])
+def test_a_long_error_of_its_own_is_cut(method: str) -> None:
+    app = ClientApp(mods=[gpu_mod(start_method=method)])
+    app.train()(functions.fails)
+    reply = app(message(config={"how": "its own error"}), context())
+    assert reply.error.code == 77 and len(reply.error.reason) < errors.MOST_CHARACTERS + 100
+    assert "characters left out" in reply.error.reason
 
 
 def test_an_error_of_ours_from_the_function_names_the_client_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,3 +171,116 @@ def test_replies_that_come_too_late_end_no_run(folder: ResultFolder) -> None:
     summary = run_in(folder, does_not_wait, Clients(new_nodes(), pause_s=0.3))
     assert summary["outcome"].startswith("completed, ")
     assert "no reply within 0.05 s" in folder.failures.read_text()
+
+
+ODD_REPLIES = """
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flower_gpu import simulate
+
+server, client = ServerApp(), ClientApp()
+
+
+@server.main()
+def main(grid, context):
+    FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord([np.zeros(3)]), num_rounds=1)
+
+
+@client.train()
+def train(message, context):
+    content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+    reply = Message(RecordDict(content), reply_to=message)
+    partition = context.node_config["partition-id"]
+    if partition == 4:
+        reply.metadata.__dict__["_src_node_id"] += 1
+    if partition == 5:
+        reply.metadata.message_type = "train.other"
+    new = Message(RecordDict(), dst_node_id=message.metadata.src_node_id, message_type="train")
+    return [message, None, {"a": 1}, new, reply, reply, reply][partition]
+
+
+summary = simulate((server, client), 7, log_dir=None).summary
+for reason in summary["failures"]:
+    print(reason["count"], sorted(one["client"] for one in reason["messages"]), reason["reason"])
+"""
+
+
+def test_what_is_no_reply_fails_that_client_only(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ODD_REPLIES)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rest = "return Message(content, reply_to=message), with the message that the function was given"
+    assert sorted(done.stdout.splitlines()) == [
+        f"1 [0] the function returned the message that it was given: {rest}",
+        "1 [1] the function returned a NoneType, not a Message",
+        "1 [2] the function returned a dict, not a Message",
+        f"2 [3, 4] the function returned a Message that is no reply to it: {rest}",
+    ]
+
+
+LONG_TEXTS = """
+import sys
+import numpy as np
+from flwr.app import ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+from flower_gpu import progress, simulate
+
+server, client = ServerApp(), ClientApp()
+LONG = 5_000_000
+
+
+class OddError(Exception):
+    def __str__(self):
+        return "o" * LONG
+
+
+@server.main()
+def main(grid, context):
+    FedAvg(fraction_evaluate=0.0).start(grid, ArrayRecord([np.zeros(3)]), num_rounds=1)
+
+
+@client.train()
+def train(message, context):
+    partition = context.node_config["partition-id"]
+    if partition == 0:
+        raise ValueError("v" * LONG)
+    if partition == 1:
+        raise OddError
+    if partition == 2:
+        try:
+            raise KeyError("k" * LONG)
+        except KeyError as error:
+            error.add_note("n" * LONG)
+            raise RuntimeError("short") from error
+    if partition == 3:
+        return Message(Error(1, "e" * LONG), reply_to=message)
+    list(progress([1], desc="d" * LONG))
+    content = {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+
+
+simulate((server, client), 5, log_dir=sys.argv[1])
+"""
+
+
+def test_long_texts_are_cut_wherever_they_are_kept(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LONG_TEXTS)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "runs")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    (folder,) = (tmp_path / "runs").iterdir()
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert max(sizes.values()) < 200_000, sizes
+    assert len(done.stdout) + len(done.stderr) < 400_000
+    kept = (folder / "failures.log").read_text()
+    assert kept.count(" failed in round 1") == 4 and kept.count("characters left out") >= 5
+    for text in ("in train", "ValueError: vvv", "ooo", "KeyError: 'kkk", "nnn", "RuntimeError: short", "eee"):
+        assert text in kept, text
