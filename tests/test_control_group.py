@@ -221,3 +221,30 @@ for method in ("fork", "spawn"):
 """
     limits = [line.partition("dmesg; ")[2] for line in run_in(group, code).splitlines()]
     assert limits == ["its control group may have 400 MiB"] * 2
+
+
+@pytest.mark.parametrize("group", ["memory"], indirect=True)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_the_kernel_ends_a_worker_and_not_its_larger_caller(group: Path, method: str) -> None:
+    """One call fails; a run that holds a large model goes on."""
+    name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+    (group / name).write_text(str(400 * MIB))
+    code = f"""
+import mmap
+import flower_gpu
+model = mmap.mmap(-1, {220 * MIB}, flags=mmap.MAP_PRIVATE)
+for start in range(0, len(model), 4096):
+    model[start] = 1
+if {method!r} == "fork":
+    model.madvise(mmap.MADV_DONTFORK)
+def fill(chunks):
+    taken = []
+    for _ in range(chunks):
+        taken.append(bytearray(b"x") * {MIB})
+    return len(taken)
+try:
+    flower_gpu.run_in_worker(fill, 2048, start_method={method!r})
+except flower_gpu.WorkerDiedError as error:
+    print(error.exitcode)
+"""
+    assert run_in(group, code) == "-9\n"

@@ -35,6 +35,7 @@ _SIGNALS = signal.valid_signals()
 # What this worker keeps open for its caller; see Descriptors.held.
 _held = -1
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
+_WORKER_OOM_SCORE = 500  # of 1000, see proc(5)
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,7 @@ def serve(
     """
     keep_for_caller(descriptors.held)
     die_with_the_caller(descriptors.life)
+    be_killed_first()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
     faulthandler.enable(file=2)
     faulthandler.register(_STACK_DUMP_SIGNAL, file=2, all_threads=True)
@@ -356,6 +358,18 @@ def die_with_the_caller(life: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, name="flower-gpu-life", daemon=True).start()
+
+
+def be_killed_first() -> None:
+    """Have the kernel end this worker before its caller where memory runs out: one call fails, and not a run.
+
+    It takes the largest process of the host, or of the control group that is full. A worker counts as larger
+    by half of what there is.
+    """
+    path = Path("/proc/self/oom_score_adj")
+    with suppress(OSError, ValueError):  # another system
+        if int(path.read_text()) < _WORKER_OOM_SCORE:
+            path.write_text(f"{_WORKER_OOM_SCORE}")
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

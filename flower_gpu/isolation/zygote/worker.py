@@ -74,6 +74,7 @@ def work(
         os.close(pipe)
     os.close(zygotes_end)
     socket_folder.take()
+    child.be_killed_first()
     os.dup2(stderr, 2)
     os.dup2(stdout, 1)
     for descriptor in (stdout, stderr):
