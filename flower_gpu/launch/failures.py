@@ -54,6 +54,7 @@ class Failures:
         self._traceback_of = traceback_of
         self._log = FailureLog(path, self._say)
         self._was_said = False
+        self._refused = 0
         self._rule = AllFailed()
         self._of_worker: Counter[str] = Counter()
         self._of_client: Counter[str] = Counter()
@@ -78,6 +79,10 @@ class Failures:
             case _:
                 pass
 
+    def close(self) -> None:
+        """Note that the run has come to its end."""
+        self.why_over = self.why_over or self._rule.never_succeeded(self._refused)
+
     @property
     def sentence(self) -> str:
         """Why the run was ended, and where to read on."""
@@ -94,6 +99,7 @@ class Failures:
         error = event.get("error")
         if error is None or not str(error).startswith(NO_REPLY):
             self._replies[event.get("round"), event.get("task"), error is None] += 1
+            self._refused += error is not None
         if error is None:
             return
         client = self._client_of(event.get("node") or 0)

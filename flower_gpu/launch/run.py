@@ -155,6 +155,7 @@ def _follow(
         while not engine.has_finished():
             show()
             supervisor.wait(_TICK_S)
+        failures.close()
     finally:
         show()  # an app may end with an error of its own because all its clients have failed
 

@@ -126,3 +126,11 @@ def test_a_failed_evaluation_on_the_server_is_no_clients(tmp_path: Path) -> None
 def test_traceback_in_a_log() -> None:
     log = f"INFO: x\n{TRACEBACK.format(1)}\nERROR: y\n{TRACEBACK.format(2)} is not defined\nINFO: end\n"
     assert _TRACEBACK.findall(log) == [TRACEBACK.format(1), f"{TRACEBACK.format(2)} is not defined"]
+
+
+def test_an_app_that_asks_one_client_after_the_other_ends_with_nothing(tmp_path: Path) -> None:
+    events = [event for node in (0, 1) for event in (reply(node), finished(1, 1))]
+    failures, _ = told(tmp_path, *({**event, "round": None} for event in events))
+    assert failures.why_over is None
+    failures.close()
+    assert failures.why_over == "all 2 messages failed"
