@@ -1,7 +1,8 @@
 """What runs in place of Flower's ``flower-supernode``: that, with shorter waits while there is work.
 
 Flower's SuperNode asks its SuperLink for a message every 3 s. Where a message is handled in less than that,
-most of a round would be waiting.
+most of a round would be waiting. That a SuperNode was killed its SuperLink notices after a minute, and a run
+waits for it until then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Final
 
 from flower_gpu.config import poll_s
@@ -20,18 +22,41 @@ from flower_gpu.supernode.command_folder import CommandFolder
 _PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
 _REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
+_HEARTBEAT: Final = "HEARTBEAT_DEFAULT_INTERVAL"  # as Flower calls it, in seconds
+_LEAST_HEARTBEAT_S: Final = 10  # that a SuperLink of Flower's takes
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
 
 
 def main() -> None:
     """Run Flower's SuperNode."""
-    from flwr.supernode import start_client_internal
+    from flwr.supercore import heartbeat
+    from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
+    least_s = poll_s(os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
-        start_client_internal.time = Clock(poll_s(os.environ), _look_after(CommandFolder()))
+        start_client_internal.time = Clock(least_s, _look_after(CommandFolder()))
+    shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
     sys.argv[0] = "flower-supernode"
     flower_supernode()
+
+
+def shorten_heartbeats(least_s: float, *modules: ModuleType) -> None:
+    """Have a SuperLink notice sooner that this SuperNode was killed: a round waits for its reply until then.
+
+    It notices after two intervals, of 30 s each in Flower. Many SuperNodes on a host keep Flower's own.
+
+    Parameters
+    ----------
+    least_s : float
+        Least seconds between two questions to the SuperLink: the more SuperNodes there are, the longer.
+    *modules : module
+        Flower's, one of which sends heartbeats, and the other says how often they come.
+    """
+    if all(hasattr(module, _HEARTBEAT) for module in modules):
+        for module in modules:
+            interval_s = min(getattr(module, _HEARTBEAT), max(_LEAST_HEARTBEAT_S, round(20 * least_s)))
+            setattr(module, _HEARTBEAT, interval_s)
 
 
 def _look_after(folder: CommandFolder) -> Callable[[], None]:

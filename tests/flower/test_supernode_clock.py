@@ -71,3 +71,24 @@ print(module.time.__name__, inspect.getsource(module).count("time.sleep("))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["time", "3"]
+
+
+def test_a_killed_node_is_noticed_sooner_than_flowers() -> None:
+    """The version of Flower that is installed reads its interval where it is set."""
+    code = """
+import inspect
+from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
+from flwr.supercore import heartbeat
+from flwr.supernode import fleet_http_connection
+from flower_gpu.flower.supernode import shorten_heartbeats
+for least_s in (4.0, 1.0, 0.1):
+    shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
+    print(heartbeat.HEARTBEAT_DEFAULT_INTERVAL, fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL)
+print(HEARTBEAT_MIN_INTERVAL)
+for module in (heartbeat, fleet_http_connection):
+    print("HEARTBEAT_DEFAULT_INTERVAL" in inspect.getsource(module).partition("def ")[2])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == ["30", "30", "20", "20", "10", "10", "10", "True", "True"]

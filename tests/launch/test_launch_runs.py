@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tables import files_in, files_in_table
 from launch_helpers import is_alive, processes_of, wait_until
 
 from flower_gpu import trace
@@ -154,27 +155,14 @@ def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, s
     assert failures.count("evaluate of client 1 failed in round") == 2
 
 
-def files_in_table(page: str, heading: str = "") -> list[str]:
-    """Return the names in the first column of the first table of files below a heading."""
-    text = (
-        (ROOT / "docs" / page).read_text().partition(heading)[2]
-        if heading
-        else (ROOT / "docs" / page).read_text()
-    )
-    table = text[text.index("| file |") :].split("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
-    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-
-
 def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
     folder, *_ = ordinary_run
-    there = {path.name + "/" * path.is_dir() for path in folder.iterdir()}
+    there = files_in(folder)
     reference = files_in_table("reference/launch.md", "## The folder of a run")
-    assert there <= set(reference)
+    assert there <= reference
     # What this run has no reason for.
-    assert set(reference) - there == {"server.log", "app/", "model.safetensors"}
-    tutorial = files_in_table("tutorial/first-federation.md")
-    assert set(tutorial) - there == {"model.safetensors"}
+    assert reference - there == {"server.log", "app/", "model.safetensors"}
+    assert files_in_table("tutorial/first-federation.md") - there == {"model.safetensors"}
 
 
 def test_all_clients_fail(launch: Launch, tmp_path: Path) -> None:

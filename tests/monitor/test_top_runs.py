@@ -214,6 +214,16 @@ def test_rounds_of_a_simulation(trace: Trace) -> None:
     assert (row.metrics, row.metrics_round, row.metrics_task) == ({"accuracy": 0.5}, 3, "evaluate")
 
 
+def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:
+    started(trace, num_rounds=5)
+    trace.write("round_started", round=3, task="train", messages=1)
+    trace.write("round_grew", round=3, task="train", messages=2)
+    for number, task in ((3, "train"), (2, "train"), (3, "evaluate")):  # two of them are late
+        trace.write("reply", round=number, task=task, node=7, error=None, metrics={})
+    row = read(trace.path.parent).row("app", trace.time)
+    assert (row.messages_done, row.messages) == (1, 2)
+
+
 def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
     for number in range(5):
         trace.write_text("".join(trace.call(number, round=1)))

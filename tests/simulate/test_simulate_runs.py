@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_tables import files_in, files_in_table
 from simulations import Simulation, run, running, wait_for_line
 
 from flower_gpu.run.registry import registered
@@ -38,6 +39,16 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     done = run("plain", 4, tmp_path_factory.mktemp("complete"), "--seed", "2")
     assert done.status == 0, done.output
     return done
+
+
+def test_tables_of_files_are_true(complete: Simulation) -> None:
+    there = files_in(complete.folder)
+    reference = files_in_table("reference/simulate.md", "## The folder of a run")
+    guide = files_in_table("how-to/simulate.md", "## The results")
+    assert there <= reference
+    # What this run has no reason for: nobody fails, few clients have little state, and there is one model.
+    assert reference - there <= {"failures.log", "states/", "model.safetensors", "model.npz"}
+    assert guide - there <= {"failures.log", "model.safetensors", "model.npz"}
 
 
 @pytest.fixture
