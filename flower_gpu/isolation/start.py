@@ -22,6 +22,7 @@ from flower_gpu.isolation.forkserver import client
 from flower_gpu.isolation.forkserver.sockets import Gone as Gone
 from flower_gpu.isolation.native import initialized_cuda_devices, release_openmp_threads, started_runtime
 from flower_gpu.isolation.process import OwnChild, Process
+from flower_gpu.isolation.process_limits import explained
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
@@ -156,9 +157,10 @@ def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float 
     except TimeoutError:
         raise
     except (OSError, ConfigError, WorkerStartError) as error:
+        reason = explained(error) if isinstance(error, OSError) else str(error)
         if not or_spawn:
-            raise WorkerStartError(f"cannot start a worker: {error}") from error
-        _spawn_instead(key, str(error))
+            raise WorkerStartError(f"cannot start a worker: {reason}") from error
+        _spawn_instead(key, reason)
         prepared.start_method = "spawn"
 
 
@@ -252,7 +254,7 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
             start = STARTERS[prepared.start_method]
             process = start(call, prepared, descriptors, stdout_write, stderr_write)
         except OSError as error:
-            raise WorkerStartError(f"cannot start a worker: {error}") from error
+            raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error
         # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
         ours.pop_all()
     return process, Lines(life_write, reply, events, stdout, stderr)

@@ -17,6 +17,7 @@ from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
 from flower_gpu.isolation.forkserver.learning import Learning
 from flower_gpu.isolation.forkserver.record import Start, describe
 from flower_gpu.isolation.forkserver.server import Server
+from flower_gpu.isolation.process_limits import explained
 
 #: Its text; ``path`` is what ``sys.path`` is set to.
 PROGRAM = (
@@ -31,8 +32,12 @@ def main() -> NoReturn:
     """Become the fork server that the first argument (JSON) describes."""
     record = json.loads(sys.argv[1])
     ready, lock = record["ready"], record["lock"]
-    if not record["detached"] and os.fork():
-        os._exit(0)  # so that it is nobody's child who would have to reap it
+    try:
+        if not record["detached"] and os.fork():
+            os._exit(0)  # so that it is nobody's child who would have to reap it
+    except OSError as error:
+        os.write(ready, explained(error).encode())
+        raise
     for descriptor in (ready, lock):
         os.set_inheritable(descriptor, False)
     _leave_limits_of_starter()

@@ -34,6 +34,7 @@ from flower_gpu.isolation.forkserver.learning import REPORT_NAME, Learning
 from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
 from flower_gpu.isolation.forkserver.session import Growth, Session
 from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
+from flower_gpu.isolation.process_limits import explained
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to those who wait in line
@@ -200,7 +201,7 @@ class Server:
         try:
             session.pid = child.fork_process(work, f"flower-gpu: {session.record['label']}")
         except OSError as error:
-            return {"error": str(error)}
+            return {"error": explained(error)}
         return {"pid": session.pid}
 
     def _on_reap(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
@@ -341,7 +342,12 @@ class Server:
         report, write = os.pipe2(os.O_CLOEXEC)
         release_openmp_threads()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes now: after another worker
+            os.close(report)
+            os.close(write)
+            return
         if pid == 0:
             try:
                 end_with_parent(parent)  # it holds the listening socket, but does not answer yet

@@ -19,6 +19,7 @@ from flower_gpu.isolation import child, socket_folder, threads
 from flower_gpu.isolation.call import load_task
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.native import adopt_orphans, collapse, huge_page_regions, release_openmp_threads
+from flower_gpu.isolation.process_limits import explained
 from flower_gpu.isolation.zygote import wire, worker
 
 _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
@@ -177,7 +178,7 @@ class _Zygote:
             with suppress(sockets.Gone):
                 for descriptor in wire.receive(line.connection)[1]:
                     os.close(descriptor)
-                wire.send(line.connection, {"event": "no_worker", "error": str(error)})
+                wire.send(line.connection, {"event": "no_worker", "error": explained(error)})
             self._watch(line)
 
     def _work(self, line: _Line) -> None:
