@@ -131,7 +131,7 @@ class CallsHost:
         self.run_dir = folder / "run"
         self.run_dir.mkdir()
         self.run_dir.chmod(0o777)
-        for file in state.glob("footprints*"):
+        for file in state.rglob("footprints*"):
             file.unlink()
         self.env = {
             name: value
