@@ -109,10 +109,7 @@ class LeaseTurns:
         with self._reading:
             try:
                 entries = self._reader.read(LedgerFolder.find().all())
-            except (
-                OSError,
-                GPUError,
-            ):  # no more files can be opened; who needs a lease is told what is wrong
+            except (OSError, GPUError):  # no more files can be opened; whoever asks for a lease is told
                 return False
         return any(
             not entry.parts

@@ -82,6 +82,8 @@ class Slot:
 
     def run(self, call: Call, start_method: str, **options: Any) -> Any:
         """Run a call in a worker."""
+        if call.held < 0 and self._held is not None:
+            self.retire()  # it has no use for a GPU
         if start_method != "forkserver":
             self._line.retire()  # not the lease, which is this call's
             self.is_used_again = False

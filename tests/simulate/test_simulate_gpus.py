@@ -61,6 +61,16 @@ def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: st
     assert Ledger(LedgerFolder(one_gpu.ledger)).status().holders == ()
 
 
+def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
+    """Though its slot had one for the call before, and would have kept it for the next."""
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "mixed=true"]
+    done = one_gpu.simulate(6, *options, app="leased")
+    assert done.status == 0, done.output
+    notes = one_gpu.notes()
+    assert [note["lease"] is not None for note in notes] == [True, False] * 3
+    assert [note["holders"] for note in notes] == [1, 0] * 3
+
+
 def test_a_gpu_is_empty_between_rounds(one_gpu: StubHost) -> None:
     done = one_gpu.simulate(4, "--num-gpus", "0.5")
     assert done.status == 0, done.output

@@ -27,8 +27,10 @@ def train(message: Message, context: Context) -> Message:
     time.sleep(config["seconds"])
     lease = Lease.from_environment(os.environ)
     note = {"partition": partition, "pid": os.getpid(), "lease": None if lease is None else lease.id}
+    holders = [entry.id for entry in Ledger().status().holders]
+    note["holders"] = len(holders)
     if lease is not None:
-        note["is_in_ledger"] = lease.id in [entry.id for entry in Ledger().status().holders]
+        note["is_in_ledger"] = lease.id in holders
         note["descriptor_is_ticket"] = _is_ticket(child.held(), lease)
         note["alone"] = lease.alone
     with Path(os.environ["LEASED_APP_NOTES"]).open("a") as file:
