@@ -215,19 +215,18 @@ class Ledger:
     @contextmanager
     def _locked(self) -> Iterator[_Measured]:
         """Hold the mutex, with what was measured just before."""
-        measured = self._measure()
+        # Also so that little is to be read while others wait for the mutex.
+        measured = self._measure(self._reader.read(self.folder.all()))
 
         def measure_again() -> None:
             nonlocal measured
             if time.monotonic() > measured.fresh_until:
-                measured = self._measure()
+                measured = self._measure(self._reader.read(self.folder.all()))
 
         with self.folder.locked(measure_again):
             yield measured
 
-    def _measure(self) -> _Measured:
-        # Also so that little is to be read while others wait for the mutex.
-        entries = self._reader.read(self.folder.all())
+    def _measure(self, entries: Sequence[Entry]) -> _Measured:
         told = {entry.id: entry.reported() for entry in entries if entry.parts}
         found = inventory.take()  # after the reports, see _Measured
         return _Measured(found, told, time.monotonic() + _FRESH_S)
@@ -266,7 +265,7 @@ class Ledger:
         return (
             self.folder.stamps(self.folder.all()) != state.stamps
             or not all(entry.is_alive() for entry in state.holders)
-            or _roughly(self._cards(self._measure(), state.holders)) != _roughly(state.cards)
+            or _roughly(self._cards(self._measure(state.holders), state.holders)) != _roughly(state.cards)
         )
 
     def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:

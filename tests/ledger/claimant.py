@@ -162,8 +162,8 @@ class Commands:
         ledger_module._FRESH_S = 1000.0
         measure = self.ledger._measure
 
-        def paused() -> Any:
-            measured = measure()
+        def paused(entries: Any) -> Any:
+            measured = measure(entries)
             Path(f"{path}.measured").touch()
             while not Path(path).exists():
                 time.sleep(0.005)
