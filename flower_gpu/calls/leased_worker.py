@@ -12,12 +12,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.calls import rank_figures
-from flower_gpu.calls.after_import import AfterImport
 from flower_gpu.calls.fixed_variables import Rule, fixed
 from flower_gpu.calls.gpu_use import Use
 from flower_gpu.gpu import cap
 from flower_gpu.gpu.lease import Lease
 from flower_gpu.isolation import events, own_calls, threads
+from flower_gpu.isolation.after_import import AfterImport
 
 if TYPE_CHECKING:
     from flower_gpu.pytorch.memory import Figures, Hold

@@ -10,12 +10,16 @@ from typing import Any
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.isolation.call import check_task, load_task
+from flower_gpu.isolation.native import initialized_cuda_devices
 
 #: Functions with their keyword arguments, in a form that can travel.
 Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
 # What this very process has loaded, for calls that run in it.
 _done: set[str] = set()
+
+#: What of it was the first to initialise CUDA in this process; empty where nothing did.
+started_cuda = ""
 
 
 def checked(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -83,11 +87,14 @@ def _is_there(module: str, path: Sequence[str]) -> bool:
 
 def run(preload: Preload) -> None:
     """Import the modules and call the functions."""
+    global started_cuda
     for name, kwargs in preload:
         if ":" in name:
             load_task(name)(**kwargs)
         else:
             import_module(name)
+        if not started_cuda and initialized_cuda_devices() is not None:
+            started_cuda = name
 
 
 def run_once(preload: Preload) -> None:

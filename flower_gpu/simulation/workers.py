@@ -14,6 +14,7 @@ from flower_gpu.calls.options import CallSettings
 from flower_gpu.config import cores, planned_threads
 from flower_gpu.flower.app_imports import libraries_of
 from flower_gpu.gpu import inventory
+from flower_gpu.gpu.cap import hidden_environment
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.isolation import start, threads
 from flower_gpu.isolation.zygote.process import ZygoteSettings
@@ -94,6 +95,8 @@ def zygote_settings(
     """Return what an app's workers are forked from: a process with the libraries that the app imports."""
     libraries: list[str] = []
     without: frozenset[str] = frozenset()
+    if settings.gpu.policy.gpu == "never":  # a module that looks for GPUs when it is imported finds none
+        env = {**env, **hidden_environment()}
     if isinstance(app, AppReference):
         libraries = _libraries_of(app)
         if not _may_use_torch(app):

@@ -10,12 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flower_gpu.isolation import cuda_answers
+from flower_gpu.isolation.forkserver import identity
+
 # Set in each worker, or of no importance to a library.
 _NOT_OF_A_LIBRARY = {
-    "CUDA_VISIBLE_DEVICES",
+    identity.VISIBLE_DEVICES,
     "OLDPWD",
     "PWD",
     "PYTHONUNBUFFERED",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
     "SHLVL",
     "TEMP",
     "TMP",
@@ -71,6 +75,8 @@ class EnvironmentUse:
             yield
         finally:
             kind.__getitem__, kind.__iter__ = get, iterate
+            if cuda_answers.has_asked():
+                self.read.setdefault(identity.VISIBLE_DEVICES, before.get(identity.VISIBLE_DEVICES))
             after = dict(os.environ)
             for name in before.keys() | after.keys():
                 if before.get(name) != after.get(name):
@@ -85,7 +91,8 @@ class EnvironmentUse:
             name
             for name, value in self.read.items()
             # A caller that has imported the library itself has what the library sets.
-            if environ.get(name) != value and environ.get(name) != self.changed.get(name, value)
+            if (found := identity.seen(environ, name)) != identity.seen({name: value}, name)
+            and found != self.changed.get(name, value)
         )
 
     def set_too_late(self) -> dict[str, str | None]:

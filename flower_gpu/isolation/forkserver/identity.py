@@ -29,6 +29,8 @@ _SET_LATER |= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}  # by scikit-learn, i
 _THREADS = "_NUM_THREADS"
 # A batch system gives each job its own memory, processors and GPUs.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "OAR_JOB_ID")
+#: Of it only matters whether it hides all GPUs: each lease has another value.
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 
@@ -48,9 +50,15 @@ def server_name(
     more : object
         Anything else that makes a server special (JSON).
     """
-    values = {name: environ.get(name) for name in sorted(variables)}
+    values = {name: seen(environ, name) for name in sorted(variables)}
     identity = [_this_process(environ), values, sorted(without), more]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
+
+
+def seen(environ: Mapping[str, str | None], name: str) -> str | None:
+    """Return what a library makes of an environment variable when it is imported."""
+    value = environ.get(name)
+    return None if name == VISIBLE_DEVICES and value else value
 
 
 def installed_folders(path: Iterable[str]) -> list[str]:

@@ -44,24 +44,35 @@ class UnfitLibraryError(Exception):
     ----------
     libraries : list of str
         Top-level names of all that were being imported when it happened.
-    what : str
-        What happened.
+    is_cuda : bool
+        Whether it initialised CUDA; else it started a thread.
     """
 
-    def __init__(self, libraries: list[str], what: str) -> None:
-        super().__init__(f"{', '.join(libraries)}: {what}")
+    def __init__(self, libraries: list[str], is_cuda: bool) -> None:
+        what = "initialises CUDA" if is_cuda else "starts a thread"
+        super().__init__(f"{', '.join(libraries)}: importing it {what}")
         self.libraries = libraries
+        self.is_cuda = is_cuda
 
 
 def cuda_is_touched() -> bool:
-    """Tell whether this process has done anything with a GPU; then forks of it cannot use one."""
+    """Tell whether this process has started CUDA, or tried to; then forks of it cannot use a GPU."""
     if initialized_cuda_devices() is not None:
         return True
     for descriptor in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the one that listed the folder
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia"):
+            # Not /dev/nvidiactl and those of the GPUs: NVML opens them, too, and leaves CUDA alone.
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
                 return True
     return False
+
+
+def cuda_message(name: str) -> str:
+    """Return what to tell a user whose function or module has started CUDA where others are forked from."""
+    return (
+        f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and choose "
+        "the device in the task. Only torch.cuda.is_available() and device_count() may be asked there"
+    )
 
 
 def import_all(names: Iterable[str]) -> None:
@@ -103,10 +114,7 @@ def preload_on_cpu(functions: preload.Preload) -> None:
     for name, kwargs in functions:
         preload.run([(name, kwargs)])
         if cuda_is_touched():
-            raise ConfigError(
-                f"{name} initialised CUDA, so that no worker could use a GPU: keep the data on the CPU, and "
-                "choose the device in the task"
-            )
+            raise ConfigError(cuda_message(name))
         if (library := started_runtime()) is not None:
             raise ConfigError(
                 f"{name} computes with {library}, whose threads no worker would have: it would wait for them "
@@ -213,9 +221,9 @@ class _Watch:
         grown, self._threads = threads > self._threads, threads
         innermost = self._running[-1] if self._running else ""
         if grown and innermost not in _THREADS_SURVIVE_FORKS:
-            self._unfit = UnfitLibraryError(self._names(), "importing it starts a thread")
+            self._unfit = UnfitLibraryError(self._names(), is_cuda=False)
         elif cuda_is_touched():
-            self._unfit = UnfitLibraryError(self._names(), "importing it initialises CUDA")
+            self._unfit = UnfitLibraryError(self._names(), is_cuda=True)
         if self._unfit is not None:
             raise self._unfit
 
@@ -228,7 +236,7 @@ class _Watch:
         library = spec.name.partition(".")[0]
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # another finder may have wrapped it as well
             self._running.append(library)
             try:
                 execute(module)

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from flower_gpu.isolation import socket_folder
+from flower_gpu.isolation import cuda_answers, socket_folder
 from flower_gpu.isolation.forkserver import libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse
 from flower_gpu.isolation.forkserver.inherited import LIMITS, SHAPING_LIMITS
@@ -65,6 +65,7 @@ def _leave_limits_of_starter() -> None:
 def _make(start: Start, record: dict[str, Any]) -> Server:
     learned = libraries.LearnedFile(start.name)
     use = EnvironmentUse()
+    cuda_answers.ask_nvml()
     try:
         with use.noted():
             libraries.import_always(start.without)

@@ -19,14 +19,8 @@ from functools import partial
 from typing import Any
 
 import flower_gpu
-from flower_gpu.isolation import (  # noqa: F401 - events as well
-    child,
-    events,
-    imports,
-    socket_folder,
-    threads,
-    transport,
-)
+from flower_gpu.isolation import child, cuda_answers, imports, socket_folder, threads, transport
+from flower_gpu.isolation import events as events  # each worker needs it
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.isolation.forkserver.inherited import Inherited
@@ -282,6 +276,7 @@ class Server:
         Inherited(**record["inherited"]).apply(folder)
         os.close(folder)
         self._use.apply_changes(keep=record["env"])
+        cuda_answers.ask_cuda()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()  # or every worker draws the same numbers
         if hasattr(sys.modules.get("torch"), "default_generator"):

@@ -19,6 +19,7 @@ from flower_gpu.isolation.call import Call
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.zygote import wire
 
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _PROGRAM = "flower_gpu.isolation.zygote.program:serve"
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.05
@@ -90,6 +91,8 @@ class Process:
         self._failed: list[BaseException] = []
         # Not a socket with an address: whoever can connect to that could be taken for the zygote.
         ours, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # For what a spawned one preloads, before its program has PyTorch ask NVML only.
+        meanwhile = {_NVML_CHECK: "1"} if _NVML_CHECK not in {**os.environ, **settings.env} else {}
         call = Call(
             _PROGRAM,
             (settings.name,),
@@ -97,8 +100,9 @@ class Process:
                 "modules": list(settings.modules),
                 "rehearsal": settings.rehearsal,
                 "seeds": settings.seeds,
+                "meanwhile": list(meanwhile),
             },
-            env=settings.env,
+            env={**settings.env, **meanwhile},
             setup=settings.setup,
             label=f"workers of {settings.name}",
             preload=settings.preload,

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flower_gpu.isolation import child, socket_folder, threads
+from flower_gpu.errors import ConfigError
+from flower_gpu.isolation import child, cuda_answers, preload, socket_folder, threads
 from flower_gpu.isolation.call import load_task
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
 from flower_gpu.isolation.native import adopt_orphans, collapse, huge_page_regions, release_openmp_threads
@@ -34,6 +35,7 @@ def serve(
     modules: Sequence[str] = (),
     rehearsal: str | None = None,
     seeds: bool = True,
+    meanwhile: Sequence[str] = (),
 ) -> None:
     """Fork workers for a caller, until it closes the connection.
 
@@ -48,18 +50,33 @@ def serve(
         is done once in a process. A fork has to copy each page that it touches, and does nothing fast.
     seeds : bool
         Whether workers get random numbers of their own. Tasks that seed themselves need none.
+    meanwhile : sequence of str
+        Environment variables that were set until now only, and are none of the workers'.
     """
     connection = _connected()
+    if libraries.cuda_is_touched():  # by what a spawned zygote preloads: forks of it are of no use
+        raise ConfigError(libraries.cuda_message(preload.started_cuda or "what is preloaded"))
+    cuda_answers.ask_nvml()
+    for variable in meanwhile:
+        os.environ.pop(variable, None)
     for module in modules:
         try:
             libraries.import_all([module])
         except libraries.UnfitLibraryError as error:
+            if error.is_cuda:
+                print(
+                    f"flower-gpu: {error}. Each worker imports it for itself, which is slower: choose the "
+                    "device in a function instead",
+                    file=sys.stderr,
+                )
             wire.send(connection, {"unfit": error.libraries})
             return
         except (Exception, SystemExit):  # the worker that imports it will tell
             continue
     if rehearsal is not None:
         load_task(rehearsal)()
+        if libraries.cuda_is_touched():
+            raise ConfigError(libraries.cuda_message(rehearsal))
     _Zygote(connection, seeds).run()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from flower_gpu.isolation import child, imports, socket_folder, transport
+from flower_gpu.isolation import child, cuda_answers, imports, socket_folder, transport
 from flower_gpu.isolation.forkserver import sockets
 from flower_gpu.isolation.zygote import wire
 
@@ -75,6 +75,7 @@ def work(
     os.close(zygotes_end)
     socket_folder.take()
     child.be_killed_first()
+    cuda_answers.ask_cuda()
     os.dup2(stderr, 2)
     os.dup2(stdout, 1)
     for descriptor in (stdout, stderr):

@@ -42,7 +42,7 @@ class AfterImport:
         loader, execute = spec.loader, spec.loader.exec_module
 
         def execute_and_call(module: ModuleType) -> None:
-            del loader.exec_module  # the loader's own again
+            vars(loader).pop("exec_module", None)  # the loader's own again
             execute(module)
             self._then()
 
