@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import stat
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,8 @@ from typing import TextIO
 _CHUNK = 65536
 _MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
 _REMEMBERED_LINES = 1000
+#: Bytes of one stream of one call that a file is given.
+MOST_IN_A_FILE = 16 << 20
 _TAIL_LINES = 30  # of them in a message
 _TAIL_COLUMNS = 500
 _STACK_LINES = 15
@@ -101,19 +104,40 @@ def _is_frame(line: str) -> bool:
 
 
 def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
-    """Pass a worker's output on to the caller's stream, and remember the last lines of it."""
+    """Pass a worker's output on to the caller's stream, and remember the last lines of it.
+
+    A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` bytes of one stream of a call: a loop that
+    prints without end would fill the disk. A terminal or a pipe gets all.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     remember = tail.reader()
+    left = MOST_IN_A_FILE if _is_file(target) else None
 
     def on_data(data: bytes) -> None:
+        nonlocal left
         remember(data)
+        if left is not None:
+            if left == 0:
+                return
+            left, data = max(0, left - len(data)), data[:left]
         text = decoder.decode(data)
+        if left == 0:
+            text += (
+                f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
+            )
         if target is not None and text:
             with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
                 target.write(_writable(text, target))
                 target.flush()
 
     return on_data
+
+
+def _is_file(target: TextIO | None) -> bool:
+    try:
+        return target is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):  # a notebook's, or closed
+        return False
 
 
 def _writable(text: str, target: TextIO) -> str:

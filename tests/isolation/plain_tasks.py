@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -22,6 +23,19 @@ class Table:
 
 def answer() -> int:
     return 42
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def squares_of_pools() -> list[list[int]]:
+    """Ask processes of a pool, started in each way that there is."""
+    found = []
+    for method in ("fork", "forkserver", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            found.append(pool.map(square, range(4)))
+    return found
 
 
 def echo(*args: Any, **kwargs: Any) -> Any:

@@ -133,3 +133,7 @@ def test_output_that_the_callers_stream_cannot_write(
         env={"PYTHONIOENCODING": "ascii"},
     )
     assert done.stdout == "caf\\xe9 au lait\n"
+
+
+def test_a_task_may_have_pools_of_all_kinds(start_method: str) -> None:
+    assert run_in_worker("plain_tasks:squares_of_pools", start_method=start_method) == [[0, 1, 4, 9]] * 3

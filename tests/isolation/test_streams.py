@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from flower_gpu.isolation.streams import Lines, Stream, Tail, echo
+from flower_gpu.isolation.streams import MOST_IN_A_FILE, Lines, Stream, Tail, echo
 
 
 def cut(*chunks: bytes) -> list[str]:
@@ -155,3 +156,16 @@ def test_echo_to_any_encoding(encoding: str) -> None:
         take(bytes([byte]))
     assert str(tail) == "é"
     assert target.getvalue() == {"ascii": "\\xe9\n", "utf-8": "é\n", "no such encoding": ""}[encoding]
+
+
+def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:
+    tail = Tail()
+    with open(tmp_path / "log", "w") as file:
+        on_data = echo(file, tail)
+        for number in range(100):
+            on_data(f"{number}".encode() + b"x" * 1_000_000 + b"\n")
+        on_data(b"the end\n")
+    written = (tmp_path / "log").read_text()
+    assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
+    assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call is not here]\n")
+    assert str(tail).endswith("the end"), "errors quote the last lines all the same"

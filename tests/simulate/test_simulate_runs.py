@@ -107,6 +107,15 @@ def test_used_workers_are_compared_with_new_ones(tmp_path: Path) -> None:
     assert done.summary["recycling"]["different_clients"] == []
 
 
+def test_clients_start_processes_of_their_own(tmp_path: Path) -> None:
+    """Pools of all kinds, and a DataLoader with workers."""
+    pytest.importorskip("torch")
+    done = run("children", 4, tmp_path)
+    assert done.status == 0, done.output
+    assert done.summary["outcome"] == "completed", done.output
+    assert done.lines("train")[0]["metrics"]["total"] == 14
+
+
 def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None:
     done = run("unruly", 9, tmp_path, "--timeout-s", "3", "--calls-per-worker", "2")
     assert done.status == 0, done.output
@@ -118,6 +127,7 @@ def test_failing_clients_are_named_and_the_run_ends_well(tmp_path: Path) -> None
         assert "SIGKILL" in errors[server_round, 4]
         assert "timeout_s=3" in errors[server_round, 5] and "in train" not in errors[server_round, 0]
     assert "client 4" in done.output and "client 5" in done.output
+    assert done.summary["outcome"] == "completed, 10 of 18 messages failed"
 
 
 def test_killed_in_a_round_and_resumed_it_is_as_if_it_had_never_been(tmp_path: Path) -> None:
