@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from flower_gpu.run.failures import AllFailed, Failure, FailureLog
 from flower_gpu.simulation.events import NO_REPLY
 
 _SERVER: Final = (None, "server")
+_LABEL: Final = re.compile(r"\S+ of client (?P<client>\S+): ")  # in front of what calls of ours say
 
 
 class Failures:
@@ -102,7 +104,8 @@ class Failures:
             self._refused += error is not None
         if error is None:
             return
-        client = self._client_of(event.get("node") or 0)
+        found = _LABEL.match(str(error))
+        client = found["client"] if found else self._client_of(event.get("node") or 0)
         is_told = self._of_worker.pop(client, 0) or self._of_client[client]
         if self._of_client[client]:
             self._of_client[client] -= 1

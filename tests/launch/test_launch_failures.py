@@ -95,6 +95,15 @@ def test_what_only_the_server_knows_is_told_as_well(tmp_path: Path) -> None:
     ]
 
 
+def test_a_reply_of_ours_says_which_client_it_is_of(tmp_path: Path) -> None:
+    """With ``start_server`` nobody knows which connection is whose."""
+    display = Shown()
+    failures = Failures(tmp_path / "failures.log", display, lambda node: f"node {node}")
+    failures.see(worker("1"))
+    failures.see(reply(5, "fit of client 1: the worker was killed"))
+    assert len(display.texts) == 1
+
+
 def test_all_failed(tmp_path: Path) -> None:
     failures, _ = told(tmp_path, process("0"), process("1"), reply(0), reply(1), finished(2, 2))
     assert failures.why_over == "all 2 clients failed in round 1"
