@@ -152,7 +152,9 @@ def _learn_imports(app: tuple[str, ...]) -> None:
     with suppress(Exception):
         folder = Path(get_project_dir(*app))
         reference = get_project_config(folder)["tool"]["flwr"]["app"]["components"]["clientapp"]
-        client.learn(libraries_of(folder, reference.partition(":")[0]))
+        is_limited = CallSettings.resolve({}).worker.timeout_s is not None
+        patience_s = client.LEARN_FOR_LIMITED_S if is_limited else client.LEARN_S
+        client.learn(libraries_of(folder, reference.partition(":")[0]), patience_s=patience_s)
 
 
 def load_and_run(

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 _CUDA_SUCCESS = 0
@@ -115,6 +117,55 @@ def end_with_parent(parent: int | None) -> None:
 def adopt_orphans() -> None:
     """Become the parent of processes whose own parent, a descendant of this one, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Return the pids of this process's children, also of those that have ended and are not reaped."""
+    found: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    except FileNotFoundError:  # a kernel that does not list them
+        return {int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _parent(pid) == os.getpid()}
+    return found
+
+
+def _parent(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return -1
+
+
+def end_adopted(own: Collection[int], groups: Collection[int] = ()) -> bool:
+    """End the processes that have become children of this one: what is left of workers that have ended.
+
+    To be called again when a child has ended: its own children are this process's then. Only for a process
+    that has called :func:`adopt_orphans`, and whose living workers have, too: theirs do not come here.
+
+    Parameters
+    ----------
+    own : collection of int
+        Children that this process has started itself.
+    groups : collection of int
+        Process groups whose members are left alone: somebody else ends them.
+
+    Returns
+    -------
+    bool
+        Whether there were any.
+    """
+    found = False
+    for pid in children().difference(own):
+        # A child that is not reaped keeps its pid, so this is no other process.
+        with suppress(ProcessLookupError, ChildProcessError, PermissionError):
+            if os.getpgid(pid) not in groups:
+                found = True
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+    return found
 
 
 def huge_page_regions() -> list[int]:

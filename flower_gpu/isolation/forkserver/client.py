@@ -34,8 +34,12 @@ _ANSWER_S = 20.0  # a server that says nothing for so long hangs: to those who w
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
 _TRIES = 8
-_GROWTH_S = 60.0  # at most, for libraries that the worker would have to import itself
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the libraries are there
+
+#: How long to wait for libraries that the worker would have to import itself.
+LEARN_S = 60.0
+#: The same where the worker has a time limit, which its own imports would use up: as long as a server tries.
+LEARN_FOR_LIMITED_S = 300.0
 
 
 @cache
@@ -163,7 +167,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
     with _offer(call, inherited) as descriptors:
-        patience = time.monotonic() + _GROWTH_S
+        patience = time.monotonic() + LEARN_S
         tries, pause_s = 0, _FIRST_PAUSE_S
         while tries < _TRIES:
             kind = _memory.known_kind()
@@ -189,7 +193,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     raise WorkerStartError("no fork server could be found that has what this process needs")
 
 
-def learn(names: Sequence[str], without: frozenset[str] = frozenset()) -> None:
+def learn(names: Sequence[str], without: frozenset[str] = frozenset(), patience_s: float = LEARN_S) -> None:
     """Have the fork server of this process import libraries now, so that no worker has to.
 
     Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
@@ -200,13 +204,15 @@ def learn(names: Sequence[str], without: frozenset[str] = frozenset()) -> None:
         Modules. What is not of an installed package is left out.
     without : frozenset of str
         As of a :class:`~flower_gpu.isolation.call.Call`.
+    patience_s : float
+        How long is too long.
 
     Raises
     ------
     WorkerStartError
         If there is no fork server and none could be started.
     """
-    patience = time.monotonic() + _GROWTH_S
+    patience = time.monotonic() + patience_s
     while time.monotonic() < patience:
         kind = _memory.known_kind()
         kind.without |= without

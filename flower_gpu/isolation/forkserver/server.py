@@ -27,11 +27,20 @@ from flower_gpu.isolation.forkserver.inherited import Inherited
 from flower_gpu.isolation.forkserver.learning import REPORT_NAME, Learning
 from flower_gpu.isolation.forkserver.record import READY, Start, describe, read_record
 from flower_gpu.isolation.forkserver.session import Growth, Session
-from flower_gpu.isolation.native import collapse, end_with_parent, huge_page_regions, release_openmp_threads
+from flower_gpu.isolation.native import (
+    adopt_orphans,
+    children,
+    collapse,
+    end_adopted,
+    end_with_parent,
+    huge_page_regions,
+    release_openmp_threads,
+)
 from flower_gpu.isolation.process_limits import explained
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to those who wait in line
+_POLL_S = 0.02
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
 
 
@@ -46,6 +55,7 @@ class Server:
         self._began = time.time()
         self._sessions: dict[int, Session] = {}
         self._orphans: set[int] = set()
+        self._own: set[int] = set()  # processes that a library or the user's data have started here
         self._modules = 0
         self._calls = 0
         self._told = 0.0
@@ -53,6 +63,8 @@ class Server:
 
     def open(self, listener: socket.socket | None) -> None:
         """Begin to serve on ``listener``, or on a new socket."""
+        self._own = children()
+        adopt_orphans()
         self._selector = selectors.DefaultSelector()
         self._wakeup, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -95,6 +107,9 @@ class Server:
                     key.data()
                 if time.monotonic() - self._told > _TELL_S:
                     self._tell_who_waits()
+        deadline = time.monotonic() + _TICK_S
+        while self._end_sessions() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         socket_folder.remove_left()
 
     def _tell_who_waits(self) -> None:
@@ -272,6 +287,7 @@ class Server:
     def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
         """Be a worker (in the fork)."""
         imported, folder, record = session.imported, session.folder, session.record
+        adopt_orphans()  # while this process lives, what it has started stays below it
         self._leave_parent({imported, folder, stdout, stderr, *lines.opened()})
         Inherited(**record["inherited"]).apply(folder)
         os.close(folder)
@@ -307,6 +323,12 @@ class Server:
         self._orphans -= ended
         if ended:  # their callers have ended before them, and maybe those of other workers
             socket_folder.remove_left()
+        self._end_sessions()
+
+    def _end_sessions(self) -> bool:
+        """End what workers that are gone had put into sessions of their own; their groups, callers end."""
+        workers = {session.pid for session in self._sessions.values()} | self._orphans
+        return end_adopted(self._own | workers, workers)
 
     def _leave_parent(self, keep: set[int]) -> None:
         """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""

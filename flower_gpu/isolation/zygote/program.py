@@ -19,7 +19,14 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.isolation import child, cuda_answers, preload, socket_folder, threads
 from flower_gpu.isolation.call import load_task
 from flower_gpu.isolation.forkserver import identity, libraries, sockets
-from flower_gpu.isolation.native import adopt_orphans, collapse, huge_page_regions, release_openmp_threads
+from flower_gpu.isolation.native import (
+    adopt_orphans,
+    children,
+    collapse,
+    end_adopted,
+    huge_page_regions,
+    release_openmp_threads,
+)
 from flower_gpu.isolation.process_limits import explained
 from flower_gpu.isolation.zygote import wire, worker
 
@@ -133,9 +140,11 @@ class _Zygote:
         self._folders = identity.installed_folders(sys.path)
         self._modules = 0
         self._is_draining = False
+        self._own: set[int] = set()  # processes that a library or the user's data have started here
 
     def run(self) -> None:
         """Serve until the caller is gone or has enough."""
+        self._own = children()
         adopt_orphans()
         signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -236,6 +245,7 @@ class _Zygote:
                     line.group_deadline = time.monotonic() + _CHILDREN_GRACE_S
                     self._ended.append(line)
         self._end_groups()
+        self._end_sessions()
 
     def _end_groups(self) -> None:
         """Let go of workers of which nothing is left; end what has been left for too long."""
@@ -260,16 +270,11 @@ class _Zygote:
                 self._watch(line)
             except sockets.Gone:
                 self._forget(line)
-        self._reap_orphans()
 
-    def _reap_orphans(self) -> None:
-        """Let go of processes that have left their worker's group, and ended."""
-        workers = {line.pid for line in self._lines}
-        with suppress(ChildProcessError):
-            while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if found.si_pid in workers:  # it has ended just now: it has its turn
-                    return
-                os.waitpid(found.si_pid, 0)
+    def _end_sessions(self) -> None:
+        """End what workers that are gone had put into sessions of their own."""
+        workers = {line.pid for line in self._lines if line.pid >= 0}
+        end_adopted(self._own | workers, workers)
 
     def _end_all(self) -> None:
         for line in self._lines:
@@ -280,6 +285,9 @@ class _Zygote:
             if line.pid >= 0 and line not in self._ended:
                 with suppress(ChildProcessError):
                     os.waitpid(line.pid, 0)
+        deadline = time.monotonic() + _KILLED_GRACE_S
+        while end_adopted(self._own) and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
         for line in self._lines:
             if line.pid >= 0:
                 socket_folder.remove(line.pid)

@@ -15,6 +15,7 @@ from typing import Any
 
 from flower_gpu.isolation import child, cuda_answers, imports, socket_folder, transport
 from flower_gpu.isolation.forkserver import sockets
+from flower_gpu.isolation.native import adopt_orphans
 from flower_gpu.isolation.zygote import wire
 
 # Set by a task after which this process cannot be brought to what another one expects.
@@ -73,6 +74,7 @@ def work(
         child.die_with_the_caller(own)
         os.close(pipe)
     os.close(zygotes_end)
+    adopt_orphans()  # while this process lives, what it has started stays below it
     socket_folder.take()
     child.be_killed_first()
     cuda_answers.ask_cuda()

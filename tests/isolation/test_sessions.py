@@ -1,0 +1,84 @@
+"""Processes that a task puts into sessions of their own end with its worker, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import forkservers
+import pytest
+from processes import is_running, wait_until
+from zygote_lines import Caller
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+from flower_gpu.isolation.forkserver import client
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
+TIMEOUT_S = 6
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    caller = Caller()
+    yield caller
+    caller.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    with forkservers.own_servers():
+        run_in_worker("os:getpid", start_method="forkserver")  # a call with a time limit finds one
+        yield
+
+
+def pids_of(folder: Path) -> list[int]:
+    found = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("end", ["return", "abort", "hang"])
+@pytest.mark.parametrize("of", ["fork server", "zygote"])
+def test_they_end_with_the_worker(of: str, end: str, caller: Caller, tmp_path: Path) -> None:
+    def call() -> list[bool]:
+        task, args = "tasks_sessions:leave", (str(tmp_path), end)
+        timeout_s = TIMEOUT_S if end == "hang" else 60
+        if of == "zygote":
+            living = caller.run(task, *args, timeout_s=timeout_s)
+        else:
+            living = run_in_worker(task, *args, start_method="forkserver", timeout_s=timeout_s)
+        assert isinstance(living, list)
+        return living
+
+    if end == "return":
+        assert call() == [True] * 4
+    else:
+        with pytest.raises(ERRORS[end]):
+            call()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_they_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
+    """A worker that stays keeps its own while workers of other lines end."""
+    one, other = caller.line(), caller.line()
+    assert caller.run("tasks_sessions:leave", str(tmp_path), "return", line=one, calls=3) == [True] * 4
+    for _ in range(3):
+        caller.run("os:getpid", line=other)
+    assert all(map(is_running, pids_of(tmp_path)))
+    one.retire()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_they_end_with_the_zygote(tmp_path: Path) -> None:
+    caller = Caller()
+    caller.run("tasks_sessions:leave", str(tmp_path), "return", calls=3)
+    caller.close()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
