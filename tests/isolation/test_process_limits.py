@@ -19,7 +19,7 @@ if os.getuid() == 0:
     os.setgroups([])
     os.setgid(54377)
     os.setuid(54377)
-limit = int(sys.argv[1]) or 1
+limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 try:
     run_in_worker("os:getpid", start_method="fork")
