@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -168,12 +169,16 @@ class TestReplacement:
                 crash.result()
         assert call() != server
 
-    def test_one_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_hangs(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        """The user is told what is waited for."""
+        monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
         server = call()
         os.kill(server, signal.SIGSTOP)
         assert call() != server
         assert not is_running(server)
+        assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
 
     def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)

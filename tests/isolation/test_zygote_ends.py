@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -144,6 +145,40 @@ def test_zygote_is_stopped(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(errors[0], WorkerTimeoutError | WorkerDiedError | WorkerStartError)
     assert wait_until(lambda: not is_running(zygote))
     assert caller.run("tasks_zygote:count", timeout_s=60)[1] == 1
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60])
+def test_a_stopped_zygote_is_replaced_while_calls_wait(
+    timeout_s: float | None,
+    caller: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("flower_gpu.isolation.zygote.process._STOPPED_S", 2.0)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    zygote = caller.zygote_pid()
+    os.kill(zygote, signal.SIGSTOP)
+    assert caller.run("tasks_zygote:count", timeout_s=timeout_s)[1] == 1
+    assert caller.zygote_pid() != zygote
+    assert wait_until(lambda: not is_running(zygote))
+    assert f"(pid {zygote}) has stood still for " in caplog.text
+
+
+def test_a_zygote_that_is_stopped_while_a_call_runs_is_replaced_at_its_end(
+    caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is there; nobody else says that the worker is gone."""
+    monkeypatch.setattr("flower_gpu.isolation.zygote.process._STOPPED_S", 2.0)
+    zygote = caller.zygote_pid()
+    file = tmp_path / "go on"
+
+    def stop(pid: int, _: str) -> None:
+        os.kill(zygote, signal.SIGSTOP)
+        file.touch()
+
+    caller.run("tasks_zygote:wait_for", str(file), on_start=stop)
+    assert caller.run("tasks_zygote:count", timeout_s=60)[1] == 1
+    assert not is_running(zygote)
 
 
 def test_a_stopped_worker_costs_only_its_own_call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ from flower_gpu.isolation.forkserver.staying import Stays
 from flower_gpu.isolation.interrupts import allowed_interrupts
 
 _ANSWER_S = 20.0  # a server that says nothing for so long hangs: to those who wait it says that they wait
+_SAY_S = 5.0  # until the user is told what is waited for
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
 _TRIES = 8
@@ -40,6 +42,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the li
 LEARN_S = 60.0
 #: The same where the worker has a time limit, which its own imports would use up: as long as a server tries.
 LEARN_FOR_LIMITED_S = 300.0
+
+_log = logging.getLogger("flwr.flower_gpu")
 
 
 @cache
@@ -281,6 +285,12 @@ def ask(
         If the server is gone or hangs.
     """
     sockets.send(connection, message, descriptors)
+    if not _can_be_read(connection.fileno(), _SAY_S):
+        _log.warning(
+            "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
+            "or the host has too much to do. It is ended after another %g s, and a new one started",
+            *(sockets.peer(connection)[0], _SAY_S, _ANSWER_S),
+        )
     answer, received = sockets.receive_answer(connection, in_line)
     for descriptor in received:
         os.close(descriptor)

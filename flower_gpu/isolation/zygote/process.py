@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -24,6 +25,10 @@ _PROGRAM = "flower_gpu.isolation.zygote.program:serve"
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.05
 _END_S = 10.0
+_STOPPED_S = 20.0  # by a signal, while somebody waits for it
+_GAP_S = 5.0  # between two looks: what was before is not known any more
+
+_log = logging.getLogger("flwr.flower_gpu")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Process:
     def __init__(self, settings: ZygoteSettings) -> None:
         self.pid = -1
         self._lock = threading.Lock()
+        self._seen: tuple[str, str] | None = None
+        self._seen_at = self._still_since = 0.0
         self._failed: list[BaseException] = []
         # Not a socket with an address: whoever can connect to that could be taken for the zygote.
         ours, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,6 +136,42 @@ class Process:
     def has_ended(self) -> bool:
         """Whether it is gone."""
         return self.connection.fileno() < 0 or sockets.is_closed(self.connection)
+
+    def hangs(self, worker: int) -> bool:
+        """Tell whether it has stood still for too long; to be asked again and again by who waits for it.
+
+        One that imports uses the CPU, and on a host with too much to do it is at least ready to run: neither
+        hangs. One that sleeps may wait for a worker: that has to last longer than where it is stopped.
+
+        Parameters
+        ----------
+        worker : int
+            Who does the call, or is about to; -1 for nobody.
+        """
+        now = time.monotonic()
+        seen = process_state(self.pid)
+        with self._lock:
+            if seen is None or seen != self._seen or now > self._seen_at + _GAP_S:
+                self._still_since = now
+            self._seen, self._seen_at = seen, now
+            still_s = now - self._still_since
+        state = seen[0] if seen is not None else ""
+        if state in ("T", "t"):  # stopped by a signal, or traced
+            return still_s > _STOPPED_S
+        lives = process_state(worker)
+        return state == "S" and (lives is None or lives[0] in "ZX") and still_s > _START_S
+
+    def kill(self) -> None:
+        """End it at once, with its workers: it does nothing any more."""
+        if self.pid >= 0 and self._thread.is_alive():  # not reaped: the pid is its own
+            _log.warning(
+                "what forks workers (pid %d) has stood still for %.0f s, stopped by a signal or hanging: it "
+                "is ended, and another one is started",
+                *(self.pid, time.monotonic() - self._still_since),
+            )
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._thread.join(_END_S)
 
     def open_line(self, descriptors: Sequence[int]) -> None:
         """Give it the workers' ends of a line."""
@@ -172,6 +215,16 @@ class Process:
     def _error(self, text: str) -> BaseException:
         self._thread.join(_END_S)
         return self._failed[0] if self._failed else WorkerStartError(f"the zygote has ended: {text}")
+
+
+def process_state(pid: int) -> tuple[str, str] | None:
+    """Return the state of a process (proc(5)), and how long it has used a CPU; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], f"{fields[11]} {fields[12]}"
 
 
 def close_socket(connection: socket.socket) -> None:

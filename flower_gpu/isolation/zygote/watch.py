@@ -20,6 +20,7 @@ from flower_gpu.isolation.zygote.process import Process
 #: How a worker of a zygote was started, for the trace.
 START_METHOD = "zygote"
 
+_LOOK_S = 1.0  # between two looks at a zygote that is waited for
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
 _END_S = 10.0
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -71,14 +72,22 @@ class Watch:
             if left_s is not None and left_s <= 0:
                 self._be_late()
                 continue
-            wait_s = _MAX_WAIT_S if left_s is None else min(left_s, _MAX_WAIT_S)
+            wait_s = _LOOK_S if self._waits_for_zygote() else _MAX_WAIT_S
+            wait_s = wait_s if left_s is None else min(left_s, wait_s)
             ready = {number for number, _ in poll.poll(wait_s * 1000)}
             for descriptor in ready & of_descriptor.keys():
                 of_descriptor[descriptor].read()
+            if not ready and self._waits_for_zygote() and self._process.hangs(max(self.pid, self._idle_pid)):
+                self._process.kill()
+                raise sockets.Gone("the process that forks workers was stopped, or hung, and was ended")
             if self._connection.fileno() in ready:  # first: it may have said how it ended
                 self._on_message(*wire.receive(self._connection))
             elif self._process.connection.fileno() in ready:
                 raise sockets.Gone("the process that forks workers has ended")
+
+    def _waits_for_zygote(self) -> bool:
+        """Whether the next word is the zygote's: of a worker that is to start, or has to end."""
+        return self.pid < 0 or self.has_result or self.is_late
 
     def _be_late(self) -> None:
         now = time.monotonic()
