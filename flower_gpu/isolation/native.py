@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -139,7 +139,9 @@ def _parent(pid: str) -> int:
         return -1
 
 
-def end_adopted(own: Collection[int], groups: Collection[int] = ()) -> bool:
+def end_adopted(
+    own: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
+) -> bool:
     """End the processes that have become children of this one: what is left of workers that have ended.
 
     To be called again when a child has ended: its own children are this process's then. Only for a process
@@ -151,17 +153,19 @@ def end_adopted(own: Collection[int], groups: Collection[int] = ()) -> bool:
         Children that this process has started itself.
     groups : collection of int
         Process groups whose members are left alone: somebody else ends them.
+    is_spared : callable
+        Tells of a process whether it is left alone, too.
 
     Returns
     -------
     bool
-        Whether there were any.
+        Whether one was ended.
     """
     found = False
     for pid in children().difference(own):
         # A child that is not reaped keeps its pid, so this is no other process.
         with suppress(ProcessLookupError, ChildProcessError, PermissionError):
-            if os.getpgid(pid) not in groups:
+            if os.getpgid(pid) not in groups and not is_spared(pid):
                 found = True
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)

@@ -7,6 +7,9 @@ import subprocess
 import time
 from pathlib import Path
 
+from flower_gpu import run_in_worker
+from flower_gpu.isolation.forkserver import control
+
 
 def leave(folder: str, end: str) -> list[bool]:
     """Start some, each of which leaves a file with its pid; tell whether they live while this worker does."""
@@ -24,6 +27,15 @@ def leave(folder: str, end: str) -> list[bool]:
     while end == "hang":
         time.sleep(1)
     return living
+
+
+def start_server(kind: str) -> int:
+    """Start a fork server of another kind than this worker's, and return its process."""
+    os.environ["LC_OF_ANOTHER_SERVER"] = kind
+    before = {one.pid for one in control.status()}
+    run_in_worker("os:getpid", start_method="forkserver")
+    (new,) = {one.pid for one in control.status()} - before
+    return new
 
 
 def _daemon(folder: Path) -> None:

@@ -82,3 +82,15 @@ def test_they_end_with_the_zygote(tmp_path: Path) -> None:
     caller.close()
     pids = pids_of(tmp_path)
     assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+@pytest.mark.parametrize("of", ["fork server", "zygote"])
+def test_a_fork_server_that_a_worker_has_started_stays(of: str, caller: Caller) -> None:
+    """Others may use it already."""
+    task = "tasks_sessions:start_server"
+    pid = caller.run(task, of) if of == "zygote" else run_in_worker(task, of, start_method="forkserver")
+    assert isinstance(pid, int)
+    for _ in range(3):  # whoever looks after orphans has looked
+        caller.run("os:getpid")
+        run_in_worker("os:getpid", start_method="forkserver")
+    assert is_running(pid)

@@ -328,7 +328,7 @@ class Server:
     def _end_sessions(self) -> bool:
         """End what workers that are gone had put into sessions of their own; their groups, callers end."""
         workers = {session.pid for session in self._sessions.values()} | self._orphans
-        return end_adopted(self._own | workers, workers)
+        return end_adopted(self._own | workers, workers, is_spared=sockets.is_server)
 
     def _leave_parent(self, keep: set[int]) -> None:
         """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""

@@ -110,6 +110,21 @@ def open_log(name: str) -> int:
     return descriptor
 
 
+def is_server(pid: int) -> bool:
+    """Tell whether a process is a fork server of this user, also one that starts or takes no more calls.
+
+    Its errors go to a log that :func:`open_log` has made. Those of a worker go to its caller.
+    """
+    with suppress(OSError):
+        log = Path(os.readlink(f"/proc/{pid}/fd/2").removesuffix(" (deleted)"))
+        return (
+            log.suffix == ".log"
+            and bool(_OURS.fullmatch(log.name))
+            and log.parent == config.state_dir().resolve()
+        )
+    return False
+
+
 def connect(name: str, timeout_s: float) -> socket.socket:
     """Connect to the fork server ``name``.
 

@@ -274,7 +274,7 @@ class _Zygote:
     def _end_sessions(self) -> None:
         """End what workers that are gone had put into sessions of their own."""
         workers = {line.pid for line in self._lines if line.pid >= 0}
-        end_adopted(self._own | workers, workers)
+        end_adopted(self._own | workers, workers, is_spared=sockets.is_server)
 
     def _end_all(self) -> None:
         for line in self._lines:
@@ -286,7 +286,7 @@ class _Zygote:
                 with suppress(ChildProcessError):
                     os.waitpid(line.pid, 0)
         deadline = time.monotonic() + _KILLED_GRACE_S
-        while end_adopted(self._own) and time.monotonic() < deadline:
+        while end_adopted(self._own, is_spared=sockets.is_server) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
         for line in self._lines:
             if line.pid >= 0:
