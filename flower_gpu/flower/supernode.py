@@ -7,10 +7,12 @@ waits for it until then.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 from types import ModuleType
 from typing import Any, Final
 
@@ -36,9 +38,22 @@ def main() -> None:
     least_s = poll_s(os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         start_client_internal.time = Clock(least_s, _look_after(CommandFolder()))
-    shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
+    if is_on_this_host(sys.argv[1:]):  # over a network one may be out of reach for a while, and come back
+        shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
     sys.argv[0] = "flower-supernode"
     flower_supernode()
+
+
+def is_on_this_host(arguments: Sequence[str]) -> bool:
+    """Tell by the options of a ``flower-supernode`` whether its SuperLink is on this host."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--superlink", default="127.0.0.1:9092")  # Flower's default
+    address: str = parser.parse_known_args(arguments)[0].superlink
+    host = address.rpartition("//")[2].rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def shorten_heartbeats(least_s: float, *modules: ModuleType) -> None:

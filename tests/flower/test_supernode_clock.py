@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_gpu.flower.supernode import Clock
+from flower_gpu.flower.supernode import Clock, is_on_this_host
 
 FLOWER_S = 3.0
 
@@ -71,6 +72,21 @@ print(module.time.__name__, inspect.getsource(module).count("time.sleep("))
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["time", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_there"),
+    [
+        ([], True),
+        (["--insecure", "--superlink", "127.0.0.1:9092"], True),
+        (["--superlink=localhost:9092", "--node-config", "a=1"], True),
+        (["--superlink", "[::1]:9092"], True),
+        (["--superlink", "10.0.0.7:9092"], False),
+        (["--superlink", "superlink.example.org:9092"], False),
+    ],
+)
+def test_only_a_superlink_on_this_host_is_told_more_often(arguments: list[str], is_there: bool) -> None:
+    assert is_on_this_host(arguments) is is_there
 
 
 def test_a_killed_node_is_noticed_sooner_than_flowers() -> None:
