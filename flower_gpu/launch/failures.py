@@ -125,7 +125,8 @@ class Failures:
 
     def _add(self, failure: Failure) -> None:
         self._was_said = False
-        self._log.add(failure)
+        # That there is no reply says little: more is said by what has ended, or by its end.
+        self._log.add(failure, is_said=not failure.error.startswith(NO_REPLY))
         if not self._was_said:
             self._display.error(f"{failure.title}: {_first_line(failure.error)}")
 

@@ -14,6 +14,7 @@ from flower_gpu.errors import ClientsFailedError, shortened
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.run.failures import AllFailed
 from flower_gpu.simulation.events import (
+    NO_REPLY,
     SERVER_EVALUATE,
     Metric,
     Metrics,
@@ -213,7 +214,7 @@ class Recorder:
     def answered(self, phase: Phase, client: int, error: str | None) -> None:
         """Note that it has answered, or failed."""
         with self._lock:
-            if error is not None:
+            if error is not None and not error.startswith(NO_REPLY):
                 phase.refused.add(client)
                 self._refused += 1
             self._ended(phase, client, error if error is None else error.strip() or "no reason given")

@@ -29,7 +29,7 @@ from flwr.serverapp.strategy import Strategy
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
-from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, TRAIN, OnEvent, clean
+from flower_gpu.simulation.events import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN, OnEvent, clean
 from flower_gpu.simulation.recorder import Recorder
 
 #: Makes the wrapper of an object's method.
@@ -262,7 +262,10 @@ class _Hooks:
                 try:
                     result = method(*args, **kwargs)
                 except BaseException as error:
-                    self._recorder.answered(phase, number, f"{type(error).__name__}: {error}")
+                    # The connection is gone: what the client raises comes as a result that is none.
+                    self._recorder.answered(
+                        phase, number, f"{NO_REPLY}: {type(error).__name__} {error}".rstrip()
+                    )
                     raise
                 is_good = result.status.code == Code.OK
                 self._recorder.answered(phase, number, None if is_good else result.status.message)

@@ -91,7 +91,7 @@ def test_what_only_the_server_knows_is_told_as_well(tmp_path: Path) -> None:
     failures.see(reply(8, "no reply within 5 s"))
     assert display.texts == [
         "train of client number 7 failed in round 1:\nT of number 7",
-        "train of client number 8 failed in round 1:\nno reply within 5 s",
+        "train of client number 8 failed in round 1: no reply within 5 s",
     ]
 
 
