@@ -118,9 +118,7 @@ class NVMLThread:
             thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
             try:
                 thread.start()
-            except (
-                RuntimeError
-            ):  # this process may have no more threads: without one it works as well, mostly
+            except RuntimeError:  # no more threads: without one it works as well, mostly
                 return work()
             self._thread = thread
         question = _Question(work)
