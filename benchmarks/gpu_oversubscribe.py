@@ -45,7 +45,8 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def _bytes_of_a_client(setting: Setting) -> int:
     """Return what a client takes, so that leases with their margin fit so many times."""
-    from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES, MARGIN
+    from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES
+    from flower_gpu.gpu.footprint_rule import MARGIN
     from flower_gpu.gpu.settings import RESERVE_BYTES
 
     lease = (setting.memory().free_bytes - RESERVE_BYTES) * _ROOM / setting.sizes.fit
