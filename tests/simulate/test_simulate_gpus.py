@@ -106,5 +106,5 @@ def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp
         text=True,
         timeout=TIMEOUT_S,
     )
-    assert done.returncode == 1 and "GPU" in done.stderr and len(done.stderr.splitlines()) < 6
+    assert done.returncode == 2 and "GPU" in done.stderr and len(done.stderr.splitlines()) == 1
     assert not host.logs.exists()
