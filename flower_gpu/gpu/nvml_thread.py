@@ -35,7 +35,9 @@ class LateError(Exception):
 
 
 class _Question(Generic[T]):
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], is_last: bool = False) -> None:
+        self.is_last = is_last
+        self.thread: threading.Thread
         self._work = work
         self._asked = time.monotonic()
         self._answer: T
@@ -44,6 +46,7 @@ class _Question(Generic[T]):
         self._done.acquire()
 
     def work(self) -> None:
+        self.thread = threading.current_thread()
         try:
             self._answer = self._work()
         except BaseException as error:
@@ -75,12 +78,12 @@ class NVMLThread:
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
-        # Held by who asks, until there is an answer or no more time: questions are put in with it only.
-        self._lock = threading.Lock()
-        self._questions: SimpleQueue[_Question[Any] | None] = SimpleQueue()
+        # Held by who asks, until there is an answer or no more time: questions are put in with it only. It
+        # knows its owner, so a Ctrl-C between two lines does not keep it locked after a fork.
+        self._lock = threading.RLock()
+        self._questions: SimpleQueue[_Question[Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _Question[Any] | None = None
-        self._forking: int | None = None
 
     def ask(self, work: Callable[[], T], timeout_s: float) -> T:
         """Return what ``work`` returns, or raise what it raises.
@@ -90,8 +93,13 @@ class NVMLThread:
         LateError
             If there is no answer after ``timeout_s`` seconds; at once while an earlier question hangs.
         """
-        with self._lock:
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise LateError(time.monotonic() - began)
+        try:
             return self._ask(work, timeout_s)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Give NVML back and end the thread, unless it hangs."""
@@ -102,40 +110,41 @@ class NVMLThread:
         """Give NVML back, and let nobody ask until the fork is made: the child could use neither."""
         # Without the lock, too: a thread that hangs must not keep others from forking.
         if self._lock.acquire(timeout=_FORK_WAIT_S):
-            self._forking = threading.get_ident()
             self._end()
 
     def after_fork_in_parent(self) -> None:
         """Let others ask again."""
-        if self._forking == threading.get_ident():
-            self._forking = None
+        with suppress(RuntimeError):  # it is another thread's
             self._lock.release()
 
     def _ask(self, work: Callable[[], T], timeout_s: float) -> T:
         if self._last is not None:  # of somebody who had no more time, or was interrupted
             self._last.wait(timeout_s)
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="flower-gpu-nvml", daemon=True)
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError:  # no more threads: without one it works as well, mostly
+                self._thread = None
                 return work()
-            self._thread = thread
-        question = _Question(work)
-        self._last = question
+        return self._put(_Question(work)).answer(timeout_s)
+
+    def _put(self, question: _Question[T]) -> _Question[T]:
         self._questions.put(question)
-        return question.answer(timeout_s)
+        self._last = question
+        return question
 
     def _end(self) -> None:
-        thread = self._thread
-        if thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._close()
             return
         with suppress(LateError):
-            self._ask(self._close, _CLOSE_S)
-            self._questions.put(None)
-            thread.join()
-            self._thread = None
+            if self._last is not None:
+                self._last.wait(_CLOSE_S)
+            question = self._put(_Question(self._close, is_last=True))
+            question.answer(_CLOSE_S)
+            # Whoever has answered: a Ctrl-C may have left a thread that nobody knows of.
+            question.thread.join()
 
     def _run(self) -> None:
         idle_s: float | None = IDLE_S
@@ -146,8 +155,10 @@ class NVMLThread:
                 self._close()
                 idle_s = None
                 continue
-            if question is None:
-                return
+            if question.is_last:  # here, where no Ctrl-C comes between: who asks next needs another thread
+                self._thread = None
             question.work()
+            if question.is_last:
+                return
             del question  # with what was found: not kept until the next one
             idle_s = IDLE_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -140,7 +139,7 @@ class TestGarbage:
             working.send("tasks_forkserver:wait", str(started), str(go))
             assert wait_until(started.exists)
             sockets.send(connection, {"op": "reap"})
-            assert connection.recv(1000) == b""
+            assert answer(connection) is None
             assert call() == only_server().pid
             go.touch()
             assert working.receive() == only_server().pid
@@ -151,10 +150,10 @@ class TestGarbage:
         before = settled_descriptors(server)
         with connect_after(call) as connection:
             message("open", record, here)(connection)
-            assert json.loads(connection.recv(1000)) == {"fit": True}
+            assert answer(connection) == {"fit": True}
             if twice:
                 message("open", record, here)(connection)
-                assert connection.recv(1000) == b""
+                assert answer(connection) is None
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
 
@@ -165,15 +164,25 @@ class TestGarbage:
         with connect_after(call) as connection:
             life, write = os.pipe()
             message("open", record, here)(connection)
-            connection.recv(1000)
+            answer(connection)
             files = [lambda: os.dup(life), nothing, text, text, nothing, nothing]
             message("fork", *files)(connection)
-            pid = json.loads(connection.recv(1000))["pid"]
+            forked = answer(connection)
+            assert forked is not None
+            pid = forked["pid"]
             os.close(life)
             os.close(write)
         assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
+
+
+def answer(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the answer to a message; None where the server has closed the connection instead."""
+    try:
+        return sockets.receive_answer(connection)[0]
+    except sockets.Gone:
+        return None
 
 
 class connect_after:  # noqa: N801 - used as a function

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -236,7 +237,8 @@ def test_no_more_processes_allowed(start_method: str, run_script: RunScript, own
         own_folder,
         env=WITH_TASKS,
     )
-    assert done.stdout == "cannot start a worker: [Errno 11] Resource temporarily unavailable True\n"
+    assert "cannot start a worker: Resource temporarily unavailable; this account has " in done.stdout
+    assert "and may have 1 (ulimit -u)" in done.stdout and done.stdout.endswith(" True\n")
 
 
 def test_hangup_is_ignored_as_under_nohup(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_buffered_output_of_the_caller_is_written_once(start_method: str, run_sc
 def test_what_leaves_the_group_does_not_stop_the_call(
     start_method: str, run: Run, after_reaching: Callable[..., BaseException], tmp_path: Path
 ) -> None:
-    """A process in a session of its own is out of reach; it may even go on writing into our pipe."""
+    """A process in a session of its own may go on writing into our pipe, where nobody ends it."""
     pid_file = tmp_path / "pid"
 
     def leave(reached: str) -> None:
@@ -303,7 +305,8 @@ def test_what_leaves_the_group_does_not_stop_the_call(
         with pytest.raises(PermissionError):
             run_in_worker(leave, str(tmp_path / "first"), start_method=start_method)
     finally:
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the fork server has ended it
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
     assert wait_until(lambda: not is_running(int(pid_file.read_text())))
 
 
@@ -314,7 +317,7 @@ def test_very_long_limit(start_method: str) -> None:
 
 def test_very_short_limit(start_method: str, run: Run) -> None:
     for timeout_s in (1e-9, 0.001, 0.01, 0.02):
-        with pytest.raises(WorkerTimeoutError, match="no result within timeout_s="):
+        with pytest.raises(WorkerTimeoutError, match="no (result|worker) within timeout_s="):
             run_in_worker("time:sleep", 600, start_method=start_method, timeout_s=timeout_s)
 
 

@@ -34,8 +34,7 @@ SOCKETS = 4
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
     with forkservers.own_servers() as found:
-        found.chmod(0o755)  # others may enter that
-        yield found
+        yield found.parent  # others may enter that
 
 
 def folders_of_workers() -> list[Path]:

@@ -39,8 +39,10 @@ def special(received: Message, context: Context) -> Message:
 
 
 def writes_to_another(received: Message, context: Context) -> Message:
-    """Make a message that is no reply: Flower then asks who this process is."""
-    return Message(RecordDict(), dst_node_id=77, message_type="query")
+    """Make a message that is no reply: Flower then asks who this process is. Tell what it has found."""
+    found = Message(RecordDict(), dst_node_id=77, message_type="query").metadata
+    told = {name: getattr(found, name) for name in ("src_task_id", "run_id", "src_node_id", "dst_node_id")}
+    return Message(RecordDict({"told": ConfigRecord(told)}), reply_to=received)
 
 
 class Client(NumPyClient):

@@ -62,9 +62,8 @@ def test_each_kind_of_message_is_handled_in_a_worker_of_its_own(
 def test_a_worker_is_for_flower_who_its_client_is(method: str) -> None:
     app = ClientApp(mods=[gpu_mod(start_method=method)])
     app.train()(functions.writes_to_another)
-    metadata = app(message(), context()).metadata
-    assert (metadata.src_task_id, metadata.run_id, metadata.src_node_id) == (11, 12, 13)
-    assert metadata.dst_node_id == 77
+    found = app(message(), context()).content["told"]
+    assert found == {"src_task_id": 11, "run_id": 12, "src_node_id": 13, "dst_node_id": 77}
 
 
 def test_with_and_without_brackets_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
