@@ -317,7 +317,7 @@ def test_very_long_limit(start_method: str) -> None:
 
 def test_very_short_limit(start_method: str, run: Run) -> None:
     for timeout_s in (1e-9, 0.001, 0.01, 0.02):
-        with pytest.raises(WorkerTimeoutError, match="no (result|worker) within timeout_s="):
+        with pytest.raises(WorkerTimeoutError, match=r"no (result|worker) within timeout_s="):
             run_in_worker("time:sleep", 600, start_method=start_method, timeout_s=timeout_s)
 
 
