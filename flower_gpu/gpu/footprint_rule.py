@@ -32,10 +32,9 @@ _LARGEST_STEP: Final = 0.85
 _MANY_RETRIES: Final = 10
 _NEARLY_ALL: Final = 0.95
 
-#: Sizes of a context that are believed. CUDA alone takes about 0.1 GiB on small cards; with all kernels of
-#: PyTorch loaded at once (CUDA_MODULE_LOADING=EAGER, or CUDA before 11.7) it is 1 to 1.5 GiB. A process whose
-#: memory outside of PyTorch's allocator is more than that has another library there (JAX, CuPy), and less is
-#: a figure of something else.
+#: Sizes of a context that are believed, with room to spare for all kernels of PyTorch loaded at once
+#: (CUDA_MODULE_LOADING=EAGER, or CUDA before 11.7); not measured. A process that has more memory outside of
+#: PyTorch's allocator has another library there (JAX, CuPy), and less is a figure of something else.
 LEAST_CONTEXT_BYTES: Final = 64 << 20
 MOST_CONTEXT_BYTES: Final = 2 << 30
 
