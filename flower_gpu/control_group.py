@@ -1,4 +1,4 @@
-"""What this process's control groups leave it: CPU time and memory, of Linux' versions 1 and 2.
+"""What this process's control groups leave it: CPU time, memory and processes, of Linux' versions 1 and 2.
 
 A limit of any group above this process's own counts, too: inside of a container that may be the only one.
 """
@@ -71,6 +71,27 @@ def available_memory(proc: Path = _PROC) -> tuple[int, int] | None:
             taken_back = sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
             found.append((min(limit, max(0, limit - used + taken_back)), limit))
     return min(found, default=None)
+
+
+def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
+    """Return how many processes and threads there are, and how many there may be, in the fullest group.
+
+    Parameters
+    ----------
+    proc : Path
+        As for :func:`cpu_quota`.
+
+    Returns
+    -------
+    tuple of int, or None
+        None where nothing limits it.
+    """
+    found = []
+    for _, folder in _folders("pids", proc):  # its files are the same in both versions
+        with suppress(OSError, ValueError):  # "max" is no number: no limit
+            limit = int((folder / "pids.max").read_text())
+            found.append((int((folder / "pids.current").read_text()), limit))
+    return min(found, key=lambda one: one[1] - one[0], default=None)
 
 
 def _limit(folder: Path, version: int) -> int | None:

@@ -115,6 +115,18 @@ def test_version_1(path: str, root: str, folder: str, proc: Proc) -> None:
     assert proc.memory == (60 * MIB, 100 * MIB)
 
 
+@pytest.mark.parametrize("controller", [None, "pids"])
+def test_processes(controller: str | None, proc: Proc) -> None:
+    """The group with the least room counts, in both versions."""
+    root = proc.mount() if controller is None else proc.mount(controller, "/", controller)
+    proc.is_in("0::/job/step" if controller is None else "8:pids:/job/step")
+    write(root / "job/step", pids__max="max", pids__current=7)
+    assert control_group.process_count(proc.path) is None
+    write(root / "job", pids__max=100, pids__current=98)
+    write(root / "job/step", pids__max=50)
+    assert control_group.process_count(proc.path) == (98, 100)
+
+
 def test_nothing_is_known(proc: Proc) -> None:
     assert proc.quota is None and proc.memory is None  # no such files: another system
     proc.is_in("0::/")

@@ -8,6 +8,8 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 
+from flower_gpu import control_group
+
 
 def explained(error: OSError) -> str:
     """Return the text of an error of starting a process, with the numbers where a limit was reached."""
@@ -17,7 +19,8 @@ def explained(error: OSError) -> str:
     figures = []
     if limit != resource.RLIM_INFINITY:
         figures.append(f"this account has {_count()} processes and threads and may have {limit} (ulimit -u)")
-    figures += _of_control_group()
+    if (of_group := control_group.process_count()) is not None:
+        figures.append(f"the control group has {of_group[0]} and may have {of_group[1]} (pids.max)")
     reached = ", ".join(figures) or "the system has no more processes"
     return f"{error.strerror}; {reached}. Raise that limit, or let fewer workers run at a time"
 
@@ -30,16 +33,3 @@ def _count() -> int:
             if path.stat().st_uid == os.getuid():
                 count += sum(1 for _ in (path / "task").iterdir())
     return count
-
-
-def _of_control_group() -> list[str]:
-    with suppress(OSError):
-        name = Path("/proc/self/cgroup").read_text().rpartition(":")[2].strip()
-        group = Path("/sys/fs/cgroup") / name.lstrip("/")
-        for folder in (group, *group.parents):
-            with suppress(OSError):  # the controller is not enabled here
-                limit = (folder / "pids.max").read_text().strip()
-                if limit != "max":
-                    now = (folder / "pids.current").read_text().strip()
-                    return [f"the control group has {now} and may have {limit} (pids.max)"]
-    return []
