@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flower_gpu.calls.options import CallOptions
+    from flower_gpu.calls.runner import run_in_worker
     from flower_gpu.errors import (
         ClientCallError,
         ClientsFailedError,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from flower_gpu.flower.evaluate import gpu_evaluate
     from flower_gpu.flower.mod import gpu_mod
     from flower_gpu.flower.strategy import FedAvg, LegacyFedAvg
-    from flower_gpu.isolation.events import progress
+    from flower_gpu.options import CallOptions
     from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.ranks.function import distributed
-    from flower_gpu.runner import run_in_worker
     from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import SimulationResult, simulate
+    from flower_gpu.workers.events import progress
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ _HOME = {
     "WorkerStartError": "flower_gpu.errors",
     "WorkerTaskError": "flower_gpu.errors",
     "WorkerTimeoutError": "flower_gpu.errors",
-    "CallOptions": "flower_gpu.calls.options",
+    "CallOptions": "flower_gpu.options",
     "FedAvg": "flower_gpu.flower.strategy",
     "GPUClient": "flower_gpu.flower.client",
     "LegacyFedAvg": "flower_gpu.flower.strategy",
@@ -71,8 +71,8 @@ _HOME = {
     "gpu_client": "flower_gpu.flower.client",
     "gpu_evaluate": "flower_gpu.flower.evaluate",
     "gpu_mod": "flower_gpu.flower.mod",
-    "progress": "flower_gpu.isolation.events",
-    "run_in_worker": "flower_gpu.runner",
+    "progress": "flower_gpu.workers.events",
+    "run_in_worker": "flower_gpu.calls.runner",
     "SimulationResult": "flower_gpu.simulation.run",
     "SimulationStoppedError": "flower_gpu.simulation.results",
     "simulate": "flower_gpu.simulation.run",

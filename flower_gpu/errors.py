@@ -40,6 +40,14 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 _NOTE_CHARACTERS: Final = 60
 
 
+def text_of(error: BaseException | None) -> str:
+    """Return the class of an exception, and its text shortened."""
+    try:
+        return shortened(f"{type(error).__name__}: {error}")
+    except Exception:  # its own __str__ failed
+        return type(error).__name__
+
+
 class FlowerGPUError(Exception):
     """Base of everything this package raises on its own."""
 

@@ -36,6 +36,17 @@ def _escaped(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
+def duration_text(seconds: float) -> str:
+    """Write how long something took: ``"0.12 s"``, ``"41.3 s"``, ``"3 min 20 s"``, ``"2 h 5 min"``."""
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min"
+
+
 def account_name(user: int) -> str:
     """Return the name of an account; its number where the system knows no name."""
     try:

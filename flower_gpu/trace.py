@@ -9,30 +9,47 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.config import RUN_DIR_VARIABLE
+from flower_gpu.options import RUN_DIR_VARIABLE
 
 VERSION: Final = 1
 FILE_NAME: Final = "trace.jsonl"
+#: ``task`` of rounds: what Flower's strategies ask clients for, and an evaluation that sends no messages.
+TRAIN: Final = "train"
+EVALUATE: Final = "evaluate"
+SERVER_EVALUATE: Final = "server-evaluate"
+#: How the ``error`` of a ``reply`` begins if there was no reply.
+NO_REPLY: Final = "no reply"
+#: One event, as docs/reference/trace.md describes it.
+Event = Mapping[str, Any]
 _START = f'{{"v": {VERSION}, "time": '  # of every line
 
 _encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each line
+
+
+def make(event: str, **fields: Any) -> Event:
+    """Return one event of this moment."""
+    return {"v": VERSION, "time": time.time(), "event": event, **fields}
 
 
 def write(event: str, **fields: Any) -> None:
     """Append one event to the trace of the current run; do nothing outside of a run."""
     folder = os.environ.get(RUN_DIR_VARIABLE)
     if folder:
-        write_to(folder, event, **fields)
+        append(folder, make(event, **fields))
 
 
 def write_to(folder: str | Path, event: str, **fields: Any) -> None:
     """Append one event to the trace in a folder."""
-    line = {"v": VERSION, "time": time.time(), "event": event, **fields}
+    append(folder, make(event, **fields))
+
+
+def append(folder: str | Path, line: Event) -> None:
+    """Append an event that was made before."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     with suppress(OSError):  # a removed folder or a full disk must not end a training run
         descriptor = os.open(Path(folder, FILE_NAME), flags, 0o644)
@@ -64,13 +81,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Follower:
-    """Gives the events that were added to a trace since the last time; the file may not exist yet.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    """
+    """Gives the events that were added to a trace since the last time; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,13 +94,7 @@ class Follower:
         return self._position
 
     def read_new(self, most_bytes: int = -1) -> list[dict[str, Any]]:
-        """Return new events; a line without its end waits for the next time.
-
-        Parameters
-        ----------
-        most_bytes : int
-            Read no more than so many at once, of a file that may be long; -1: all.
-        """
+        """Return new events of the next ``most_bytes`` (-1: of all); a line without its end waits."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from flower_gpu.gpu.ledger import Ledger, State
-from flower_gpu.gpu.ledger_folder import LedgerFolder
-from flower_gpu.gpu.tickets import Entry
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.tickets import Entry
 
 T = TypeVar("T")
 

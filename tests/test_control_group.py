@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu import config, control_group
+from flower_gpu import control_group
+from flower_gpu.workers import cores
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -136,12 +137,12 @@ def test_nothing_is_known(proc: Proc) -> None:
     assert proc.quota is None and proc.memory is None
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (0.5, 1), (1.0, 1), (2.5, 2), (7.99, 7), (64.0, 8)])
-def test_cores(quota: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "processor_cores", lambda: 8)
+@pytest.mark.parametrize(("quota", "count"), [(None, 8), (0.5, 1), (1.0, 1), (2.5, 2), (7.99, 7), (64.0, 8)])
+def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "processor_cores", lambda: 8)
     monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
-    assert config.cores() == cores
-    assert config.planned_threads({}) == cores
+    assert cores.cores() == count
+    assert cores.planned_threads({}) == count
 
 
 # Groups of the kernel's own ---------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_quota_of_a_real_group(group: Path) -> None:
         (group / "cpu.max").write_text("150000 100000")
     else:
         (group / "cpu.cfs_quota_us").write_text("150000")
-    code = "from flower_gpu import config\nprint(config.cores(), config.planned_threads({}))"
+    code = "from flower_gpu.workers import cores\nprint(cores.cores(), cores.planned_threads({}))"
     assert run_in(group, code) == "1 1\n"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
 from pathlib import Path
 
@@ -9,16 +11,18 @@ import pytest
 
 import flower_gpu
 from flower_gpu import errors
-from flower_gpu.cli import build_parser
-from flower_gpu.config import ENVIRONMENT, START_METHODS
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.cli.main import build_parser
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.launch.folder import RunFolder
+from flower_gpu.options import CALL, INTERNAL_VARIABLES, START_METHODS, VARIABLES, Option
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
     *REPOSITORY.glob("*.md"),
     *(REPOSITORY / "docs").rglob("*.md"),
     *(REPOSITORY / "examples").rglob("*.md"),
+    REPOSITORY / "benchmarks" / "README.md",
+    REPOSITORY / "flower_gpu/README.md",
 ]
 
 
@@ -44,6 +48,38 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in headings(linked.read_text()), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / ".ci" / "run"], ids=lambda page: page.parent.name)
+def test_files_of_tests_and_benchmarks_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"(?<![\w/.])tests/[\w/]*\*?\w*\.(?:py|sh)", text):
+        assert list(REPOSITORY.glob(name)), f"{page.name} names {name}"
+    for name in re.findall(r"python -m benchmarks\.(\w+)", text):
+        assert (REPOSITORY / "benchmarks" / name / "__main__.py").exists(), f"{page.name} names {name}"
+
+
+def test_what_scripts_within_tests_and_pages_import_exists() -> None:
+    """No linter looks into a string."""
+    files = [*PAGES, *(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
+    found = {
+        (module, name.partition(" as ")[0].strip())
+        for file in files
+        for module, names in re.findall(
+            r"^ *from (flower_gpu[\w.]*) import ([\w, ]+)", file.read_text(), re.M
+        )
+        for name in names.split(",")
+        if name.strip()
+    }
+    missing = []
+    for module, name in sorted(found):
+        try:
+            if not hasattr(importlib.import_module(module), name):
+                importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("flower_gpu"):  # and not JAX, which is optional
+                missing.append(f"{module}: {name}")
+    assert not missing
+
+
 def test_every_page_can_be_reached_from_the_readme() -> None:
     seen, todo = set(), [REPOSITORY / "README.md"]
     while todo:
@@ -66,7 +102,26 @@ def test_python_examples_compile(page: Path) -> None:
 
 def test_environment_table_is_that_of_the_code() -> None:
     page, _, _ = read("docs/reference/environment.md").partition("\n## ")
-    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)) == dict(ENVIRONMENT)
+    assert re.findall(r"^\| `\w+` \| .+ \|$", page, re.MULTILINE) == [
+        f"| `{name}` | {meaning(option)} | {default(option)} |" for name, option in VARIABLES.items()
+    ]
+
+
+def meaning(option: Option) -> str:
+    return re.sub(r" \(default: .*\)$", "", option.help).replace("|", r"\|")
+
+
+def default(option: Option) -> str:
+    value = f"{option.default:g}" if isinstance(option.default, float) else option.default
+    return "" if value is None else f"`{value}`"
+
+
+def test_options_of_calls_are_those_of_the_code() -> None:
+    _, _, page = read("docs/reference/python.md").partition("\n## Options that all of them take")
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (.+) \|$", page, re.MULTILINE))
+    assert rows.keys() == CALL.keys()
+    for name, option in CALL.items():
+        assert option.variable is None or f"`{option.variable}`" in rows[name]
 
 
 def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:
@@ -87,7 +142,7 @@ def test_environment_variables_in_the_code_are_all_in_the_table() -> None:
     used = set()
     for module in (REPOSITORY / "flower_gpu").rglob("*.py"):
         used |= set(re.findall(r"FLOWER_GPU_[A-Z_]+\b", module.read_text()))
-    assert used == set(ENVIRONMENT)
+    assert used == {*VARIABLES, *INTERNAL_VARIABLES}
 
 
 @pytest.mark.parametrize(
@@ -96,13 +151,14 @@ def test_environment_variables_in_the_code_are_all_in_the_table() -> None:
         ("launch", "launch"),
         ("simulate", "simulate"),
         ("supernode", "supernode"),
-        ("supernodes", "supernode"),
     ],
 )
 def test_reference_has_every_option(command: str, page: str) -> None:
     page = read(f"docs/reference/{page}.md")
     parser = build_parser()._subparsers._group_actions[0].choices[command]  # type: ignore[union-attr,index]
     for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
         for option in action.option_strings:
             assert re.search(rf"(?m)^  (-\w, )?{option}\b", page) or f" {option}" in page, option
         # The same words, wherever the lines are broken.

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(120)
 
 PACKAGE = Path(flower_gpu.__file__).parent
 
+#: The rooms that import Flower.
+WITH_FLOWER = ("flower", "launch", "simulation")
 #: Imports each module in a child of its own. What all of a layer may import is there already in its parent.
 IMPORT = """
 import importlib, json, os, sys
@@ -27,7 +29,8 @@ for name in names:
     if not child:
         try:
             importlib.import_module(name)
-            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "tensorflow", "keras", "jax")
+            looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil", "sqlite3")
+            looked_for += ("tensorflow", "keras", "jax")
             found = [name for name in looked_for if name in sys.modules]
             print(json.dumps([name, found]), flush=True)
         except BaseException:
@@ -36,7 +39,7 @@ for name in names:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
-THERE = {"pytorch": "torch", **dict.fromkeys(("flower", "launch", "simulation"), "flwr")}
+THERE = {"pytorch": "torch", **dict.fromkeys(WITH_FLOWER, "flwr")}
 
 
 def module_name(path: Path) -> str:
@@ -77,12 +80,17 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
     found = brought_in[name]
     if layer(name) != "pytorch":
         assert "torch" not in found
-    if layer(name) not in ("flower", "launch", "simulation"):
+    if layer(name) not in WITH_FLOWER:
         assert "flwr" not in found
+    if "sqlite3" in found:  # neither a worker nor what it is forked from has it
+        assert name in {
+            f"flower_gpu.simulation.{part}" for part in ("checkpoint", "results", "reporting", "run")
+        }
     assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
-    light = ("config", "control_group", "errors", "trace", "isolation", "gpu", "calls", "ranks", "runner")
-    if name == "flower_gpu" or layer(name) in light:
-        assert found == set()  # a worker's and a client's minimum, and what every other module builds on
+    light = ROOMS[ROOMS.index("ranks") :]
+    if name == "flower_gpu" or layer(name) in {*light} - {"pytorch", "keras", "jax"}:
+        needed = {"numpy"} if name == "flower_gpu.frameworks.array_checks" else set()
+        assert found == needed  # a worker's and a client's minimum, and what every other module builds on
 
 
 def imports_of(path: Path) -> set[str]:
@@ -97,54 +105,60 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-#: For each layer, what of the package it may import besides itself. Imports point down only.
-MAY_IMPORT = {
-    "errors": set(),
-    "control_group": set(),
-    "config": {"control_group", "errors", "printable"},
-    "printable": set(),
-    "trace": {"config", "errors"},
-    "isolation": {"config", "control_group", "errors", "trace"},
-    "gpu": {"config", "errors", "trace"},
-    "rank_settings": {"config", "errors"},
-    "pytorch": {"config", "errors", "trace", "array_checks", "rank_settings"},
-    "array_checks": {"errors"},
-    "tensorflow": set(),
-    "keras": {"errors", "array_checks"},
-    "jax": {"errors", "array_checks"},
-    "progress_display": {"config", "errors", "trace"},
-    "calls": {"config", "errors", "trace", "isolation", "gpu", "pytorch", "tensorflow"},
-    "runner": {"config", "errors", "trace", "isolation", "gpu", "calls", "progress_display"},
-    # PyTorch in a rank only; Flower's messages by name only.
-    "ranks": {"config", "errors", "trace", "rank_settings", "isolation", "gpu", "calls", "pytorch"},
-    # Its small start calls Flower's code only where there is no fork server for that.
-    "supernode": {"config", "errors", "printable", "isolation", "flower"},
-    "run": {"config", "errors", "printable", "trace", "gpu"},
-    "simulation": {
-        "config",
-        "control_group",
-        "errors",
-        "printable",
-        "trace",
-        "isolation",
-        "gpu",
-        "calls",
-        "runner",
-        "run",
-        "flower",
-        "launch",
-    },
-    # Reads only: what it shows must not depend on who writes it.
-    "monitor": {"config", "errors", "printable", "trace", "gpu", "run"},
-}
+#: The rooms of the package, from top to bottom. Each may import itself and what stands below it.
+ROOMS = (
+    "cli",
+    "doctor",
+    "launch",
+    "simulation",
+    "watch",
+    "flower",
+    "apps",
+    "ranks",
+    "calls",
+    "jax",
+    "keras",
+    "pytorch",
+    "leases",
+    "gpu",
+    "workers",
+    "frameworks",
+    "trace",
+    "options",
+    "kinds",
+    "printable",
+    "control_group",
+    "files",
+    "errors",
+)
+#: Tasks of workers are given by name, upward too: the task of a rank that handles one of Flower's messages.
+TASKS_BY_NAME = {("flower_gpu.ranks.function", "flower_gpu.flower.rank_messages")}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if layer(name) in MAY_IMPORT])
+def strings_of(path: Path) -> set[str]:
+    """Return the modules of this package that a file names in its strings."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            while "." in name and name not in FILES:
+                name = name.rpartition(".")[0]
+            if name in FILES and name != "flower_gpu":
+                found.add(name)
+    return found
+
+
+def test_every_room_is_in_the_order() -> None:
+    assert {layer(name) for name in FILES} == {"", *ROOMS}
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if layer(name)])
 def test_layers(name: str) -> None:
-    allowed = MAY_IMPORT[layer(name)] | {layer(name)}
-    ours = {imported for imported in imports_of(FILES[name]) if imported.split(".")[0] == "flower_gpu"}
-    forbidden = {imported for imported in ours if layer(imported) not in allowed | {""}}
-    assert forbidden == set()
+    """Imports point down, and so do the names of modules in strings."""
+    ours = {other for other in imports_of(FILES[name]) if other.split(".")[0] == "flower_gpu"}
+    used = {layer(other) for other in ours | strings_of(FILES[name]) if (name, other) not in TASKS_BY_NAME}
+    below = ROOMS[ROOMS.index(layer(name)) :]
+    assert used & set(ROOMS) <= set(below)
 
 
 @pytest.mark.parametrize("library", ["flwr", "pynvml"])
@@ -156,7 +170,7 @@ def test_library_is_imported_in_one_place(library: str) -> None:
         if any(imported.split(".")[0] == library for imported in imports_of(path))
     }
     if library == "flwr":
-        assert {layer(name) for name in users} <= {"flower", "launch", "simulation"}
+        assert {layer(name) for name in users} <= set(WITH_FLOWER)
     else:
         assert users <= {"flower_gpu.gpu.nvml"}
 
@@ -181,7 +195,7 @@ import sys
 import flower_gpu
 for method in ("spawn", "fork"):
     assert flower_gpu.run_in_worker("math:sqrt", 4.0, start_method=method) == 2.0
-print([name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules])
+print([name for name in ("torch", "flwr", "numpy", "tqdm", "rich", "psutil") if name in sys.modules])
 """
     assert run_python(code) == "[]\n"
 
@@ -192,7 +206,7 @@ def test_a_worker_starts_with_the_standard_library_only() -> None:
 import flower_gpu
 def libraries():
     import sys
-    return [name for name in ("torch", "flwr", "numpy", "tqdm", "rich") if name in sys.modules]
+    return [name for name in ("torch", "flwr", "numpy", "tqdm", "rich", "psutil") if name in sys.modules]
 print(flower_gpu.run_in_worker(libraries, start_method="spawn"))
 """
     assert run_python(code) == "[]\n"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-#: Makes of what somebody sets a variable to what it is set to.
-Rule = Callable[[str], str]
+from flower_gpu.frameworks.framework import Rule
 
 
 @contextmanager
@@ -22,12 +21,6 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
 
     They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
     them.
-
-    Parameters
-    ----------
-    rules : mapping
-        By name of the variable. One that returns what is there already leaves it as it is. It must change
-        nothing about what it has returned itself.
     """
     said: set[str] = set()
 

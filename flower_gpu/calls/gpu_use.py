@@ -1,4 +1,4 @@
-"""What a worker uses of a GPU, as PyTorch's allocator and the driver tell, and what its caller learns."""
+"""The memory of a GPU that a worker uses, by the figures of its allocator and of the driver."""
 
 from __future__ import annotations
 
@@ -8,44 +8,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flower_gpu.gpu.footprint_rule import LEAST_CONTEXT_BYTES, Measured
-from flower_gpu.gpu.lease import Share
+from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES, Measured
+from flower_gpu.leases.lease import Share
 
 if TYPE_CHECKING:
+    from flower_gpu.frameworks.framework import Figures
     from flower_gpu.gpu.inventory import GPU
-    from flower_gpu.pytorch.memory import Figures
 
 
 @dataclass
 class Use:
-    """What this worker uses of one GPU, as far as was seen.
+    """The memory of one GPU that this worker uses, as far as was seen."""
 
-    Parameters
-    ----------
-    share : Share
-        What it may use.
-    peak_bytes : int or None
-        The most that was seen; None: nobody has told anything.
-    context_bytes : int or None
-        What the driver counts for this process beyond PyTorch's allocator, when it was asked last.
-    outside_bytes : int or None
-        The most that was seen so, of all processes of this worker.
-    is_told : bool or None
-        Whether the driver tells what this worker uses; None: it was not asked.
-    """
-
-    share: Share
-    peak_bytes: int | None = None
-    context_bytes: int | None = None
-    outside_bytes: int | None = None
-    is_told: bool | None = None
+    share: Share  # what it may use
+    peak_bytes: int | None = None  # the most that was seen; None: nobody has told anything
+    context_bytes: int | None = None  # of this process beyond its allocator, when the driver was asked last
+    outside_bytes: int | None = None  # the most that was seen so, of all processes of this worker
+    is_told: bool | None = None  # whether the driver tells what this worker uses; None: it was not asked
 
     def see(self, used_bytes: int) -> None:
         """Note what is used now."""
         self.peak_bytes = max(self.peak_bytes or 0, used_bytes)
 
     def beyond(self, reserved_bytes: int) -> int:
-        """Return what is used where PyTorch's allocator has so much: with what is outside of it."""
+        """Return what is used where the allocator has so much: with what is outside of it."""
         if self.outside_bytes is not None:
             return reserved_bytes + self.outside_bytes
         return reserved_bytes + max(0, self.share.memory_bytes - self.share.cap_bytes)  # as the lease has it
@@ -69,22 +55,14 @@ class Use:
         return told
 
     def split(self, told: dict[int, int], reserved_bytes: int) -> None:
-        """Note what of what the driver tells is outside of PyTorch's allocator, which has so much."""
+        """Note how much of the driver's figures is outside of the allocator, which has ``reserved_bytes``."""
         context = told[os.getpid()] - reserved_bytes
         if context > 0:
             self.context_bytes = context
             self.outside_bytes = max(self.outside_bytes or 0, sum(told.values()) - reserved_bytes)
 
     def as_event(self, own: Figures | None, before: Figures | None, in_force: int | None) -> dict[str, Any]:
-        """Return what the caller is told.
-
-        Parameters
-        ----------
-        own, before : Figures, optional
-            PyTorch's figures, at the end of the task and at its beginning, where CUDA had started.
-        in_force : int, optional
-            The cap as PyTorch has it.
-        """
+        """Return what the caller is told."""
         reserved = own.peak_reserved_bytes if own is not None else 0
         if reserved:
             self.see(self.beyond(reserved))
@@ -127,9 +105,7 @@ def in_allocator(told: Mapping[str, Any]) -> tuple[int, int] | None:
 def measured(told: Mapping[str, Any], share: Share, least_bytes: int) -> Measured:
     """Return the figures of a call from a worker's ``gpu_memory`` event."""
     outside = told.get("outside_bytes")
-    reserved = (
-        told.get("reserved_peak_bytes") or None
-    )  # none at all: another framework's are those that count
+    reserved = told.get("reserved_peak_bytes") or None  # None: figures of another framework count
     return Measured(
         peak_bytes=max(told["peak_bytes"], least_bytes),
         outside_bytes=share.memory_bytes - share.cap_bytes if outside is None else outside,

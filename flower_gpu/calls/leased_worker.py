@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from flower_gpu.calls import rank_figures
-from flower_gpu.calls.fixed_variables import Rule, fixed
+from flower_gpu import frameworks
+from flower_gpu.calls import environment, rank_figures
+from flower_gpu.calls.fixed_variables import fixed
 from flower_gpu.calls.gpu_use import Use
-from flower_gpu.gpu import cap
-from flower_gpu.gpu.lease import Lease
-from flower_gpu.isolation import events, own_calls, threads
-from flower_gpu.isolation.after_import import AfterImport
-
-if TYPE_CHECKING:
-    from flower_gpu.pytorch.memory import Figures, Hold
-    from flower_gpu.tensorflow.memory import Hold as TensorFlowHold
+from flower_gpu.frameworks.framework import Figures, Hold, Rule
+from flower_gpu.leases.lease import Lease
+from flower_gpu.workers import events, own_calls, threads
 
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
@@ -48,7 +43,7 @@ def setup() -> AbstractContextManager[None]:
     if lease is not None and lease.shares:
         return _leased(lease)
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return _fixed(_rules(cap.hidden_environment()))
+        return _fixed(_kept(environment.of_worker(None, os.environ)))
     return nullcontext()
 
 
@@ -57,38 +52,30 @@ def _fixed(rules: Mapping[str, Rule]) -> AbstractContextManager[None]:
     return nullcontext() if own_calls.is_inside() else fixed(rules)
 
 
-def _rules(variables: Iterable[str]) -> dict[str, Rule]:
-    """Return the rules by which these variables stay as they are now."""
-    return {name: partial(_kept, os.environ[name]) for name in variables if name in os.environ}
+def _kept(variables: Iterable[str]) -> dict[str, Rule]:
+    """Return rules by which these variables stay as they are now."""
+    return {name: partial(_value, os.environ[name]) for name in variables if name in os.environ}
 
 
-def _kept(value: str, _: str) -> str:
+def _value(value: str, _: str) -> str:
     return value
-
-
-def _none(_: str) -> str:
-    return ""
 
 
 @contextmanager
 def _leased(lease: Lease) -> Iterator[None]:
-    fraction = cap.cap_fraction(lease)
-    rules = _rules(cap.worker_environment(lease, os.environ))
-    for name in {cap.SETTINGS, cap.OLD_SETTINGS} & set(rules):
-        # A user's own are put together with the cap.
-        rules[name] = partial(lambda at, text: cap.torch_settings(fraction, {at: text}), name)
-    for name in set(cap.JAX_FRACTIONS) - set(rules):  # JAX refuses to start with the other one set as well
-        rules[name] = _none
-    with _fixed(rules), _watched(lease):
+    kept = _kept(environment.of_worker(lease, os.environ))
+    caps = environment.caps_of(lease)
+    with (
+        _fixed(kept | frameworks.rules(caps, kept)),
+        frameworks.held_to(caps, partial(events.send, "cuda_started")) as holds,
+        _watched(lease, holds),
+    ):
         yield
 
 
 @contextmanager
-def _watched(lease: Lease) -> Iterator[None]:
-    capped, tensorflow = _Capped(lease), _CappedTensorFlow(lease)
+def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
     watch = _Watch(lease)
-    capped.begin()
-    tensorflow.begin()
     watch.start()
     error: BaseException | None = None
     try:
@@ -100,87 +87,7 @@ def _watched(lease: Lease) -> Iterator[None]:
         watch.stop()
         # Whatever fails here must not take the place of the task's own result or error.
         with suppress(Exception):
-            _tell(lease, capped, watch, error)
-        for cap_of_library in (capped, tensorflow):
-            with suppress(Exception):
-                cap_of_library.end()
-
-
-# The cap --------------------------------------------------------------------------------------------------
-
-
-class _Capped:
-    """The lease's cap on PyTorch's allocator, whenever PyTorch is imported."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._fraction = cap.cap_fraction(lease)
-        self._finder: AfterImport | None = None
-        self.hold: Hold | None = None
-
-    def begin(self) -> None:
-        """Hold PyTorch to the cap, now or when the task imports it."""
-        if hasattr(sys.modules.get("torch"), "cuda"):
-            self._hold()
-            assert self.hold is not None
-            # It may have read another process's environment: the fork server's, or the client's.
-            self.hold.follow_settings()
-        else:
-            self._finder = AfterImport.begin("torch", self._hold)
-
-    def end(self) -> None:
-        """Let go, in a process that outlives the call (``in-process``)."""
-        if self._finder is not None:
-            self._finder.end()
-        if self.hold is not None:
-            self.hold.release()
-
-    def _hold(self) -> None:
-        from flower_gpu.pytorch import memory
-
-        caps = [memory.Cap(share.cap_bytes, share.total_bytes) for share in self._lease.shares]
-        self.hold = memory.hold_to(caps, self._settings, self._own, partial(events.send, "cuda_started"))
-
-    def _settings(self) -> str | None:
-        # It is imported. To ask for an installed package's version takes several milliseconds.
-        if not cap.torch_version_knows(str(sys.modules["torch"].__version__)):
-            return None
-        merged = cap.torch_settings(self._fraction, os.environ)
-        # The task's module may have set the old name, which wins; processes of the task get the cap, too.
-        os.environ[cap.OLD_SETTINGS if cap.OLD_SETTINGS in os.environ else cap.SETTINGS] = merged
-        return merged
-
-    def _own(self) -> float | None:
-        return cap.own_fraction(self._fraction, os.environ)
-
-
-class _CappedTensorFlow:
-    """The same for TensorFlow. JAX reads its own from the environment, when it first looks for devices."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._finder: AfterImport | None = None
-        self._hold: TensorFlowHold | None = None
-
-    def begin(self) -> None:
-        if hasattr(sys.modules.get("tensorflow"), "config"):
-            self._hold_now()
-        else:
-            self._finder = AfterImport.begin("tensorflow", self._hold_now)
-
-    def end(self) -> None:
-        if self._finder is not None:
-            self._finder.end()
-        if self._hold is not None:
-            self._hold.release()
-
-    def _hold_now(self) -> None:
-        from flower_gpu.tensorflow import memory
-
-        try:
-            self._hold = memory.hold_to([share.cap_bytes for share in self._lease.shares])
-        except (ImportError, AttributeError) as error:  # a release whose parts are elsewhere
-            print(f"flower-gpu: this TensorFlow is not held to its lease ({error})", file=sys.stderr)
+            _tell(holds, watch, error)
 
 
 # What is used ---------------------------------------------------------------------------------------------
@@ -207,12 +114,11 @@ class _Watch:
         self.uses = [Use(share) for share in self.lease.shares]
 
     def start(self) -> None:
-        if _reserved_bytes() is not None:
-            from flower_gpu.pytorch import memory
-
-            with suppress(Exception):  # it can do without
+        with suppress(Exception):  # it can do without
+            self.before = frameworks.figures()
+            if self.before is not None and not own_calls.is_inside():
                 # The peaks of a call that runs in the user's own process are for the user to reset.
-                self.before = memory.figures() if own_calls.is_inside() else memory.begin_figures()
+                frameworks.reset_peaks()
         thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
         with suppress(RuntimeError):  # no more threads: the task can do without this one
             thread.start()
@@ -234,9 +140,9 @@ class _Watch:
             self._look(last=True)
 
     def _look(self, *, last: bool) -> None:
-        from flower_gpu.gpu import tickets
+        from flower_gpu.leases import tickets
 
-        reserved = _reserved_bytes()
+        reserved = frameworks.reserved_bytes()
         # With PyTorch its allocator tells, which costs nothing; NVML is asked for the context, once.
         unknown = any(use.context_bytes is None for use in self.uses) and self._looks_for_context > 0
         if reserved is None or unknown or last:
@@ -278,36 +184,21 @@ class _Watch:
             self._of_driver[gpu.uuid] = sum(told.values())
             of_torch = reserved[number] if reserved is not None and number < len(reserved) else 0
             # If PyTorch has taken more between the two looks, the next one tells.
-            if of_torch and _reserved_bytes() == reserved:
+            if of_torch and frameworks.reserved_bytes() == reserved:
                 use.split(told, of_torch)
         if reserved is not None:
             self._looks_for_context -= 1
 
 
-def _reserved_bytes() -> list[int] | None:
-    """Return what PyTorch's allocator has of each GPU; None where PyTorch has not started CUDA."""
-    torch = sys.modules.get("torch")
-    if not hasattr(torch, "cuda") or not torch.cuda.is_initialized():  # type: ignore[union-attr]
-        return None
-    from flower_gpu.pytorch import memory
-
-    return memory.reserved_bytes()
-
-
 # What the caller is told ----------------------------------------------------------------------------------
 
 
-def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | None) -> None:
+def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> None:
     """Send the caller the figures, and why there was not enough memory or no CUDA."""
-    hold = capped.hold
-    figures = None
+    figures = frameworks.figures()
     in_force: list[int | None] = []
-    if hold is not None:
-        from flower_gpu.pytorch import memory
-
-        figures = memory.figures()
-        with suppress(Exception):
-            in_force = hold.in_force_bytes()
+    with suppress(Exception):
+        in_force = next((found for hold in holds if (found := hold.in_force_bytes())), [])
     ranks = rank_figures.current()
     gpus = []
     for number, use in enumerate(watch.uses):
@@ -324,17 +215,13 @@ def _tell(lease: Lease, capped: _Capped, watch: _Watch, error: BaseException | N
         return
     if error is not None:
         _tell_out_of_memory(watch, figures, error)
-    # Another framework may have used the GPU.
-    if hold is not None and figures is None and not any(use.peak_bytes for use in watch.uses):
-        from flower_gpu.pytorch import memory
-
-        if (reason := memory.no_cuda_reason()) is not None:
-            torch = sys.modules["torch"]
-            events.send("no_cuda", reason=reason, torch=str(torch.__version__), torch_cuda=torch.version.cuda)
+    # What has used a GPU need not be the framework that cannot.
+    if figures is None and not any(use.peak_bytes for use in watch.uses) and (told := frameworks.no_cuda()):
+        events.send("no_cuda", **told)
 
 
 def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> None:
-    from flower_gpu.pytorch import out_of_memory
+    from flower_gpu.frameworks import out_of_memory
 
     cause = out_of_memory.out_of_memory_in(error)
     if cause is None:

@@ -12,19 +12,19 @@ from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.calls import gpu_use
+from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseTimeoutError, RoundOverError
-from flower_gpu.gpu import cap, cuda_version, inventory, policy
-from flower_gpu.gpu.admission import Option
-from flower_gpu.gpu.footprint import Footprints
-from flower_gpu.gpu.footprint_key import Array, Key, key_of
+from flower_gpu.gpu import cuda_version, inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.gpu.lease import VARIABLE, Lease, Share
-from flower_gpu.gpu.ledger import Ledger, Wish, describe
 from flower_gpu.gpu.policy import Decision
-from flower_gpu.gpu.request import format_bytes
-from flower_gpu.gpu.settings import GPUSettings
-from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import log_lines, native, own_calls
+from flower_gpu.leases.admission import Option
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_key import Array, Key, key_of
+from flower_gpu.leases.lease import VARIABLE, Lease, Share
+from flower_gpu.leases.ledger import Ledger, Wish, describe
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.leases.tickets import Ticket
+from flower_gpu.workers import log_lines, native, own_calls
 
 _log = logging.getLogger(log_lines.NAME)
 _said: set[str] = set()
@@ -35,24 +35,12 @@ MOST_TOO_MUCH: Final = 1.25
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a lease is for; by it a footprint is learned and found again.
+    """The task of a lease; by it a footprint is learned and found again."""
 
-    Parameters
-    ----------
-    label : str
-        Names the call, for example ``"fit of client 3"``.
-    task : str
-        Name of the user's function.
-    arrays : sequence of arrays
-        The weights it gets.
-    config : mapping
-        What the server sent with them.
-    """
-
-    label: str
-    task: str
-    arrays: Sequence[Array] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
+    label: str  # names the call: "fit of client 3"
+    task: str  # name of the user's function
+    arrays: Sequence[Array] = ()  # the weights that it gets
+    config: Mapping[str, Any] = field(default_factory=dict)  # what the server sent with them
 
     def key(self, gpu: str) -> Key:
         """Return the footprint's key on this model of GPU."""
@@ -61,46 +49,23 @@ class Purpose:
 
 @dataclass(frozen=True)
 class Attempt:
-    """How much of a GPU one try of a call asks for.
+    """The part of a GPU that one try of a call asks for."""
 
-    Parameters
-    ----------
-    memory_bytes : int, optional
-        More than the settings say, after it was not enough.
-    alone : bool
-        With nobody else on the GPU; without a size all that it has.
-    """
-
-    memory_bytes: int | None = None
-    alone: bool = False
+    memory_bytes: int | None = None  # more than the settings say, after it was not enough
+    alone: bool = False  # with nobody else on the GPU; without a size all that it has
 
 
 @dataclass(frozen=True)
 class Leasing:
-    """Gets the leases of one call, as often as it is tried.
-
-    Parameters
-    ----------
-    settings : GPUSettings
-        What the call wants.
-    uuids : tuple of str
-        The GPUs it may be on.
-    purpose : Purpose
-        What it is for.
-    record : dict
-        The call's fields in the trace.
-    round_deadline : float
-        When its round is over, on the clock of ``time.monotonic``.
-    deadline : callable, optional
-        Returns when the wait for a lease ends, on the same clock. It is asked again and again, and what it
-        raises ends the wait. Default: ``lease_timeout_s`` after the wait began.
-    """
+    """Gets the leases of one call, as often as it is tried."""
 
     settings: GPUSettings
-    uuids: tuple[str, ...]
+    uuids: tuple[str, ...]  # the GPUs that it may be on
     purpose: Purpose
-    record: Mapping[str, Any]
-    round_deadline: float
+    record: Mapping[str, Any]  # the call's fields in the trace
+    round_deadline: float  # when its round is over, on the clock of time.monotonic
+    # When the wait for a lease ends, on the same clock; lease_timeout_s after it began by default. It is
+    # asked again and again, and what it raises ends the wait.
     deadline: Callable[[], float] | None = None
     footprints: Footprints = field(default_factory=Footprints)
 
@@ -169,16 +134,9 @@ class Leasing:
             ledger.release(ticket)
 
     def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:
-        """Keep what a worker has told of its use, for the next calls.
+        """Keep the figures of a worker's ``gpu_memory`` event for the next calls.
 
-        Parameters
-        ----------
-        figures : mapping
-            The worker's ``gpu_memory`` event.
-        lease : Lease
-            What it had.
-        is_done : bool
-            Whether the task has come to its end. One that failed before would have needed more.
+        A task that is not done has failed: it would have needed more.
         """
         shares = {share.uuid: share for share in lease.shares}
         for told in figures.get("gpus", ()):
@@ -335,15 +293,6 @@ def _untold(share: Share, task: str) -> str:
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
     """Decide whether a call may use a GPU, and which; what is to be said about it is logged.
 
-    Parameters
-    ----------
-    settings : GPUSettings
-        What the call wants, and what the node allows.
-    use_gpu : bool or None
-        What the server requests.
-    environ : mapping
-        The environment that the worker would have otherwise; its ``CUDA_VISIBLE_DEVICES`` is honoured.
-
     Raises
     ------
     GPUUnavailableError
@@ -400,11 +349,6 @@ def who_else(lease: Lease, uuid: str) -> str:
                 f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
             )
     return "; ".join(lines) or "nobody else that is known"
-
-
-def worker_environment(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker with this lease, or of one that must see no GPU."""
-    return cap.hidden_environment() if lease is None else cap.worker_environment(lease, environ)
 
 
 def is_on_devices_in_use(lease: Lease) -> bool | None:

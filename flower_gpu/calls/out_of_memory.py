@@ -1,4 +1,4 @@
-"""What follows when a call has run out of GPU memory: more of a GPU, all of one, or the numbers."""
+"""The second try of a call that ran out of GPU memory: with more of a GPU, with all of one, or an error."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from flower_gpu.calls.gpu_use import least_bytes
 from flower_gpu.calls.leasing import Attempt
-from flower_gpu.gpu.footprint import Footprints
-from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.gpu.request import format_bytes
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.leases.request import format_bytes
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
 _MORE = 2.0  # times the last lease
@@ -24,19 +24,7 @@ _KINDS = {
 def next_attempt(
     told: Mapping[str, Any], lease: Lease, attempts: Sequence[Attempt], on_oom: str
 ) -> Attempt | None:
-    """Return how to try again, or None where that would help no more.
-
-    Parameters
-    ----------
-    told : mapping
-        The worker's ``out_of_memory`` event.
-    lease : Lease
-        What it had.
-    attempts : sequence of Attempt
-        All tries so far.
-    on_oom : str
-        As in :data:`flower_gpu.gpu.settings.ON_OOM`.
-    """
+    """Return the next try after an ``out_of_memory`` event, or None where none would help any more."""
     last = attempts[-1]
     if on_oom == "fail" or (last.alone and last.memory_bytes is None):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flower_gpu.isolation import events
+from flower_gpu.workers import events
 
 
 class RankFigures:

@@ -6,28 +6,28 @@ import ctypes
 import importlib.util
 import json
 import os
-import re
+import runpy
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from flower_gpu.calls import environment
+from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.doctor.findings import Found
 from flower_gpu.doctor.gpus import NOT_MEASURED, SET_INSTEAD
 from flower_gpu.errors import ConfigError, GPUError, LeaseTimeoutError
-from flower_gpu.gpu import cap, inventory
-from flower_gpu.gpu.admission import Option
+from flower_gpu.gpu import inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
-from flower_gpu.gpu.footprint import Footprints
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.gpu.ledger import Ledger, Wish
-from flower_gpu.gpu.ledger_folder import LedgerFolder
-from flower_gpu.gpu.settings import reserve_bytes
-from flower_gpu.gpu.tickets import Ticket
+from flower_gpu.leases.admission import Option
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.tickets import Ticket
 
 _LIBRARY = "libcuda.so.1"
 _POLICY = "FLOWER_GPU_POLICY"
@@ -47,21 +47,12 @@ try:
     told["is_measured"] = any(one.used_bytes for one in here)
 except Exception as error:
     told = {"error": f"{type(error).__name__}: {error}"}
-print("told " + json.dumps(told))
+print(json.dumps(told))
 """
 
 
-@dataclass(frozen=True)
-class Build:
-    """The PyTorch that is installed.
-
-    Parameters
-    ----------
-    version : str
-        Its version.
-    cuda : str or None
-        The CUDA it was built for.
-    """
+class Build(NamedTuple):
+    """The PyTorch that is installed, and the CUDA it was built for."""
 
     version: str
     cuda: str | None
@@ -72,9 +63,8 @@ def build() -> Build | None:
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         return None
-    text = (Path(found.submodule_search_locations[0]) / "version.py").read_text()
-    values = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)? = '([^']+)'", text, re.MULTILINE))
-    return Build(values.get("__version__", "of unknown version"), values.get("cuda"))
+    values = runpy.run_path(str(Path(found.submodule_search_locations[0]) / "version.py"))
+    return Build(values["__version__"], values["cuda"])
 
 
 def torch(found: Inventory) -> Iterator[Found]:
@@ -88,25 +78,17 @@ def torch(found: Inventory) -> Iterator[Found]:
         yield "ok", text
         return
     if ours.cuda is None:
-        yield (
-            "problem",
-            f"{text}, on a host with a GPU: calls run on the CPU",
-            how_to_install(found.cuda_version),
-        )
+        text += ", on a host with a GPU: calls run on the CPU"
+        yield "problem", text, how_to_install(found.cuda_version)
         return
     supported, reason = driver_cuda()
     if supported is None:
-        yield (
-            "problem",
-            f"{text}, but CUDA's part of driver {found.driver_version} cannot be used: {reason}",
-            "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility",
-        )
+        text += f", but CUDA's part of driver {found.driver_version} cannot be used: {reason}"
+        todo = "install all of the driver; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        yield "problem", text, todo
     elif is_too_new(ours.cuda, supported):
-        yield (
-            "problem",
-            f"{text}, but driver {found.driver_version} has CUDA {supported[0]}.{supported[1]} at most",
-            what_to_change(ours.cuda, supported),
-        )
+        text += f", but driver {found.driver_version} has CUDA {supported[0]}.{supported[1]} at most"
+        yield "problem", text, what_to_change(ours.cuda, supported)
     else:
         yield "ok", f"{text}; the driver has CUDA {supported[0]}.{supported[1]}"
 
@@ -166,7 +148,7 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iter
     cap_bytes = part.memory_bytes - footprints.context(gpu.name)
     share = Share(gpu.uuid, gpu.index, gpu.name, total, part.memory_bytes, cap_bytes)
     lease = Lease(ticket.entry.id, (share,), ticket=str(ticket.entry.path))
-    env = {**os.environ, **cap.worker_environment(lease, os.environ)}
+    env = {**os.environ, **environment.of_worker(lease, os.environ)}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TRIAL], env=env, capture_output=True, text=True, timeout=_TRIAL_S
@@ -175,11 +157,10 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iter
         text = f"CUDA on GPU {gpu.index} does not answer within {_TRIAL_S:g} s"
         yield "problem", text, "see the kernel's log (dmesg) for lines with NVRM or Xid"
         return
-    told = {"error": _last_line(done.stderr) or f"exit status {done.returncode}"}
-    for line in done.stdout.splitlines():
-        if line.startswith("told "):
-            with suppress(ValueError):
-                told = json.loads(line.removeprefix("told "))
+    try:  # the last line, after what libraries may print
+        told = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        told = {"error": (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]}
     if "error" in told:
         error = str(told["error"]).strip().partition("\n")[0]
         yield "problem", f"CUDA does not work on GPU {gpu.index}: {error}", "see `nvidia-smi`, and dmesg"
@@ -188,8 +169,3 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iter
     if not told.get("is_measured"):
         text = f"the driver does not tell how much memory that worker used. {NOT_MEASURED}"
         yield "note", text, SET_INSTEAD
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else ""

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
-
-#: From best to worst. ``note``: fine, and good to know. ``problem``: something must be done.
-LEVELS: Final = ("ok", "note", "problem")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
-
-    Parameters
-    ----------
-    check : str
-        The check that it comes from.
-    level : str
-        One of :data:`LEVELS`.
-    text : str
-        What was found.
-    todo : str
-        What to do; empty where there is nothing.
-    """
+    """One line of the doctor's; ``todo`` is empty where nothing is to be done."""
 
     check: str
-    level: str
+    level: str  # "ok"; "note": fine, and good to know; "problem": something must be done
     text: str
     todo: str = ""
 

@@ -6,16 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor.findings import Found
-from flower_gpu.errors import ConfigError, GPUUnavailableError
-from flower_gpu.gpu import admission, inventory, policy
-from flower_gpu.gpu.admission import Option
-from flower_gpu.gpu.footprint_rule import LEAST_CONTEXT_BYTES
+from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
+from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.gpu.ledger import Ledger
-from flower_gpu.gpu.ledger_folder import LedgerFolder
-from flower_gpu.gpu.request import format_bytes
-from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.launch.gpu_check import why_never
+from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES
+from flower_gpu.leases.request import format_bytes
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1", "NoDevFiles")  # how people and batch systems write that there is to be none
@@ -126,25 +124,19 @@ def calls(found: Inventory) -> Iterator[Found]:
         yield "ok", f"policy {word}: calls run on the CPU"
         return
     candidates = [gpu for gpu in found.usable if gpu.uuid in decision.uuids]
-    yield from _request(settings, candidates)
-
-
-def _request(settings: GPUSettings, candidates: list[GPU]) -> Iterator[Found]:
-    request = settings.request
-    folder = LedgerFolder(Path("/"))  # sizes are those of the GPUs; nothing is looked up there
-    sizes = Ledger(folder, settings.reserve_bytes).sizes(candidates)
-    options = [Option(gpu.uuid, request.memory_bytes, request.share) for gpu in candidates]
-    possible = admission.possible(sizes, options)
-    where = f"policy {settings.policy.gpu}: calls use {_names(candidates)}"
-    if len(possible) < request.count:
-        room = ", ".join(f"GPU {gpu.index} has {format_bytes(sizes[gpu.uuid])}" for gpu in candidates)
+    asked = settings.request.describe()
+    try:
+        why = why_never(settings.request, candidates, settings.reserve_bytes)
+    except LeaseError:
+        return  # the check of the ledger tells
+    if why is None:
         yield (
-            "problem",
-            f"calls ask for {request.describe()}, which these GPUs can never give: {room} for leases",
-            "ask for less: FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY, or num_gpus and gpu_memory in the code",
+            "ok",
+            f"policy {word}: calls use {_names(candidates)}, {asked} where the code names nothing else",
         )
     else:
-        yield "ok", f"{where}, {request.describe()} where the code names nothing else"
+        todo = "set FLOWER_GPU_NUM_GPUS or FLOWER_GPU_MEMORY, or num_gpus or gpu_memory in the code, to that"
+        yield "problem", f"calls ask for {asked}: {why}", todo
 
 
 def _names(gpus: list[GPU] | tuple[GPU, ...]) -> str:

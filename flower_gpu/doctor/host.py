@@ -12,12 +12,12 @@ from pathlib import Path
 from socket import socket
 
 import flower_gpu
-from flower_gpu import config
 from flower_gpu.doctor.findings import Found
 from flower_gpu.errors import ConfigError
-from flower_gpu.isolation.forkserver import sockets
-from flower_gpu.isolation.forkserver.sockets import Gone
 from flower_gpu.printable import path_text
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.forkserver.sockets import Gone
+from flower_gpu.workers.state_folder import state_dir, state_dir_problem
 
 _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
@@ -29,22 +29,20 @@ def system() -> Iterator[Found]:
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
         return
-    missing = []
+    release = os.uname().release
     try:
         os.close(os.memfd_create("flower-gpu-doctor"))
     except (OSError, AttributeError) as error:
-        missing.append(f"memory files (memfd_create: {error})")
-    if missing:
-        yield "problem", f"without {missing[0]} nothing can be passed to workers", "a kernel of 3.17 or later"
-    release = os.uname().release
+        text = f"without memory files (memfd_create: {error}) nothing can be passed to workers"
+        yield "problem", text, "a kernel of 3.17 or later"
+        return
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
         text = f"Linux {release} has no pidfd ({error}): the end of a worker is seen some 50 ms late"
         yield "note", text, "nothing, or a kernel of 5.3 or later"
     else:
-        if not missing:
-            yield "ok", f"Linux {release}: memory files and pidfd"
+        yield "ok", f"Linux {release}: memory files and pidfd"
 
 
 def limits() -> Iterator[Found]:
@@ -66,7 +64,7 @@ def limits() -> Iterator[Found]:
 
 def state_folder() -> Iterator[Found]:
     """Check the folder of what processes of this account share."""
-    path = config.state_dir()
+    path = state_dir()
     if problem := _state_problem():
         yield ("problem", *problem)
     elif not path.exists():
@@ -84,7 +82,7 @@ def state_folder() -> Iterator[Found]:
 
 def _state_problem() -> tuple[str, str] | None:
     with suppress(OSError):  # it is not there yet, and perhaps cannot be made
-        return config.state_dir_problem()
+        return state_dir_problem()
     return None
 
 
@@ -92,17 +90,14 @@ def fork_servers() -> Iterator[Found]:
     """Check whether fork servers can be used, and those that run."""
     if not hasattr(os, "fork") or not sys.platform.startswith("linux"):
         return
-    if not config.state_dir().exists() and not _state_problem():
+    if not state_dir().exists() and not _state_problem():
         yield "ok", "none is running; the first call starts one"
         return
     try:
         names = sockets.names()
     except (ConfigError, OSError) as error:
-        yield (
-            "problem",
-            f"workers are spawned, which is slower: {error}",
-            "see the line about the state folder",
-        )
+        text = f"workers are spawned, which is slower: {error}"
+        yield "problem", text, "see the line about the state folder"
         return
     running = 0
     for name in names:
@@ -129,6 +124,6 @@ def _asked(connection: socket) -> Found:
     text = f"fork server {pid} answers, {told.get('calls')} calls so far"
     if version != flower_gpu.__version__ and python == sys.executable:
         text = f"fork server {pid} has flower-gpu {version}, and here is {flower_gpu.__version__}"
-        return "note", text, "nothing: it serves older processes only; or `flower-gpu server stop`"
+        return "note", text, "nothing: it serves older processes only; or `flower-gpu workers stop`"
     other = "" if Path(str(python)) == Path(sys.executable) else f", for {python}"
     return "ok", text + other

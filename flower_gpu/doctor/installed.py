@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import flower_gpu
 from flower_gpu.doctor.findings import Found
 from flower_gpu.launch.environment import script_folders
 from flower_gpu.printable import path_text
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
 
 _COMMANDS = ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp")
 
@@ -51,23 +54,34 @@ def flower() -> Iterator[Found]:
     except metadata.PackageNotFoundError:
         yield "problem", "Flower is not installed beside flower-gpu", "pip install flwr"
         return
-    wanted = _wanted("flwr")
-    if not fits(version, wanted):
+    wanted = wanted_flower()
+    if not wanted.contains(version, prereleases=True):
         yield "problem", f"flwr {version}, but flower-gpu needs {wanted}", f"pip install 'flwr{wanted}'"
     else:
         yield "ok", f"flwr {version}"
     yield from _commands()
 
 
+def wanted_flower() -> SpecifierSet:
+    """Return the versions of Flower that our metadata allow; all of them where there are no metadata."""
+    from packaging.requirements import Requirement  # here: --help works without any dependency
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        requirements = map(Requirement, metadata.requires("flower-gpu") or [])
+    except metadata.PackageNotFoundError:
+        return SpecifierSet()
+    # Those of extras have a marker.
+    return next(
+        (each.specifier for each in requirements if each.name == "flwr" and not each.marker), SpecifierSet()
+    )
+
+
 def _commands() -> Iterator[Found]:
-    folders = [Path(folder) for folder in script_folders()]
-    missing, foreign = [], []
-    for name in _COMMANDS:
-        found = shutil.which(name)
-        if found is None:
-            missing.append(name)
-        elif not any(_same(Path(found).parent, folder) for folder in folders):
-            foreign.append(found)
+    folders = [folder for folder in map(Path, script_folders()) if folder.exists()]
+    found = {name: shutil.which(name) for name in _COMMANDS}
+    missing = [name for name, path in found.items() if path is None]
+    foreign = [path for path in found.values() if path and not any(map(Path(path).parent.samefile, folders))]
     # That of a virtual environment: where python itself is.
     todo = f'export PATH="{folders[0]}:$PATH"'
     if foreign:
@@ -78,42 +92,3 @@ def _commands() -> Iterator[Found]:
         yield "note", f"{text}; `flower-gpu launch` finds them, plain Flower does not", todo
     if not foreign and not missing:
         yield "ok", "its commands are on PATH, from this environment"
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
-
-
-def _wanted(library: str) -> str:
-    """Return the versions of a library that our metadata allow, such as ``>=1.40,<2``."""
-    try:
-        requirements = metadata.requires("flower-gpu") or []
-    except metadata.PackageNotFoundError:
-        return ""
-    for requirement in requirements:
-        found = re.fullmatch(r"([\w.-]+)\s*\(?([^;()]*)\)?\s*", requirement)  # those of extras have a marker
-        if found and found[1].lower() == library:
-            return ",".join(sorted(found[2].replace(" ", "").split(","), reverse=True))
-    return ""
-
-
-def fits(version: str, wanted: str) -> bool:
-    """Tell whether a version is one of ``>=1.40,<2``; other kinds of conditions are not looked at."""
-    number = _numbers(version)
-    for condition in wanted.split(","):
-        if condition.startswith(">=") and number < _numbers(condition[2:]):
-            return False
-        if condition.startswith("<") and condition[1:2].isdigit() and number >= _numbers(condition[1:]):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in found[0].split(".")] if found else []
-    while numbers and numbers[-1] == 0:  # 2 and 2.0 are the same
-        numbers.pop()
-    return tuple(numbers)

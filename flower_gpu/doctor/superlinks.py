@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from flower_gpu.doctor import processes
 from flower_gpu.doctor.findings import Found
-from flower_gpu.doctor.processes import OtherProcess
+from flower_gpu.doctor.others import OtherProcess, others
 
 # flwr.superlink.cli.flower_superlink and flwr.cli.local_superlink, as of flwr 1.41.
 _DISABLED = "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"
@@ -23,7 +22,7 @@ _BUILDS = (
     "app declares a path to it"
 )
 
-# What workers take over from whoever starts a run.
+# What workers inherit from the process that starts a run.
 _PREFIX = "FLOWER_GPU_"
 _OTHERS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 _NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
@@ -32,7 +31,7 @@ _NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
 def environments() -> Iterator[Found]:
     """Check whether Flower is about to build environments that cannot have this package."""
     found = False
-    for process in processes.others():
+    for process in others():
         if process.runs("flower-superlink"):
             found = True
             yield _superlink(process)
@@ -50,8 +49,7 @@ def _superlink(process: OtherProcess) -> Found:
     if process.option(_DISABLE) is not None:
         return "ok", f"{name} runs apps in its own environment ({_DISABLE})"
     if process.environ is None:
-        text = f"{name} is another account's; unless {_DISABLED}=1 is set there, it {_BUILDS}"
-        return "note", text
+        return "note", f"{name} is another account's; unless {_DISABLED}=1 is set there, it {_BUILDS}"
     if process.environ.get(_DISABLED) == "1":
         return "ok", f"{name} runs apps in its own environment ({_DISABLED}=1)"
     return _level(process), f"{name} {_BUILDS}", f"end it, and start it with {_DISABLE} or {_DISABLED}=1"
@@ -65,7 +63,7 @@ def _next_local() -> Found:
     """Tell of the SuperLink that the next ``flwr run`` would start."""
     if os.environ.get(_DISABLED) == "1":
         return "ok", f"no SuperLink is running; {_DISABLED}=1 is set for the next one"
-    path = _flower_home() / "config.toml"
+    path = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
     try:
         name, address = default_connection(path)
     except (OSError, ValueError) as error:
@@ -76,23 +74,11 @@ def _next_local() -> Found:
     return "note", text, f"export {_DISABLED}=1 before `flwr run`; `flower-gpu launch` does that itself"
 
 
-def _flower_home() -> Path:
-    asked = os.environ.get("FLWR_HOME")
-    return Path(asked) if asked else Path.home() / ".flwr"
-
-
 def default_connection(path: Path) -> tuple[str, str]:
     """Return name and address of the connection that ``flwr run`` uses by default.
 
-    Parameters
-    ----------
-    path : Path
-        Flower's configuration; where there is none, Flower writes one with a local SuperLink.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read.
+    ``path`` is Flower's configuration; where there is none, Flower writes one with a local SuperLink. Raises
+    ValueError if it cannot be read.
     """
     if not path.exists():
         return "local", _LOCAL[0]
@@ -109,32 +95,27 @@ def default_connection(path: Path) -> tuple[str, str]:
 
 def outlived() -> Iterator[Found]:
     """Check whether the local SuperLink that an earlier ``flwr run`` has left sees today's variables."""
-    for process in processes.others():
-        log = process.option("--log-file") or ""
-        if process.runs("flower-superlink") and log.endswith(_LOCAL_LOG) and process.environ is not None:
-            yield from _compared(process, process.environ)
-
-
-def _compared(process: OtherProcess, there: Mapping[str, str]) -> Iterator[Found]:
-    name = f"the local SuperLink {process.pid}, which flwr run has left running,"
-    todo = f"kill {process.pid}; the next `flwr run` starts a new one"
-    different = [
-        f"{variable} ({_shown(there.get(variable))} there, {_shown(os.environ.get(variable))} here)"
-        for variable in sorted({*there, *os.environ})
-        if (variable.startswith(_PREFIX) or variable in _OTHERS) and variable not in _NOT_COMPARED
-        if there.get(variable) != os.environ.get(variable)
-    ]
-    if different:
-        yield "problem", f"{name} has other variables than this shell: {', '.join(different)}", todo
-    elif not _same_python(process):
-        yield "problem", f"{name} belongs to another Python, {process.command[0]}", todo
-    else:
-        yield "ok", f"{name} has the variables of this shell"
-
-
-def _same_python(process: OtherProcess) -> bool:
-    # Not resolved: the pythons of virtual environments are links to the same file.
-    return Path(process.command[0]).parent == Path(sys.executable).parent
+    for process in others():
+        if process.environ is None or not process.runs("flower-superlink"):
+            continue
+        if not (process.option("--log-file") or "").endswith(_LOCAL_LOG):
+            continue
+        name = f"the local SuperLink {process.pid}, which flwr run has left running,"
+        todo = f"kill {process.pid}; the next `flwr run` starts a new one"
+        there, here = process.environ, os.environ
+        different = [
+            f"{variable} ({_shown(there.get(variable))} there, {_shown(here.get(variable))} here)"
+            for variable in sorted({*there, *here})
+            if (variable.startswith(_PREFIX) or variable in _OTHERS) and variable not in _NOT_COMPARED
+            if there.get(variable) != here.get(variable)
+        ]
+        if different:
+            yield "problem", f"{name} has other variables than this shell: {', '.join(different)}", todo
+        # Not resolved: the pythons of virtual environments are links to the same file.
+        elif Path(process.command[0]).parent != Path(sys.executable).parent:
+            yield "problem", f"{name} belongs to another Python, {process.command[0]}", todo
+        else:
+            yield "ok", f"{name} has the variables of this shell"
 
 
 def _shown(value: str | None) -> str:

@@ -7,17 +7,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from flower_gpu import config
-from flower_gpu.config import WorkerSettings
+from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor.findings import Found
-from flower_gpu.gpu.lease import VARIABLE as LEASE
-from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu.leases.lease import VARIABLE as LEASE
+from flower_gpu.options import INTERNAL_VARIABLES, VARIABLES, value_of
 
 # What ours begin with, and what somebody may have written for it.
 _ALMOST = ("FLOWER_GPU", "FLOWERGPU", "FLWR_GPU", "FLOWER_GPUS")
 _LIKE = 0.75
-
-_ANY = {"FLOWER_GPU_CONCURRENCY": "1"}  # not to find the same mistake twice
 
 
 def variables() -> Iterator[Found]:
@@ -25,7 +22,7 @@ def variables() -> Iterator[Found]:
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_ALMOST)}
     fine = []
     for name in sorted(ours):
-        if name not in config.ENVIRONMENT:
+        if name not in VARIABLES and name not in INTERNAL_VARIABLES:
             yield _unknown(name)
         elif name == LEASE and ours[name]:
             todo = f"unset {LEASE}, unless this is a worker"
@@ -44,25 +41,16 @@ def variables() -> Iterator[Found]:
 
 
 def _unknown(name: str) -> Found:
-    near = difflib.get_close_matches(name.upper(), config.ENVIRONMENT, 1, _LIKE)
+    near = difflib.get_close_matches(name.upper(), VARIABLES, 1, _LIKE)
     todo = f"{near[0]} is meant?" if near else "see docs/reference/environment.md for those that there are"
     return "problem", f"{name} is set, and nothing reads it", todo
 
 
 def _read(name: str, value: str) -> None:
     alone: Mapping[str, str] = {name: value}
-    if name == "FLOWER_GPU_CONCURRENCY":
-        config.planned_threads(alone)
-    elif name == "FLOWER_GPU_TIMEOUT_S":
-        WorkerSettings.resolve(start_method="auto", env=_ANY)
-    elif name == "FLOWER_GPU_START_METHOD":
-        WorkerSettings.resolve(timeout_s=1.0, env=_ANY)
-    elif name == "FLOWER_GPU_SERVER_IDLE_S":
-        config.server_idle_s()
-    elif name == config.POLL_VARIABLE:
-        config.poll_s(alone)
-    else:
-        GPUSettings.resolve(environ=alone)
+    if name in VARIABLES:
+        value_of(name, alone)
+    GPUSettings.resolve(environ=alone)
 
 
 def _refused(read: Callable[[], object]) -> str | None:

@@ -28,12 +28,14 @@ from flwr.common.logger import log
 from numpy.typing import NDArray
 
 from flower_gpu.calls import leasing
-from flower_gpu.calls.options import CallOptions, CallSettings, split
+from flower_gpu.calls.runner import run_call
+from flower_gpu.calls.settings import CallSettings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
-from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
-from flower_gpu.flower import results
-from flower_gpu.isolation.call import Task, check_task, load_task, task_name
-from flower_gpu.runner import run_call
+from flower_gpu.flower import (
+    results,
+)
+from flower_gpu.options import CallOptions
+from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
 Weights = list[NDArray[Any]]
 Config = dict[str, Any]

@@ -1,8 +1,8 @@
-"""Flower's ``flwr-clientapp`` in a process that is there already; where a node rules, with one change.
+"""Flower's ``flwr-clientapp`` in a fork of the fork server (see the drawing in commands.py).
 
-Then the app is loaded and run in a worker with a lease. The process that talks to the SuperNode (pulls the
-message, installs the app, pushes the reply) runs no code of the app, so it is there to report what became of
-it: killed, timed out, out of memory.
+Where the node takes the leases, one thing is changed: the app is loaded and run in a worker with a lease. The
+process that talks to the SuperNode (pulls the message, installs the app, pushes the reply) runs no code of
+the app. So it can report the end of the worker: killed, timed out, out of memory.
 """
 
 from __future__ import annotations
@@ -24,36 +24,26 @@ from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
 from flower_gpu import trace
-from flower_gpu.calls.options import CallSettings
-from flower_gpu.config import RUN_DIR_VARIABLE
-from flower_gpu.errors import ConfigError, shortened
+from flower_gpu.apps.app_imports import libraries_of
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
-from flower_gpu.flower.app_imports import libraries_of
+from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.records import round_of
-from flower_gpu.isolation import outcomes
-from flower_gpu.isolation.forkserver import client
-from flower_gpu.supernode import slots
+from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.workers import outcomes
+from flower_gpu.workers.forkserver import client
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
 
 
 def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
-    """Handle one message; return the exit status.
+    """Handle one message, given the name and arguments of ``flwr-clientapp``; return the exit status.
 
-    Parameters
-    ----------
-    argv : list of str
-        Name and arguments of ``flwr-clientapp``.
-    with_lease : bool
-        Whether the app runs in a worker with a lease. Else it runs here, as in Flower's own.
-    is_fork : bool
-        Whether this process comes from the fork server; then its worker does, too.
-
-    Raises
-    ------
-    ConfigError
-        If this version of Flower leaves no room for a lease.
+    ``with_lease``: the app runs in a worker with a lease; else it runs here, as in Flower's own. ``is_fork``:
+    this process comes from the fork server; then its worker does, too. Raises ConfigError if this version of
+    Flower leaves no room for a lease.
     """
     sys.argv = argv
     if with_lease:
@@ -95,7 +85,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     node=context.node_id,
                     task=message.metadata.message_type.partition(".")[0],
                     round=round_of(message),
-                    error=shortened(message_call.text_of(error)),
+                    error=text_of(error),
                     traceback=outcomes.traceback_of(error),
                 )
                 raise
@@ -111,21 +101,11 @@ def _get_load_client_app_fn(is_fork: bool, **where: Any) -> Any:
 
 
 class LeasedClientApp:
-    """Stands for an app that is not loaded: not in this process.
-
-    Parameters
-    ----------
-    where : dict
-        Arguments of Flower's ``get_load_client_app_fn``.
-    app : tuple of str
-        Id, version and hash of the app.
-    is_fork : bool
-        As for :func:`main`.
-    """
+    """Stands for an app that is not loaded: not in this process."""
 
     def __init__(self, where: dict[str, Any], app: tuple[str, ...], is_fork: bool) -> None:
-        self._where = where
-        self._app = app
+        self._where = where  # arguments of Flower's get_load_client_app_fn
+        self._app = app  # its id, version and hash
         self._is_fork = is_fork
 
     def __call__(self, message: Message, context: Context) -> Message:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from logging import INFO
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack
 
 from flwr.common import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from flower_gpu import trace
-from flower_gpu.calls.options import CallOptions, CallSettings
+from flower_gpu.calls.runner import SERVER, run_call
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower import arrays as arrays  # arguments and results may hold Flower's Array
-from flower_gpu.flower import results
-from flower_gpu.isolation.call import Task, check_task, task_name
-from flower_gpu.runner import SERVER, run_call
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from flower_gpu.flower import (
+    results,
+)
+from flower_gpu.options import CallOptions
+from flower_gpu.workers.call import Task, check_task, task_name
 
 _SHOWN = ("loss", "accuracy", "f1")
 
@@ -44,7 +42,7 @@ class GPUEvaluate:
         self._fn = fn
         self._kwargs = dict(kwargs)
         self._settings = settings
-        self._rounds = _RoundDisplay()
+        self._shown_at_s = time.monotonic()
 
     def __call__(self, server_round: int, arrays: Any, config: Any = None) -> Any:
         """Evaluate the global model of one round in a worker.
@@ -79,11 +77,19 @@ class GPUEvaluate:
             return None
         trace.write("round", round=server_round, num_rounds=self.num_rounds, metrics=metrics)
         if self.is_shown:
-            self._rounds.show(server_round, self.num_rounds, metrics)
+            self._show(server_round, metrics)
         if is_message_api:
             return _metric_record(metrics, task_name(self._fn))
         loss = metrics.pop("loss")
         return loss, metrics
+
+    def _show(self, server_round: int, metrics: Mapping[str, Any]) -> None:
+        """Log a line, beside those of Flower: bars would be torn by them."""
+        now = time.monotonic()
+        seconds, self._shown_at_s = now - self._shown_at_s, now
+        of = "" if self.num_rounds is None else f"/{self.num_rounds}"
+        text = "  ".join(f"{key} {metrics[key]:.4f}" for key in _SHOWN if _is_number(metrics.get(key)))
+        log(INFO, "round %s%s  %s  %.1f s", server_round, of, text, seconds)
 
 
 def gpu_evaluate(
@@ -142,34 +148,6 @@ def _metric_record(metrics: Mapping[str, Any], name: str) -> MetricRecord:
             "numbers only"
         )
     return MetricRecord(dict(metrics))
-
-
-class _RoundDisplay:
-    """A bar over the rounds on a terminal, a line per round elsewhere."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-        self._last = time.monotonic()
-
-    def show(self, server_round: int, num_rounds: int | None, metrics: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        shown = {key: f"{metrics[key]:.4f}" for key in _SHOWN if _is_number(metrics.get(key))}
-        if not (sys.stderr is not None and sys.stderr.isatty()):
-            of = "" if num_rounds is None else f"/{num_rounds}"
-            text = "  ".join(f"{key} {value}" for key, value in shown.items())
-            log(INFO, "round %s%s  %s  %.1f s", server_round, of, text, seconds)
-            return
-        if self._bar is None or server_round < self._bar.n:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=num_rounds, desc="rounds", unit="round")
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(server_round - self._bar.n)
-        self._bar.refresh()
-        if server_round == num_rounds:
-            self._bar.close()
-            self._bar = None
 
 
 def _is_number(value: Any) -> bool:

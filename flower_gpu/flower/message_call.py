@@ -11,17 +11,17 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordD
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu.calls.options import CallSettings
+from flower_gpu.calls.runner import Workers, run_call
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import (
     MOST_CHARACTERS,
     ClientCallError,
     FlowerGPUError,
     InvalidResultError,
     shortened,
+    text_of,
 )
-from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
 from flower_gpu.flower.records import records_in, round_of
-from flower_gpu.runner import Workers, run_call
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"
@@ -58,7 +58,7 @@ def call(
     passed_on : tuple of exception classes
         What is raised as it is.
     workers : Workers, optional
-        As for :func:`flower_gpu.runner.run_call`.
+        As for :func:`flower_gpu.calls.runner.run_call`.
 
     Returns
     -------
@@ -208,14 +208,6 @@ def client_of(context: Context) -> str:
     """Return the name of the client whose context this is: its partition, else its node."""
     partition = context.node_config.get(PARTITION_KEY)
     return str(context.node_id if partition is None else partition)
-
-
-def text_of(error: Exception) -> str:
-    """Return what an exception is and says."""
-    try:
-        return shortened(f"{type(error).__name__}: {error}")
-    except Exception:  # its own __str__ failed
-        return type(error).__name__
 
 
 def _config(message: Message) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from flower_gpu.calls import leasing
-from flower_gpu.calls.options import CallOptions, CallSettings
-from flower_gpu.errors import ConfigError
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
-from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan, text_of
-from flower_gpu.isolation.call import task_name
+from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan
+from flower_gpu.options import CallOptions
+from flower_gpu.workers.call import task_name
 
 #: Options of the calls of one client, by its Context; or a table of them by its ``partition-id``.
 Resources = Callable[[Context], Mapping[str, Any] | None] | Mapping[Any, Mapping[str, Any]]
@@ -112,7 +113,7 @@ def gpu_mod(*call: Any, resources: Resources | None = None, **options: Any) -> A
     resources : callable or mapping, optional
         What a client has of its own: a function of its ``Context`` that returns options as below, or a table
         of these by ``partition-id``. None, or no entry: the options given here. The node's operator has the
-        last word: ``num-gpus`` and ``gpu-memory``, ``gpu`` and ``gpu-num`` in the node config.
+        last word: ``num-gpus`` and ``gpu-memory``, ``gpu`` and ``gpu-ids`` in the node config.
     **options
         How the calls run, and how much of a GPU they get: see :class:`flower_gpu.CallOptions`; all but
         ``context``. None is needed: ``mods=[gpu_mod]`` is the same as ``mods=[gpu_mod()]``.

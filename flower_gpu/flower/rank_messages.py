@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu.flower import arrays as arrays  # messages and contexts hold Flower's Array
 from flower_gpu.flower.message_call import IDENTITY, take_over
 from flower_gpu.flower.records import records_in
 from flower_gpu.ranks import rank, results

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.isolation.call import Task, load_task, task_name
+from flower_gpu.workers.call import Task, load_task, task_name
 
 Weights = list[NDArray[Any]]
 Scalar = bool | bytes | float | int | str
@@ -23,17 +23,10 @@ Scalar = bool | bytes | float | int | str
 
 @dataclass(frozen=True)
 class Sent:
-    """What of an array that was sent the one that comes back is compared with.
+    """What of an array that was sent the one that comes back is compared with."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Its shape.
-    values : ndarray, optional
-        A copy of it, where some of its values are not finite (masks of ``-inf``); None: all are finite.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # its shape
+    # A copy of it, where some of its values are not finite (masks of ``-inf``); None: all are finite
     values: NDArray[Any] | None = None
 
     @classmethod

@@ -27,27 +27,15 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 @dataclass
 class RoundState:
-    """What a run is after a finished round.
+    """What a run is after a finished round."""
 
-    Attributes
-    ----------
-    server_round : int
-        The round; 0 is before the first one, after the evaluation of the initial model.
-    arrays : ArrayRecord
-        The global model.
-    train_metrics, evaluate_metrics : dict of int to MetricRecord
-        Per round: of the clients' training, of server-side evaluation.
-    random_state : dict
-        As :func:`capture_random_state` returns it.
-    client_metrics : dict of int to MetricRecord
-        Of the clients' evaluation; only a strategy derived from ours has any.
-    """
-
-    server_round: int
-    arrays: ArrayRecord
+    server_round: int  # the round; 0 is before the first one, after the evaluation of the initial model
+    arrays: ArrayRecord  # the global model
+    # Per round: of the clients' training, of server-side evaluation
     train_metrics: dict[int, MetricRecord]
     evaluate_metrics: dict[int, MetricRecord]
-    random_state: RandomState
+    random_state: RandomState  # as :func:`capture_random_state` returns it
+    # Of the clients' evaluation; only a strategy derived from ours has any
     client_metrics: dict[int, MetricRecord] = field(default_factory=dict)
 
 

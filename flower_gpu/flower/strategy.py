@@ -36,7 +36,7 @@ from flower_gpu.flower import rounds
 from flower_gpu.flower.averaging import InOrder, RunningMean, SummedReplies, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.records import records_of
-from flower_gpu.isolation.call import Task
+from flower_gpu.workers.call import Task
 
 _NOT_EVALUATED = "No evaluate_fn is given: clients do not evaluate under this strategy, so nobody will."
 

@@ -1,8 +1,8 @@
-"""What runs in place of Flower's ``flower-supernode``: that, with shorter waits while there is work.
+"""Our ``flower-supernode``: Flower's, with shorter waits while there is work (drawing: commands.py).
 
-Flower's SuperNode asks its SuperLink for a message every 3 s. Where a message is handled in less than that,
-most of a round would be waiting. That a SuperNode was killed its SuperLink notices after a minute, and a run
-waits for it until then.
+Flower's SuperNode asks its SuperLink for a message every 3 s. Where a message is handled in less time, most
+of a round would be waiting. And a SuperLink notices only after a minute that a SuperNode was killed; until
+then the run waits for its reply.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ipaddress import ip_address
 from types import ModuleType
 from typing import Any, Final
 
-from flower_gpu.config import poll_s
-from flower_gpu.isolation.forkserver.staying import Stays
-from flower_gpu.supernode import slots
-from flower_gpu.supernode.command_folder import CommandFolder
+from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower.commands import CommandFolder
+from flower_gpu.options import POLL_VARIABLE, value_of
+from flower_gpu.workers.forkserver.control import Stays
 
 _PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
 _REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
@@ -35,7 +35,7 @@ def main() -> None:
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
-    least_s = poll_s(os.environ)
+    least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         start_client_internal.time = Clock(least_s, _look_after(CommandFolder()))
     if is_on_this_host(sys.argv[1:]):  # over a network one may be out of reach for a while, and come back
@@ -59,14 +59,9 @@ def is_on_this_host(arguments: Sequence[str]) -> bool:
 def shorten_heartbeats(least_s: float, *modules: ModuleType) -> None:
     """Have a SuperLink notice sooner that this SuperNode was killed: a round waits for its reply until then.
 
-    It notices after two intervals, of 30 s each in Flower. Many SuperNodes on a host keep Flower's own.
-
-    Parameters
-    ----------
-    least_s : float
-        Least seconds between two questions to the SuperLink: the more SuperNodes there are, the longer.
-    *modules : module
-        Flower's, one of which sends heartbeats, and the other says how often they come.
+    It notices after two intervals, of 30 s each in Flower. ``least_s`` is the shortest time between two
+    questions to the SuperLink; it grows with the number of SuperNodes, and many keep Flower's own interval.
+    ``modules`` are Flower's: one sends heartbeats, the other tells the SuperLink how often they come.
     """
     if all(hasattr(module, _HEARTBEAT) for module in modules):
         for module in modules:
@@ -93,14 +88,8 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
 class Clock:
     """The module ``time`` for a SuperNode's loop: its waits get longer the longer nothing happens.
 
-    Parameters
-    ----------
-    poll_s : float
-        Least seconds between two questions to the SuperLink. The most are Flower's own.
-    before_waiting : callable
-        Called before each wait.
-    sleep, monotonic : callable
-        As in ``time``.
+    ``poll_s`` is the shortest wait between two questions to the SuperLink; the longest is Flower's own.
+    ``before_waiting`` is called before each wait.
     """
 
     def __init__(

@@ -1,1 +1,6 @@
-"""Which GPU a call gets, and how much of it."""
+"""Which GPUs this host has, and which of them a call may use.
+
+``nvml`` asks NVIDIA's library, in a thread of its own (``nvml_thread``): a driver may hang. ``inventory``
+makes a list of it, broken GPUs and MIG devices included. ``visible_devices`` reads ``CUDA_VISIBLE_DEVICES``.
+``policy`` decides what a node allows against what the server requests. Nothing here starts CUDA.
+"""

@@ -28,63 +28,31 @@ _NO_GPU = (
 
 @dataclass(frozen=True)
 class GPUProcess:
-    """A process on a GPU, as the driver tells.
+    """A process on a GPU, as the driver tells."""
 
-    Parameters
-    ----------
-    pid : int
-        Its number; in a container it may be that of the host.
-    used_bytes : int or None
-        Memory it uses, context included; None where the driver does not tell.
-    name : str
-        Its program; empty where not known.
-    """
-
-    pid: int
-    used_bytes: int | None
-    name: str = ""
+    pid: int  # its number; in a container it may be that of the host
+    used_bytes: int | None  # memory it uses, context included; None where the driver does not tell
+    name: str = ""  # its program; empty where not known
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU or MIG device at one moment. Figures are None where the driver does not tell them.
+    """A GPU or MIG device at one moment. Figures are None where the driver does not tell them."""
 
-    Parameters
-    ----------
-    index : int
-        Its number, as in ``nvidia-smi``; a MIG device has its card's.
-    uuid : str
-        ``"GPU-..."`` or ``"MIG-..."``; empty for a broken one that never told.
-    name : str
-        Its model.
-    total_bytes, used_bytes, free_bytes : int or None
-        Its memory. Used is without what the driver reserves, except with drivers before 510.
-    reserved_bytes : int or None
-        What the driver keeps for itself; None with drivers before 510.
-    utilization_percent : int or None
-        How much of the last moments it was computing.
-    processes : tuple of GPUProcess, or None
-        Who uses it; None: not told, or not asked.
-    mig_parent : str, optional
-        UUID of the card that a MIG device is on.
-    problem : str, optional
-        Why it cannot be used, and what to do. None: it can.
-    persistence_mode : bool, optional
-        Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
-        that is not told.
-    """
-
-    index: int
-    uuid: str
-    name: str
+    index: int  # its number, as in ``nvidia-smi``; a MIG device has its card's
+    uuid: str  # ``"GPU-..."`` or ``"MIG-..."``; empty for a broken one that never told
+    name: str  # its model
+    # Its memory. Used is without what the driver reserves, except with drivers before 510.
     total_bytes: int | None
     used_bytes: int | None
     free_bytes: int | None
-    reserved_bytes: int | None
-    utilization_percent: int | None
-    processes: tuple[GPUProcess, ...] | None
-    mig_parent: str | None = None
-    problem: str | None = None
+    reserved_bytes: int | None  # what the driver keeps for itself; None with drivers before 510
+    utilization_percent: int | None  # how much of the last moments it was computing
+    processes: tuple[GPUProcess, ...] | None  # who uses it; None: not told, or not asked
+    mig_parent: str | None = None  # UUID of the card that a MIG device is on
+    problem: str | None = None  # Why it cannot be used, and what to do. None: it can.
+    # Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
+    # that is not told
     persistence_mode: bool | None = None
 
     @property
@@ -96,27 +64,15 @@ class GPU:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the host at one moment.
+    """All GPUs of the host at one moment."""
 
-    Parameters
-    ----------
-    gpus : tuple of GPU
-        In the order of their numbers, broken ones too. A card in MIG mode has a problem and is followed by
-        its MIG devices.
-    driver_version : str or None
-        As ``nvidia-smi`` shows it.
-    problem : str or None
-        Why there are none, and what to do.
-    hangs : bool
-        Whether that is because the driver does not answer.
-    cuda_version : tuple of int, optional
-        The newest CUDA that the driver supports, such as ``(12, 4)``.
-    """
-
+    # In the order of their numbers, broken ones too. A card in MIG mode has a problem and is followed by
+    # its MIG devices.
     gpus: tuple[GPU, ...]
-    driver_version: str | None
-    problem: str | None
-    hangs: bool = False
+    driver_version: str | None  # as ``nvidia-smi`` shows it
+    problem: str | None  # why there are none, and what to do
+    hangs: bool = False  # whether that is because the driver does not answer
+    # The newest CUDA that the driver supports, such as ``(12, 4)``
     cuda_version: tuple[int, int] | None = None
 
     @property

@@ -13,16 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.options import POLICIES, find
 
 if TYPE_CHECKING:
     from flower_gpu.gpu.inventory import GPU
 
-#: What a node can say; docs/explanation/device-policy.md has the table.
-POLICIES: Final = ("never", "offer", "force", "require")
-
-#: Keys of a node config: the policy, and the GPUs it is about.
-NODE_KEY: Final = "gpu"
-NODE_NUMBER_KEY: Final = "gpu-num"
+#: Key of a node config: the GPUs that its policy is about.
+NODE_IDS_KEY: Final = "gpu-ids"
 #: Key of a fit config or run config: whether the server wants a GPU to be used.
 SERVER_KEY: Final = "use-gpu"
 
@@ -33,7 +30,7 @@ _UUID = re.compile(r"(?:GPU|MIG)-[\w./-]+", re.ASCII | re.IGNORECASE)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def gpu_numbers(value: int | str | None, name: str = "gpu_num") -> tuple[int | str, ...] | None:
+def gpu_numbers(value: int | str | None, name: str = "gpu_ids") -> tuple[int | str, ...] | None:
     """Read which GPUs are meant.
 
     Parameters
@@ -85,44 +82,39 @@ def gpu_numbers(value: int | str | None, name: str = "gpu_num") -> tuple[int | s
 class DevicePolicy:
     """What a node allows.
 
-    Parameters
-    ----------
-    gpu : str
-        One of :data:`POLICIES`. ``never``: no GPU. ``offer``: if the server requests one. ``force``: whatever
-        the server says. ``require``: the same, and without a GPU the call fails.
-    gpu_num : tuple of int or str, optional
-        The GPUs it is about, see :func:`gpu_numbers`. None: all that the process may see.
-
     Raises
     ------
     TypeError
         If something has the wrong type.
     ConfigError
-        If ``gpu`` is no policy, or ``gpu_num`` is empty.
+        If ``gpu`` is no policy, or ``gpu_ids`` is empty.
     """
 
+    # One of :data:`POLICIES`. ``never``: no GPU. ``offer``: if the server requests one. ``force``: whatever
+    # the server says. ``require``: the same, and without a GPU the call fails.
     gpu: str = "offer"
-    gpu_num: tuple[int | str, ...] | None = None
+    # The GPUs it is about, see :func:`gpu_numbers`. None: all that the process may see.
+    gpu_ids: tuple[int | str, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_word(self.gpu, "gpu")
-        if self.gpu_num is None:
+        if self.gpu_ids is None:
             return
-        if not isinstance(self.gpu_num, tuple) or None in self.gpu_num:
+        if not isinstance(self.gpu_ids, tuple) or None in self.gpu_ids:
             raise TypeError(
-                f"gpu_num must be a tuple of GPU numbers and UUIDs, or None, not {self.gpu_num!r}; "
+                f"gpu_ids must be a tuple of GPU numbers and UUIDs, or None, not {self.gpu_ids!r}; "
                 "gpu_numbers() makes one"
             )
-        if not self.gpu_num:
-            raise ConfigError("gpu_num names no GPU; leave it out for all of them")
-        numbers = (number for entry in self.gpu_num for number in gpu_numbers(entry) or ())
-        object.__setattr__(self, "gpu_num", tuple(dict.fromkeys(numbers)))
+        if not self.gpu_ids:
+            raise ConfigError("gpu_ids names no GPU; leave it out for all of them")
+        numbers = (number for entry in self.gpu_ids for number in gpu_numbers(entry) or ())
+        object.__setattr__(self, "gpu_ids", tuple(dict.fromkeys(numbers)))
 
     @classmethod
     def resolve(
         cls,
         gpu: str | None = None,
-        gpu_num: int | str | None = None,
+        gpu_ids: int | str | None = None,
         node_config: Mapping[str, Any] = _NOTHING,
         environ: Mapping[str, str] = _NOTHING,
     ) -> DevicePolicy:
@@ -132,10 +124,10 @@ class DevicePolicy:
         ----------
         gpu : str, optional
             What the code says, one of :data:`POLICIES`.
-        gpu_num : int or str, optional
+        gpu_ids : int or str, optional
             What the code says, see :func:`gpu_numbers`.
         node_config : mapping
-            The SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-num``.
+            The SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-ids``.
         environ : mapping of str to str
             The environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_NUM``. Empty is not set.
 
@@ -153,23 +145,11 @@ class DevicePolicy:
             If a value cannot be used; the message names where it came from. A value that another one hides is
             not looked at.
         """
-        word, source = _first(
-            (node_config.get(NODE_KEY), f"{NODE_KEY} in the node config"),
-            (environ.get("FLOWER_GPU_POLICY") or None, "FLOWER_GPU_POLICY"),
-            (gpu, "gpu"),
-        )
-        if word is not None:
-            _check_word(word, source)
-        numbers, source = _first(
-            (node_config.get(NODE_NUMBER_KEY), f"{NODE_NUMBER_KEY} in the node config"),
-            (environ.get("FLOWER_GPU_NUM") or None, "FLOWER_GPU_NUM"),
-            (gpu_num, "gpu_num"),
-        )
-        return cls(word if word is not None else "offer", gpu_numbers(numbers, source))
-
-
-def _first(*candidates: tuple[Any, str]) -> tuple[Any, str]:
-    return next((candidate for candidate in candidates if candidate[0] is not None), (None, ""))
+        code = {"gpu": gpu, "gpu_ids": gpu_ids}
+        word, source = find(["gpu"], code, environ, node_config).get("gpu", ("offer", "gpu"))
+        _check_word(word, source)
+        ids, source = find(["gpu_ids"], code, environ, node_config).get("gpu_ids", (None, "gpu_ids"))
+        return cls(word, gpu_numbers(ids, source))
 
 
 def _check_word(word: object, source: str) -> None:
@@ -217,20 +197,12 @@ def requested(fit_config: Mapping[str, Any], run_config: Mapping[str, Any]) -> b
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a call may run.
+    """Where a call may run."""
 
-    Parameters
-    ----------
-    uuids : tuple of str
-        GPUs it may get a lease on. Empty: it runs on the CPU, and every GPU is hidden from it.
-    warnings : tuple of str
-        What the operator of the node should read.
-    is_serious : bool
-        Whether ``warnings`` are to be logged as errors: a GPU was forced, and there is none.
-    """
-
+    # GPUs it may get a lease on. Empty: it runs on the CPU, and every GPU is hidden from it.
     uuids: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what the operator of the node should read
+    # Whether ``warnings`` are to be logged as errors: a GPU was forced, and there is none
     is_serious: bool = False
 
     @property
@@ -284,7 +256,7 @@ def decide(
     if policy.gpu == "offer" and use_gpu is False:
         return Decision()
     usable = tuple(gpu for gpu in gpus if gpu.is_usable)
-    named, missing = _look_up(policy.gpu_num, gpus, hidden)
+    named, missing = _look_up(policy.gpu_ids, gpus, hidden)
     if policy.gpu == "require" and (missing or not usable):
         raise GPUUnavailableError(_required_but(missing, _no_gpu(gpus, problem, hidden), usable))
     if not usable:
@@ -298,7 +270,7 @@ def decide(
         instead = named or usable
         word = "the others that were named" if named else "all that there are"
         warnings.append(f"{'; '.join(missing)}; used instead: {word}, {_listed(instead)}")
-    chosen = usable if policy.gpu_num is None else named or usable
+    chosen = usable if policy.gpu_ids is None else named or usable
     return Decision(tuple(gpu.uuid for gpu in chosen), tuple(warnings))
 
 
@@ -311,9 +283,9 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         return Decision(warnings=(line,), is_serious=True)
     if use_gpu:
         return Decision(warnings=(f"{_ON_CPU}: {why}",))
-    if policy.gpu_num is not None:  # whoever wrote a number believes that there is a GPU
-        numbers = ", ".join(map(str, policy.gpu_num))
-        return Decision(warnings=(f"this call runs on the CPU though {NODE_NUMBER_KEY} is {numbers}: {why}",))
+    if policy.gpu_ids is not None:  # whoever wrote a number believes that there is a GPU
+        numbers = ", ".join(map(str, policy.gpu_ids))
+        return Decision(warnings=(f"this call runs on the CPU though {NODE_IDS_KEY} is {numbers}: {why}",))
     return Decision()
 
 
@@ -322,7 +294,7 @@ def _required_but(missing: Sequence[str], why_none: str, usable: Sequence[GPU]) 
     reasons = "; ".join([*missing, there])
     return (
         f"this node's policy is require, and what it requires cannot be used: {reasons}. Nothing was run. "
-        "See `flower-gpu gpus`; change gpu-num, or use the policy force or offer, which go on without"
+        "See `flower-gpu gpus`; change gpu-ids, or use the policy force or offer, which go on without"
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_gpu import array_checks
 from flower_gpu.errors import WeightsError
+from flower_gpu.frameworks import array_checks
 
 
 def get_weights(tree: Any) -> list[NDArray[Any]]:
@@ -63,7 +63,7 @@ def set_weights(tree: Any, weights: Sequence[NDArray[Any]]) -> Any:
 
     Notes
     -----
-    Of averages two differences of dtype are taken, see :func:`flower_gpu.array_checks.fitted`.
+    Of averages two differences of dtype are taken, see :func:`flower_gpu.frameworks.array_checks.fitted`.
     """
     import jax
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flower_gpu import array_checks
 from flower_gpu.errors import WeightsError
+from flower_gpu.frameworks import array_checks
 
 
 def get_weights(model: Any) -> list[NDArray[Any]]:
@@ -66,7 +66,7 @@ def set_weights(model: Any, weights: Sequence[NDArray[Any]]) -> None:
 
     Notes
     -----
-    Of averages two differences of dtype are taken, see :func:`flower_gpu.array_checks.fitted`.
+    Of averages two differences of dtype are taken, see :func:`flower_gpu.frameworks.array_checks.fitted`.
     """
     variables = _variables(model)
     names = [_name(variable) for variable in variables]

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import client_environment
-from flower_gpu.launch.folder import RunFolder
+from flower_gpu.launch.logs import last_traceback
 from flower_gpu.launch.plan import Plan
-from flower_gpu.launch.service import Service
-from flower_gpu.launch.supervisor import LaunchFailedError, Supervisor
+from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
 
-#: How often a process is started again with another port when somebody else took the one it was given.
+#: How often a process is started again with another port when another process took the one it was given.
 PORT_ATTEMPTS: Final = 4
-_TRACEBACK: Final = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*", re.MULTILINE)
 
 
 class Engine(ABC):
-    """Starts the processes of one run and finds out how it ends.
-
-    Parameters
-    ----------
-    plan : Plan
-        What to run.
-    folder : RunFolder
-        Where its files go.
-    env : mapping
-        Environment of its processes.
-    supervisor : Supervisor
-        Who watches them.
-    """
+    """Starts the processes of one run and finds out how it ends."""
 
     def __init__(self, plan: Plan, folder: RunFolder, env: Mapping[str, str], supervisor: Supervisor) -> None:
         self.plan = plan
@@ -49,66 +34,40 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start everything.
-
-        Raises
-        ------
-        LaunchFailedError
-            If a process does not start.
-        LaunchStoppedError
-            If the launcher was asked to stop meanwhile.
-        """
+        """Start everything; raises LaunchFailedError or LaunchStoppedError."""
 
     @abstractmethod
     def has_finished(self) -> bool:
-        """Tell whether the run has completed.
-
-        Raises
-        ------
-        LaunchFailedError
-            If it cannot complete any more.
-        """
+        """Tell whether the run has completed; raises LaunchFailedError if it cannot complete any more."""
 
     def client_of(self, node_id: int) -> str:
-        """Return the number of a node's client; what it is known by, where that is not known."""
+        """Return the number of a node's client; ``"node ID"`` where that is not known."""
         return f"node {node_id}"
 
     def traceback_of(self, client: str) -> str:
         """Return the last traceback in a client's log; empty where there is none."""
-        with suppress(OSError):
-            found = _TRACEBACK.findall(self.folder.log(f"client-{client}").read_text(errors="replace"))
-            return found[-1] if found else ""
-        return ""
+        return last_traceback(self.folder.log(f"client-{client}"))
 
-    def client_environment(self, client: int) -> dict[str, str]:
-        """Build the environment of one client's processes."""
+    def client_environment(self, client: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Build the environment of one client's processes, from that of all processes or another one."""
         node_config = self.plan.node_config_of(client)
-        return client_environment(self.env, client, self.plan.clients_at_once, node_config)
+        return client_environment(env or self.env, client, self.plan.clients_at_once, node_config)
 
     def start_on_free_port(self, make: Callable[[int], Service], is_ready: Callable[[int], bool]) -> int:
-        """Start a server and wait until it answers; on another port if the one it got is taken meanwhile.
+        """Start a server and wait until it answers; return its port.
 
-        Parameters
-        ----------
-        make : callable
-            Builds the service for a port.
-        is_ready : callable
-            Asks whoever listens on a port.
-
-        Returns
-        -------
-        int
-            Its port.
+        ``make`` builds the service for a port, ``is_ready`` asks the server on a port. Where another process
+        takes the port meanwhile, the server is started again on another one.
         """
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            port = self.plan.port or ports.free_ports(1)[0]
+            port = self.plan.options.port or ports.free_ports(1)[0]
             service = make(port)
             self.supervisor.start(service)
             while service.runs:
                 if is_ready(port) and service.pid and ports.listens(service.pid, port):
                     return port
                 self.supervisor.wait(0.05)
-            if self.plan.port or attempt == PORT_ATTEMPTS or not service.port_was_taken:
+            if self.plan.options.port or attempt == PORT_ATTEMPTS or not service.port_was_taken:
                 raise died(service)
         raise AssertionError("the last attempt returns or raises")
 

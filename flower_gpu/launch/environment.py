@@ -10,40 +10,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from flower_gpu.config import RUN_DIR_VARIABLE, planned_threads
+from flower_gpu import frameworks, options
+from flower_gpu.apps.config_values import ConfigValue
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.config_values import ConfigValue
-from flower_gpu.launch.folder import RunFolder
-from flower_gpu.launch.gpu_options import GPUOptions, node_environment
 from flower_gpu.launch.ports import HOST
+from flower_gpu.options import CLIENT_VARIABLE, CONCURRENCY_VARIABLE, RUN_DIR_VARIABLE, CallOptions
+from flower_gpu.workers.cores import planned_threads
 
 
 def service_environment(
-    base: Mapping[str, str],
-    folder: RunFolder,
-    *,
-    start_method: str | None = None,
-    timeout_s: float | None = None,
-    gpu: GPUOptions | None = None,
+    base: Mapping[str, str], folder: RunFolder, calls: CallOptions | None = None
 ) -> dict[str, str]:
-    """Build the environment of every process of a run: the user's own, plus what a run needs.
-
-    Parameters
-    ----------
-    base : mapping
-        The launcher's environment.
-    folder : RunFolder
-        The run's folder.
-    start_method, timeout_s
-        For calls in workers, where the user gave them.
-    gpu : GPUOptions, optional
-        What they want of the host's GPUs.
-    """
+    """Build the environment of every process of a run: the user's own, what a run needs, and call options."""
     env = {
         # What a user may want otherwise, and can set.
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # cuda.is_available() at import does not start CUDA
+        **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
         "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
         **base,
         # What keeps runs apart from each other and from the user's Flower configuration.
@@ -53,14 +37,10 @@ def service_environment(
         RUN_DIR_VARIABLE: str(folder.path),
         "PATH": os.pathsep.join([*script_folders(), base.get("PATH", os.defpath)]),
     }
-    env.pop("FLOWER_GPU_CLIENT", None)  # set for clients only
+    env.pop(CLIENT_VARIABLE, None)  # set for clients only
     for name in ("NO_PROXY", "no_proxy"):  # all connections are local, whatever proxy there is
         env[name] = ",".join(filter(None, [base.get(name), HOST, "localhost"]))
-    if start_method is not None:
-        env["FLOWER_GPU_START_METHOD"] = start_method
-    if timeout_s is not None:
-        env["FLOWER_GPU_TIMEOUT_S"] = str(timeout_s)
-    return env if gpu is None else gpu.environment(env)
+    return options.environment(calls or {}, env)
 
 
 def client_environment(
@@ -69,22 +49,13 @@ def client_environment(
     at_once: int,
     node_config: Mapping[str, ConfigValue] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """Build the environment of one client's processes from that of every process.
+    """Build the environment of one client's processes from the environment of every process.
 
-    Parameters
-    ----------
-    env : mapping
-        Environment of every process of the run.
-    client : int
-        Number of the client.
-    at_once : int
-        How many clients may train at the same time.
-    node_config : mapping
-        Config of the client's node.
+    ``at_once`` clients may train at the same time; ``node_config`` is the config of the client's node.
     """
-    result = {**node_environment(env, node_config), "FLOWER_GPU_CLIENT": str(client)}
-    if not env.get("FLOWER_GPU_CONCURRENCY"):
-        result["FLOWER_GPU_CONCURRENCY"] = str(at_once)
+    result = {**options.node_environment(env, node_config), CLIENT_VARIABLE: str(client)}
+    if not env.get(CONCURRENCY_VARIABLE):
+        result[CONCURRENCY_VARIABLE] = str(at_once)
     if not env.get("OMP_NUM_THREADS"):
         # Workers get their share by themselves. This is for apps that train in the client's own process:
         # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on

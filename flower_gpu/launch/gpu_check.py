@@ -1,25 +1,26 @@
 """Whether this host can ever give what a run's calls ask for: looked at before anything starts.
 
-What an app's own code asks for is not known here; the ledger refuses that as soon as it is asked.
+Admission itself is asked. What an app's own code asks for is not known here; the ledger refuses that at once.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu import options
+from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import admission, inventory, policy
-from flower_gpu.gpu.admission import Option
-from flower_gpu.gpu.footprint import Footprints
+from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.gpu.ledger import Ledger
 from flower_gpu.gpu.policy import DevicePolicy
-from flower_gpu.gpu.request import NODE_KEYS, Request, format_bytes
-from flower_gpu.gpu.settings import GPUSettings
-from flower_gpu.launch.gpu_options import GPUOptions, node_environment
+from flower_gpu.leases import admission
+from flower_gpu.leases.admission import Card, Claim, Option
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.request import NODE_KEYS, Request, format_bytes
+from flower_gpu.options import CallOptions
 
 if TYPE_CHECKING:
     from flower_gpu.launch.plan import Plan
@@ -28,14 +29,14 @@ _SERVER: Final = "the server"
 _NO_GPU: Final = "no GPU can be used here (see flower-gpu gpus)"
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Callers:
-    """Those whose calls may use the same GPUs."""
+    """Callers whose calls may use the same GPUs, and ask for as much."""
 
-    names: tuple[str, ...]
     settings: GPUSettings
-    are_all: bool
-    in_node_config: str | None
+    in_node_config: str | None  # the --node-config that asks
+    names: list[str] = field(default_factory=list)
+    are_all: bool = False
 
     def __str__(self) -> str:
         if len(self.names) > 4:
@@ -44,54 +45,31 @@ class _Callers:
 
     @property
     def prefix(self) -> str:
-        """What a message begins with where it is not about everybody."""
+        """The beginning of a message that is not about all callers."""
         return "" if self.are_all else f"{self}: "
 
 
 def check(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
     """Check a plan's GPU settings against this host.
 
-    Parameters
-    ----------
-    plan : Plan
-        What is to be run.
-    environ : mapping of str to str
-        The launcher's environment.
-
-    Returns
-    -------
-    tuple of str
-        What the user should know: how many calls fit at a time, which settings have no effect, which GPUs are
-        used instead of others.
-
-    Raises
-    ------
-    ConfigError
-        If a setting cannot be used, or no GPU of this host can ever give what is asked for; the message says
-        what would fit.
+    Returns what the user should know: how many calls fit at a time, which settings have no effect, which GPUs
+    are used instead of others. Raises ConfigError if a setting cannot be used, or if no GPU here can ever
+    give what is asked for; the message says what would fit.
     """
-    env = plan.gpu.environment(environ)
+    calls = plan.options.calls
+    env = options.environment(calls, environ)
     try:
         return tuple(_check(plan, env))
     except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
-        raise ConfigError(plan.gpu.in_their_words(str(error))) from error
+        raise ConfigError(options.in_their_words(str(error), calls)) from error
 
 
 def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Return what to say if calls used GPUs although the run wants none and no node forces it; else None.
-
-    Parameters
-    ----------
-    plan : Plan
-        What was run.
-    result : mapping
-        What came of it, as from :func:`flower_gpu.launch.result.build_result`.
-    environ : mapping of str to str
-        The launcher's environment.
-    """
+    """Return what to say if calls used GPUs although the run wants none and no node forces it; else None."""
     if plan.run_config.get(policy.SERVER_KEY) is not False or "leases" not in result:
         return None
-    words = {each.settings.policy.gpu for each in _callers(plan, plan.gpu.environment(environ))}
+    env = options.environment(plan.options.calls, environ)
+    words = {each.settings.policy.gpu for each in _callers(plan, env)}
     if words & {"force", "require"}:
         return None
     return (
@@ -100,21 +78,50 @@ def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]
     )
 
 
+def why_never(request: Request, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
+    """Say why these GPUs can never give what a call asks for, and what they could give; None if they can.
+
+    Raises LeaseError if the ledger cannot be used.
+    """
+    sizes = Ledger(reserve_bytes=reserve_bytes).sizes(gpus)
+    if len(_possible(request, gpus, sizes)) >= request.count:
+        return None
+    if len(gpus) < request.count:
+        listed = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
+        return f"a call may use {len(gpus)} here, {listed}; ask for at most {len(gpus)}"
+    # Rounded down: whoever writes the number that is shown gets it.
+    have = ", ".join(
+        f"GPU {gpu.index} ({gpu.name}) has {max(0, sizes[gpu.uuid]) >> 20}MiB for leases" for gpu in gpus
+    )
+    most = max(sizes.values())
+    if request.memory_bytes is not None and request.memory_bytes > most:
+        return f"no GPU can ever give so much: {have}; ask for at most {max(0, most) >> 20}MiB"
+    if request.memory_bytes is not None:
+        context = format_bytes(min(_contexts(gpus).values()))
+        return f"CUDA's own context takes {context} of it: {have}; ask for more than {context}"
+    what = (
+        f"that is less than {format_bytes(admission.LEAST_SHARE_BYTES)}, too little for CUDA itself: {have}"
+    )
+    shares = (hundredth / 100 for hundredth in range(1, 101))
+    least = next((x for x in shares if admission.possible(sizes, [Option(u, share=x) for u in sizes])), None)
+    return what if least is None else f"{what}; ask for at least {least:g}"
+
+
 def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
     callers = _callers(plan, env)
     use_gpu = callers[0].settings.requested({})
-    asks_for_none = use_gpu is False and all(each.settings.policy.gpu == "offer" for each in callers)
-    if asks_for_none or all(each.settings.policy.gpu == "never" for each in callers):
+    words = {each.settings.policy.gpu for each in callers}
+    if words == {"never"} or (use_gpu is False and words == {"offer"}):
         host = Inventory((), None, None)  # nobody looks at a GPU: neither do we
     else:
         host = inventory.take(processes=False)
         inventory.close()
     # That an app says `use-gpu = true` by itself is no reason to warn where there is no GPU.
     wanted = use_gpu if use_gpu is False or policy.SERVER_KEY in plan.overrides else None
+    seen = inventory.visible(host, env.get("CUDA_VISIBLE_DEVICES"))
+    hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
     lines: list[str] = []
     for each in callers:
-        seen = inventory.visible(host, env.get("CUDA_VISIBLE_DEVICES"))
-        hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
         try:
             decision = policy.decide(each.settings.policy, wanted, seen, host.problem, hidden=hidden)
         except GPUUnavailableError as error:
@@ -122,115 +129,90 @@ def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
         lines += [f"note: {each.prefix}{text}" for text in decision.warnings]
         if decision.on_gpu:
             gpus = [gpu for gpu in seen if gpu.uuid in decision.uuids]
-            lines += _check_request(each, gpus, plan.gpu)
+            lines += _check_request(each, gpus, plan.options.calls)
         elif not each.settings.request.is_auto:
-            lines.append(f"note: {_without_effect(each, use_gpu, plan.gpu, env)}")
+            lines.append(f"note: {_without_effect(each, use_gpu, plan.options.calls, env)}")
     return list(dict.fromkeys(lines))
 
 
 def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
     """Put clients and server together that have the same policy and request; the rest is the same for all."""
-    groups: dict[tuple[DevicePolicy, Request], list[str]] = {}
-    settings: dict[tuple[DevicePolicy, Request], GPUSettings] = {}
-    written: dict[tuple[DevicePolicy, Request], str | None] = {}
-
-    def add(name: str, environ: Mapping[str, str], node_config: Mapping[str, object]) -> None:
-        found = GPUSettings.resolve(node_config=node_config, run_config=plan.run_config, environ=environ)
-        key = found.policy, found.request
-        groups.setdefault(key, []).append(name)
-        settings[key] = found
-        own = [f"--node-config {each}={node_config[each]!r}" for each in NODE_KEYS if each in node_config]
-        written.setdefault(key, own[0] if own else None)
-
-    for client in range(plan.clients):
-        node_config = plan.node_config_of(client)
-        add(f"client {client}", node_environment(env, node_config), node_config)
-    add(_SERVER, env, {})
-    return [
-        _Callers(tuple(names), settings[key], len(groups) == 1, written[key]) for key, names in groups.items()
-    ]
+    groups: dict[tuple[DevicePolicy, Request], _Callers] = {}
+    configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
+    for name, config in {**configs, _SERVER: {}}.items():
+        environ = options.node_environment(env, config)
+        found = GPUSettings.resolve(node_config=config, run_config=plan.run_config, environ=environ)
+        own = next((f"--node-config {key}={config[key]!r}" for key in NODE_KEYS if key in config), None)
+        groups.setdefault((found.policy, found.request), _Callers(found, own)).names.append(name)
+    for each in groups.values():
+        each.are_all = len(groups) == 1
+    return list(groups.values())
 
 
-def _check_request(callers: _Callers, gpus: Sequence[GPU], options: GPUOptions) -> list[str]:
+def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -> list[str]:
     """Check that some day these GPUs can give what a call asks for, and say how often at a time."""
     settings = callers.settings
     request = settings.request
-    sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
-    contexts = {gpu.uuid: Footprints().context(gpu.name) for gpu in gpus}
-    possible = {option.uuid for option in admission.possible(sizes, _options(request, gpus))}
-    if request.memory_bytes is not None:
-        possible = {uuid for uuid in possible if request.memory_bytes > contexts[uuid]}
-    if len(possible) < request.count:
-        why = _why_not(request, gpus, sizes, contexts)
-        if request.count > 1 and options.gpu_num is not None and len(gpus) < len(options.gpu_num):
-            why += " (--gpu-num gives each client one GPU; for more write --node-config 'gpu-num=\"0,1\"')"
-        raise ConfigError(f"{callers.prefix}{_asked(callers, options)}: {why}")
+    why = why_never(request, gpus, settings.reserve_bytes)
+    if why is not None:
+        dealt_out = policy.gpu_numbers(calls.get("gpu_ids"), "--gpu-ids") or ()
+        if request.count > 1 and len(gpus) < len(dealt_out):
+            why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
+        raise ConfigError(f"{callers.prefix}{_asked(callers, calls)}: {why}")
     if request.is_auto or request.count > 1:
         return []
+    sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
+    possible = {option.uuid: option for option in _possible(request, gpus, sizes)}
     rooms = [
-        f"GPU {gpu.index} ({gpu.name}) has room for {_room(request, sizes[gpu.uuid])} at a time"
+        f"GPU {gpu.index} ({gpu.name}) has room for {_room(possible[gpu.uuid], sizes[gpu.uuid])} at a time"
         for gpu in gpus
         if gpu.uuid in possible
     ]
     return [f"leases: {callers.prefix}{request.describe()} for a call; {', '.join(rooms)}"]
 
 
-def _options(request: Request, gpus: Sequence[GPU]) -> list[Option]:
-    """Return what the ledger will be asked; a call whose amount is not known yet is alone on a GPU."""
-    return [
+def _possible(request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[Option]:
+    """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
+    asked = [
+        # A call whose amount is not known yet is alone on a GPU.
         Option(gpu.uuid, memory_bytes=request.memory_bytes, share=request.share, alone=request.is_auto)
         for gpu in gpus
     ]
+    found = admission.possible(sizes, asked)
+    if request.memory_bytes is None:
+        return found
+    contexts = _contexts(gpus)
+    return [option for option in found if request.memory_bytes > contexts[option.uuid]]
 
 
-def _room(request: Request, size_bytes: int) -> int:
-    if request.memory_bytes is not None:
-        return size_bytes // request.memory_bytes
-    assert request.share is not None
-    return math.floor(1 / request.share + 1e-9)
+def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
+    footprints = Footprints()
+    return {gpu.uuid: footprints.context(gpu.name) for gpu in gpus}
 
 
-def _asked(callers: _Callers, options: GPUOptions) -> str:
+def _room(option: Option, size_bytes: int) -> int:
+    """Ask admission how many such calls can have a lease on an empty GPU at a time."""
+    most = size_bytes // min(option.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
+    claims = [Claim(str(order), order, (option,)) for order in range(most + 1)]
+    return len(admission.plan([Card(option.uuid, size_bytes)], [], claims))
+
+
+def _asked(callers: _Callers, calls: CallOptions) -> str:
     """Return what is asked for as the user has written it, with the option or variable it is from."""
     request = callers.settings.request
     if callers.in_node_config is not None:
         return callers.in_node_config
     if request.memory_bytes is not None:
-        name = options.name_of("FLOWER_GPU_MEMORY")
-        amount = options.gpu_memory or format_bytes(request.memory_bytes)
+        name = options.name_of("FLOWER_GPU_MEMORY", calls)
+        amount = calls.get("gpu_memory") or format_bytes(request.memory_bytes)
     else:
-        name = options.name_of("FLOWER_GPU_NUM_GPUS")
+        name = options.name_of("FLOWER_GPU_NUM_GPUS", calls)
         amount = "auto" if request.num_gpus is None else f"{request.num_gpus:g}"
     return f"{name} {amount}" if name.startswith("--") else f"{name}={amount}"
 
 
-def _why_not(
-    request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int], contexts: Mapping[str, int]
-) -> str:
-    """Say what does not fit, and what would."""
-    # Rounded down: whoever writes the number that is shown gets it.
-    have = ", ".join(
-        f"GPU {gpu.index} ({gpu.name}) has {max(0, sizes[gpu.uuid]) >> 20}MiB for leases" for gpu in gpus
-    )
-    if request.count > 1 and len(gpus) < request.count:
-        listed = ", ".join(f"GPU {gpu.index} ({gpu.name})" for gpu in gpus)
-        return f"a call may use {len(gpus)} here, {listed}; ask for at most {len(gpus)}"
-    most = max(sizes.values())
-    if request.memory_bytes is not None and request.memory_bytes > most:
-        return f"no GPU can ever give so much: {have}; ask for at most {max(0, most) >> 20}MiB"
-    if request.memory_bytes is not None:
-        context = format_bytes(min(contexts.values()))
-        return f"CUDA's own context takes {context} of it: {have}; ask for more than {context}"
-    least = admission.LEAST_SHARE_BYTES
-    shared = most * admission.SHARED_PART
-    what = f"that is less than {format_bytes(least)}, too little for CUDA itself: {have}"
-    if shared < least:
-        return what
-    return f"{what}; ask for at least {math.ceil(100 * least / shared) / 100:g}"
-
-
 def _without_effect(
-    callers: _Callers, use_gpu: bool | None, options: GPUOptions, env: Mapping[str, str]
+    callers: _Callers, use_gpu: bool | None, calls: CallOptions, env: Mapping[str, str]
 ) -> str:
     """Say why what is asked for of a GPU does not matter."""
     word = callers.settings.policy.gpu
@@ -245,4 +227,4 @@ def _without_effect(
     who = "all calls" if callers.are_all else f"calls of {callers}"
     ranks = callers.settings.request.count
     but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
-    return f"{_asked(callers, options)} has no effect{but}: {who} run on the CPU, {why}"
+    return f"{_asked(callers, calls)} has no effect{but}: {who} run on the CPU, {why}"

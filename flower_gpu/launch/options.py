@@ -1,163 +1,145 @@
-"""The options of ``flower-gpu launch``: what they are called, what they accept, what they stand for."""
+"""The options of ``flower-gpu launch``; those about calls are in :mod:`flower_gpu.options`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from flower_gpu.config import START_METHODS
+from flower_gpu import options
+from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.config_values import ConfigValue, parse_pairs
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu.policy import SERVER_KEY
-from flower_gpu.launch import gpu_options
-from flower_gpu.launch.app import FlowerApp
-from flower_gpu.launch.config_values import ConfigValue, parse_pairs
-from flower_gpu.launch.gpu_options import GPUOptions
-from flower_gpu.launch.option_types import (
-    absolute_path,
-    folder,
-    non_negative_int,
-    port_number,
-    positive_float,
-    positive_int,
-    seconds,
-    text_value,
-    true_or_false,
+from flower_gpu.gpu.policy import SERVER_KEY, gpu_numbers
+from flower_gpu.kinds import (
+    ABSOLUTE_PATH,
+    COUNT,
+    FOLDER,
+    NON_NEGATIVE,
+    PAIRS,
+    PORT,
+    POSITIVE,
+    SWITCH,
+    TEXT,
+    TRUE_OR_FALSE,
+    words,
 )
+from flower_gpu.options import CALL, CallOptions, Option, flag
 
 DESCRIPTION: Final = """\
 Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
 stopped at the end. Nothing needs to be configured, and the user's Flower configuration is not touched."""
 
-ENGINES: Final = MappingProxyType(
+CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
+NUM_ROUNDS_KEY: Final = "num-server-rounds"
+
+_RUN = "run config"
+_HINT = (
+    f"add `{SERVER_KEY} = true` to [tool.flwr.app.config] in its pyproject.toml, and context=context to its "
+    "GPUClient"
+)
+
+#: Options that stand for keys of the app's run config.
+RUN_CONFIG: Final[Mapping[str, Option]] = MappingProxyType(
     {
-        "superlink": "one SuperLink, N SuperNodes and `flwr run`",
-        "start-client": "one start_server and N start_client processes; deprecated in Flower, but light",
+        name: Option(help, kind, group=_RUN, run_config_key=key or name.replace("_", "-"), hint=hint)
+        for name, kind, help, key, hint in (
+            ("clients_per_round", COUNT, "clients that train in a round", CLIENTS_PER_ROUND_KEY, ""),
+            ("rounds", COUNT, "number of rounds", NUM_ROUNDS_KEY, ""),
+            ("dataset", TEXT, "data the app trains on", "", ""),
+            ("data_dir", ABSOLUTE_PATH, "folder of the data, if it is there already", "", ""),
+            ("partition", words("iid", "dirichlet"), "how the data is split between clients", "", ""),
+            (
+                "dirichlet_alpha",
+                POSITIVE,
+                "for --partition dirichlet: the smaller, the more the clients differ",
+                "",
+                "",
+            ),
+            ("model", TEXT, "model to train", "", ""),
+            ("batch_size", COUNT, "batch size", "", ""),
+            ("local_epochs", COUNT, "epochs a client trains in a round", "", ""),
+            ("learning_rate", POSITIVE, "learning rate", "", ""),
+            ("seed", NON_NEGATIVE, "seed of everything random", "", ""),
+            (
+                "use_gpu",
+                TRUE_OR_FALSE,
+                "whether the run wants GPUs; nodes have the last word, see --gpu",
+                SERVER_KEY,
+                _HINT,
+            ),
+        )
     }
 )
 
 
 @dataclass(frozen=True)
-class RunConfigOption:
-    """An option that stands for a key of the app's run config.
-
-    ``hint`` tells what an author can do whose app does not declare the key.
-    """
-
-    flag: str
-    key: str
-    type: Callable[[str], ConfigValue]
-    metavar: str | None
-    help: str
-    choices: tuple[str, ...] | None = None
-    hint: str = ""
-
-    @property
-    def dest(self) -> str:
-        """Name of the parsed value."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-
-CLIENTS_PER_ROUND_KEY: Final = "clients-per-round"
-NUM_ROUNDS_KEY: Final = "num-server-rounds"
-
-RUN_CONFIG_OPTIONS: Final = (
-    RunConfigOption(
-        "--clients-per-round",
-        CLIENTS_PER_ROUND_KEY,
-        positive_int,
-        "N",
-        "clients that train in a round",
-    ),
-    RunConfigOption("--rounds", NUM_ROUNDS_KEY, positive_int, "N", "number of rounds"),
-    RunConfigOption("--dataset", "dataset", text_value, "NAME", "data the app trains on"),
-    RunConfigOption(
-        "--data-dir", "data-dir", absolute_path, "DIR", "folder of the data, if it is there already"
-    ),
-    RunConfigOption(
-        "--partition",
-        "partition",
-        text_value,
-        None,
-        "how the data is split between clients",
-        choices=("iid", "dirichlet"),
-    ),
-    RunConfigOption(
-        "--dirichlet-alpha",
-        "dirichlet-alpha",
-        positive_float,
-        "X",
-        "for --partition dirichlet: the smaller, the more the clients differ",
-    ),
-    RunConfigOption("--model", "model", text_value, "NAME", "model to train"),
-    RunConfigOption("--batch-size", "batch-size", positive_int, "N", "batch size"),
-    RunConfigOption("--local-epochs", "local-epochs", positive_int, "N", "epochs a client trains in a round"),
-    RunConfigOption("--learning-rate", "learning-rate", positive_float, "X", "learning rate"),
-    RunConfigOption("--seed", "seed", non_negative_int, "N", "seed of everything random"),
-    RunConfigOption(
-        "--use-gpu",
-        SERVER_KEY,
-        true_or_false,
-        "true|false",
-        "whether the run wants GPUs; nodes have the last word, see --gpu",
-        hint=f"add `{SERVER_KEY} = true` to [tool.flwr.app.config] in its pyproject.toml, and "
-        "context=context to its GPUClient",
-    ),
-)
-
-
-@dataclass(frozen=True)
 class LaunchOptions:
-    """What the user asked for, each value checked on its own.
-
-    Parameters
-    ----------
-    app_dir : Path
-        Folder of the Flower app.
-    engine : str
-        A key of :data:`ENGINES`.
-    clients : int, optional
-        Number of clients; None: the app's own ``num-clients``, else 2.
-    run_config_options : mapping
-        Run config values given as options of their own, by key.
-    run_config, node_config : mapping
-        Values of ``--run-config`` and ``--node-config``, by key.
-    start_method, timeout_s
-        For every call in a worker; None leaves it to the environment and the app.
-    gpu : GPUOptions
-        What its calls want of the host's GPUs.
-    fast_start : bool
-        Whether the processes of messages are forks of one that has imported Flower and torch.
-    log_dir : Path
-        Where the run's folder is made.
-    port : int, optional
-        Port of the server; None: a free one.
-    verbosity : int
-        1 shows the server's log as well, -1 only the result, and errors.
-    report : bool
-        Whether a report is written at the end.
-    keep_going : bool
-        Whether a run in which every client fails goes on.
-    """
+    """What the user asked for, each value checked on its own."""
 
     app_dir: Path
-    engine: str = "superlink"
-    clients: int | None = None
+    clients: Annotated[
+        int | None,
+        Option("number of clients (default: the app's num-clients, else 2)", COUNT, group="federation"),
+    ] = None
+    engine: Annotated[
+        str,
+        Option(
+            "superlink: one SuperLink, N SuperNodes and `flwr run`; start-client: one start_server and N "
+            "start_client processes; deprecated in Flower, but light (default: superlink)",
+            words("superlink", "start-client"),
+            group="federation",
+        ),
+    ] = "superlink"
+    node_config: Annotated[
+        Mapping[str, ConfigValue],
+        Option(
+            "further keys of every node's config (TOML values; may be repeated)", PAIRS, group="federation"
+        ),
+    ] = field(default_factory=dict)
+    #: Values of the options in RUN_CONFIG, by the keys of the run config.
     run_config_options: Mapping[str, ConfigValue] = field(default_factory=dict)
-    run_config: Mapping[str, ConfigValue] = field(default_factory=dict)
-    node_config: Mapping[str, ConfigValue] = field(default_factory=dict)
-    start_method: str | None = None
-    timeout_s: float | None = None
-    gpu: GPUOptions = field(default_factory=GPUOptions)
-    fast_start: bool = True
-    log_dir: Path = Path("runs")
-    port: int | None = None
-    verbosity: int = 0
-    report: bool = True
-    keep_going: bool = False
+    run_config: Annotated[
+        Mapping[str, ConfigValue],
+        Option("any keys of the app's run config (TOML values; may be repeated)", PAIRS, group=_RUN),
+    ] = field(default_factory=dict)
+    fast_start: Annotated[
+        bool,
+        Option(
+            "start Flower's own flwr-clientapp for each message, which imports everything anew",
+            SWITCH,
+            group="workers",
+        ),
+    ] = True
+    keep_going: Annotated[bool, options.KEEP_GOING] = False
+    #: What the user asked for calls; what is left out is up to the environment and the app.
+    calls: CallOptions = field(default_factory=CallOptions)
+    log_dir: Annotated[Path, options.LOG_DIR] = Path("runs")
+    port: Annotated[
+        int | None, Option("port of the server on 127.0.0.1 (default: a free one)", PORT, group="output")
+    ] = None
+    report: Annotated[bool, options.REPORT] = True
+    verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
+
+
+_OWN: Final = MappingProxyType(options.table_of(LaunchOptions))
+_DEFAULTS: Final = {name: getattr(LaunchOptions, name, None) for name in _OWN}
+_GROUPS: Final = {
+    "federation": "",
+    _RUN: "Passed on only when given; the app must declare the key, and sets the default.",
+    "workers": "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
+    "GPUs": "Which GPUs calls may use, and what each of them leases there. The app's own values override\n"
+    "--num-gpus, --gpu-memory, --lease-timeout-s and --on-oom; --gpu and --gpu-ids override the app.",
+    "output": "",
+}
+_MORE: Final = {
+    "gpu": "; it holds for every client and for the server's own calls",
+    "gpu_ids": ": the first client uses the first, and so on round and round; the server's own calls may use "
+    "all of them (default: every call may)",
+}
 
 
 class _HelpWithAppDefaults(argparse.Action):
@@ -187,90 +169,11 @@ class _HelpWithAppDefaults(argparse.Action):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``launch`` to a parser."""
-    add = parser.add_argument
-    add("app_dir", metavar="APP_DIR", type=folder, help="folder of the Flower app")
-    add("-h", "--help", action=_HelpWithAppDefaults)
-    federation = parser.add_argument_group("federation")
-    federation.add_argument(
-        "--clients",
-        metavar="N",
-        type=positive_int,
-        help="number of clients (default: the app's num-clients, else 2)",
-    )
-    federation.add_argument(
-        "--engine",
-        choices=tuple(ENGINES),
-        default="superlink",
-        help="; ".join(f"{name}: {text}" for name, text in ENGINES.items()) + " (default: superlink)",
-    )
-    federation.add_argument(
-        "--node-config",
-        metavar="'K=V ...'",
-        action="append",
-        default=[],
-        help="further keys of every node's config (TOML values; may be repeated)",
-    )
-    app = parser.add_argument_group(
-        "run config", "Passed on only when given; the app must declare the key, and sets the default."
-    )
-    for option in RUN_CONFIG_OPTIONS:
-        app.add_argument(
-            option.flag,
-            metavar=option.metavar,
-            type=option.type,
-            choices=option.choices,
-            help=f"{option.help} [{option.key}]",
-        )
-    app.add_argument(
-        "--run-config",
-        metavar="'K=V ...'",
-        action="append",
-        default=[],
-        help="any keys of the app's run config (TOML values; may be repeated)",
-    )
-    workers = parser.add_argument_group(
-        "workers",
-        "A client gets its share of the cores (OMP_NUM_THREADS), unless that variable is set.",
-    )
-    workers.add_argument(
-        "--start-method",
-        choices=START_METHODS,
-        help="how worker processes are started (default: auto)",
-    )
-    workers.add_argument(
-        "--timeout-s",
-        metavar="S",
-        type=seconds,
-        help="seconds a call in a worker may take, counted from its lease (default: no limit)",
-    )
-    workers.add_argument(
-        "--no-fast-start",
-        dest="fast_start",
-        action="store_false",
-        help="start Flower's own flwr-clientapp for each message, which imports everything anew",
-    )
-    workers.add_argument(
-        "--keep-going",
-        action="store_true",
-        help="go on when every client failed in the first round, or in three rounds in a row (default: such "
-        "a run ends with status 1)",
-    )
-    gpu_options.add_arguments(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        type=folder,
-        default=Path("runs"),
-        help="where the run's folder is made (default: runs)",
-    )
-    output.add_argument(
-        "--port",
-        metavar="N",
-        type=port_number,
-        help="port of the server on 127.0.0.1 (default: a free one)",
-    )
-    output.add_argument("--no-report", dest="report", action="store_false", help="write no report at the end")
+    parser.add_argument("app_dir", metavar="APP_DIR", type=FOLDER, help="folder of the Flower app")
+    parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
+    table = {**RUN_CONFIG, **_OWN, **options.options_of("launch")}
+    by_group = sorted(table.items(), key=lambda item: [*_GROUPS].index(item[1].group))
+    options.add_arguments(parser, dict(by_group), _GROUPS, _MORE, _DEFAULTS)
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
@@ -279,27 +182,58 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
     Raises
     ------
     ConfigError
-        If ``--run-config``, ``--node-config`` or ``--gpu-num`` cannot be read.
+        If ``--run-config``, ``--node-config`` or ``--gpu-ids`` cannot be read.
     """
-    given = {
-        option.key: value
-        for option in RUN_CONFIG_OPTIONS
-        if (value := getattr(arguments, option.dest)) is not None
+    values = {name: getattr(arguments, name) for name in _OWN}
+    pairs = {
+        name: parse_pairs(flag(name), values[name]) for name, option in _OWN.items() if option.kind is PAIRS
+    }
+    run_config_options = {
+        option.run_config_key: value
+        for name, option in RUN_CONFIG.items()
+        if (value := getattr(arguments, name)) is not None
     }
     return LaunchOptions(
         app_dir=arguments.app_dir,
-        engine=arguments.engine,
-        clients=arguments.clients,
-        run_config_options=given,
-        run_config=parse_pairs("--run-config", arguments.run_config),
-        node_config=parse_pairs("--node-config", arguments.node_config),
-        start_method=arguments.start_method,
-        timeout_s=arguments.timeout_s,
-        gpu=GPUOptions.from_arguments(arguments),
-        fast_start=arguments.fast_start,
-        log_dir=arguments.log_dir,
-        port=arguments.port,
+        **{**values, **pairs},
+        run_config_options=run_config_options,
+        calls=given_calls(arguments),
         verbosity=getattr(arguments, "verbosity", 0),
-        report=arguments.report,
-        keep_going=arguments.keep_going,
     )
+
+
+def given_calls(arguments: argparse.Namespace) -> CallOptions:
+    """Return the call options of a command line.
+
+    Raises
+    ------
+    ConfigError
+        If ``--gpu-ids`` is no list of GPUs.
+    """
+    calls = options.given(arguments)
+    gpu_numbers(calls.get("gpu_ids"), flag("gpu_ids"))
+    return calls
+
+
+def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:
+    """Check that ``--node-config`` does not say again what an option says.
+
+    Raises
+    ------
+    ConfigError
+        If it does.
+    """
+    for name in calls:
+        for key in CALL[name].node_keys if CALL[name].is_nodes else ():
+            if key in node_config:
+                raise ConfigError(f"{flag(name)} and --node-config {key} say the same twice")
+
+
+def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:
+    """Return what call options put into a node's config. GPUs are dealt out to the clients."""
+    config: dict[str, ConfigValue] = {}
+    if "gpu" in calls:
+        config["gpu"] = str(calls["gpu"])
+    if ids := gpu_numbers(calls.get("gpu_ids"), flag("gpu_ids")):
+        config["gpu-ids"] = ids[client % len(ids)]
+    return config

@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, TypeGuard
 
+from flower_gpu.apps.app import NUM_CLIENTS_KEY, FlowerApp
+from flower_gpu.apps.config_values import ConfigValue
+from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError
-from flower_gpu.isolation.forkserver import client as forkserver
 from flower_gpu.launch import environment, ports
-from flower_gpu.launch.app import NUM_CLIENTS_KEY, FlowerApp
-from flower_gpu.launch.config_values import ConfigValue
 from flower_gpu.launch.gpu_check import check as check_gpus
-from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
     NUM_ROUNDS_KEY,
-    RUN_CONFIG_OPTIONS,
+    RUN_CONFIG,
     LaunchOptions,
+    check_node_config,
+    node_config_of,
 )
-from flower_gpu.printable import path_text
+from flower_gpu.options import flag
+from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2
 _NODE_KEYS: Final = ("partition-id", "num-partitions")
@@ -29,49 +30,14 @@ _NODE_KEYS: Final = ("partition-id", "num-partitions")
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can be started.
+    """A run that can be started: what the user asked for, and what follows from it with this app, here."""
 
-    Parameters
-    ----------
-    app : FlowerApp
-        The app.
-    engine : str
-        How it is run.
-    clients : int
-        Number of clients.
-    overrides : mapping
-        Run config values that differ from the app's defaults because the launcher passes them.
-    node_config : mapping
-        Further keys of every node's config.
-    log_dir : Path
-        Where the run's folder is made.
-    port : int, optional
-        The server's port, where the user chose one.
-    fast_start : bool
-        Whether SuperNodes start our ``flwr-clientapp``.
-    start_method, timeout_s
-        For calls in workers, where the user chose them.
-    gpu : GPUOptions
-        What these calls want of the host's GPUs.
-    verbosity : int
-        As in the options.
-    remarks : tuple of str
-        What the user should know before it starts.
-    """
-
+    options: LaunchOptions
     app: FlowerApp
-    engine: str
     clients: int
-    overrides: Mapping[str, ConfigValue]
-    node_config: Mapping[str, ConfigValue]
-    log_dir: Path
-    port: int | None
-    start_method: str | None
-    timeout_s: float | None
-    gpu: GPUOptions
-    fast_start: bool
-    verbosity: int
-    remarks: tuple[str, ...] = ()
+    overrides: Mapping[str, ConfigValue]  # of the run config: what the launcher passes
+    fast_start: bool  # whether SuperNodes start our flwr-clientapp
+    remarks: tuple[str, ...] = ()  # what the user should know before it starts
 
     @property
     def run_config(self) -> dict[str, ConfigValue]:
@@ -95,8 +61,8 @@ class Plan:
         return {
             "partition-id": client,
             "num-partitions": self.clients,
-            **self.node_config,
-            **self.gpu.node_config_of(client),
+            **self.options.node_config,
+            **node_config_of(self.options.calls, client),
         }
 
 
@@ -123,35 +89,23 @@ def make_plan(options: LaunchOptions) -> Plan:
     for key in _NODE_KEYS:
         if key in options.node_config:
             raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
-    options.gpu.check_node_config(options.node_config)
+    check_node_config(options.calls, options.node_config)
     if options.engine == "start-client":
         app.check_start_client()
     else:
         environment.check_commands(("flower-superlink", "flower-supernode", "flwr"))
     if options.port is not None and not ports.is_free(options.port):
         raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
-    _check_log_dir(options.log_dir)
-    plan = Plan(
-        app=app,
-        engine=options.engine,
-        clients=clients,
-        overrides=overrides,
-        node_config=options.node_config,
-        log_dir=options.log_dir,
-        port=options.port,
-        start_method=options.start_method,
-        timeout_s=options.timeout_s,
-        gpu=options.gpu,
-        fast_start=options.fast_start and forkserver.is_supported(),
-        verbosity=options.verbosity,
-    )
+    check_log_dir(options.log_dir)
+    fast_start = options.fast_start and forkserver.is_supported()
+    plan = Plan(options, app, clients, overrides, fast_start)
     return replace(plan, remarks=check_gpus(plan, os.environ))
 
 
 def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:
     known = ", ".join(sorted(app.run_config)) or "none"
-    flags = {option.key: option.flag for option in RUN_CONFIG_OPTIONS}
-    hints = {option.key: option.hint for option in RUN_CONFIG_OPTIONS}
+    flags = {option.run_config_key: flag(name) for name, option in RUN_CONFIG.items()}
+    hints = {option.run_config_key: option.hint for option in RUN_CONFIG.values()}
     for key in options.run_config_options:
         if key not in app.run_config:
             raise ConfigError(
@@ -170,22 +124,13 @@ def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str
     for key, value in overrides.items():
         allowed = app.choices.get(key)
         if allowed and str(value) not in allowed:
-            flag = flags[key] if key in options.run_config_options else f"--run-config {key}"
-            raise ConfigError(f"{flag} {value}: {app.name} knows {', '.join(allowed)}")
+            given = flags[key] if key in options.run_config_options else f"--run-config {key}"
+            raise ConfigError(f"{given} {value}: {app.name} knows {', '.join(allowed)}")
     if NUM_CLIENTS_KEY in app.run_config:
         if overrides.get(NUM_CLIENTS_KEY, clients) != clients:
             raise ConfigError(f"--run-config {NUM_CLIENTS_KEY} is set by --clients")
         overrides[NUM_CLIENTS_KEY] = clients
     return overrides
-
-
-def _check_log_dir(log_dir: Path) -> None:
-    """Find out, without making it, whether a folder could be made."""
-    nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"--log-dir {path_text(log_dir)}: {path_text(nearest)} is not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"--log-dir {path_text(log_dir)}: no permission to write in {path_text(nearest)}")
 
 
 def _is_whole(value: ConfigValue | None) -> TypeGuard[int]:

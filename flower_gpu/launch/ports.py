@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import http.client
-import os
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Final
 
 HOST: Final = "127.0.0.1"
@@ -14,8 +13,8 @@ HOST: Final = "127.0.0.1"
 def free_ports(count: int) -> list[int]:
     """Find ports that are free now, all different.
 
-    All are bound before any is let go, so the system cannot give out the same one twice. Between the end of
-    this function and their use somebody else can still take one: whoever uses them must expect that.
+    All are bound before any is let go, so the system cannot give out the same one twice. Another process can
+    still take one before it is used.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -37,7 +36,7 @@ def is_free(port: int) -> bool:
 
 
 def accepts_connections(port: int, timeout_s: float = 1.0) -> bool:
-    """Tell whether something listens on a port."""
+    """Tell whether a server listens on a port."""
     try:
         with socket.create_connection((HOST, port), timeout_s):
             return True
@@ -60,22 +59,12 @@ def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
 def listens(pid: int, port: int) -> bool:
     """Tell whether it is this process that listens on a port; True where that cannot be found out.
 
-    Another server on the same port would answer as well as the one we have just started.
+    Another server on the same port answers as well as the one that was just started.
     """
-    listening = "0A"  # include/net/tcp_states.h
-    sockets = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError), open(f"/proc/{pid}/net/{table}", encoding="ascii") as file:
-            for fields in map(str.split, list(file)[1:]):
-                if fields[3] == listening and int(fields[1].rpartition(":")[2], 16) == port:
-                    sockets.add(f"socket:[{fields[9]}]")
-    folder = f"/proc/{pid}/fd"
+    import psutil
+
     try:
-        descriptors = os.listdir(folder)  # noqa: PTH208 - every path here is one of the kernel's
-    except OSError:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
         return True
-    for descriptor in descriptors:
-        with suppress(OSError):
-            if os.readlink(f"{folder}/{descriptor}") in sockets:  # noqa: PTH115
-                return True
-    return False
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)

@@ -1,130 +1,199 @@
-"""What a run has given: metrics by round, the workers and their leases, from its trace."""
+"""What a launched run has given, as views on its history: ``result.json``, and the tables at its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from flower_gpu.launch.leases import Leases, finite_number
-from flower_gpu.simulation.events import EVALUATE, SERVER_EVALUATE, PhaseFinished, RunStarted
-from flower_gpu.simulation.traced import event_of
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import WorkerSpan
 
 METRICS: Final = ("loss", "accuracy", "precision", "recall", "f1")
-_WORKER_FIELDS: Final = ("pid", "client", "task", "start_method", "seconds")
+_SHOWN: Final = ("loss", "accuracy", "f1")  # before the other metrics
+_MOST_METRICS: Final = {SERVER_EVALUATE: 3, EVALUATE: 3, TRAIN: 2}  # in the table; result.json has them all
+_MOST_CLIENTS: Final = 20  # with more, the table of leases shows those that waited longest
+#: How a call that ran out of GPU memory went on: ``then`` in its event.
+_THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
 
 
-def build_result(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum up a trace.
-
-    Parameters
-    ----------
-    events : iterable of mapping
-        Events of a run, oldest first.
-
-    Returns
-    -------
-    dict
-        ``initial``: the evaluation of the initial model, or None. ``rounds``: one row for each round from 1
-        on, see :class:`_Rounds`. ``messages``, ``failed``: how many were sent to clients, and how many of
-        them failed. ``workers``: every worker process, in the order of their starts; ``seconds``
-        is None for one whose end was not recorded. If there were leases, also for each worker ``gpus`` (what
-        it had leased of which GPU, and at most used; empty on the CPU) and ``waited_s`` for them, and
-        ``leases`` (the sums); see :class:`flower_gpu.launch.leases.Leases`.
-    """
-    rounds = _Rounds()
-    workers: list[dict[str, Any]] = []
-    running: dict[Any, dict[str, Any]] = {}
-    leases = Leases()
-    for event in events:
-        leases.see(event)
-        rounds.see(event)
-        match event.get("event"):
-            case "worker_started":
-                worker = _worker(event, leases)
-                running[event.get("pid")] = worker
-                workers.append(worker)
-            case "worker_finished":
-                worker = _worker(event, leases)
-                started = running.pop(event.get("pid"), None)
-                if started is None:
-                    workers.append(worker)
-                else:
-                    started.update(worker)
-            case _:
-                pass
-    rows = rounds.rows()
+def result_of(history: History) -> dict[str, Any]:
+    """Return the result of a run, as docs/reference/launch.md describes ``result.json``."""
+    rows = _rounds(history)
     initial = rows.pop(0) if rows and rows[0]["round"] == 0 else None
+    leases = [lease for lease in history.leases if lease.granted_at is not None]
     result = {
         "initial": initial,
         "rounds": rows,
-        "messages": rounds.messages,
-        "failed": rounds.failed,
-        "workers": workers,
+        "messages": history.messages_sent,
+        "failed": history.messages_failed,
+        "workers": [_worker(worker, history, bool(leases)) for worker in history.workers],
     }
-    if not leases.were_there:
+    if not leases:
         return result
-    for worker in workers:  # those before the first lease, too
-        worker.setdefault("gpus", [])
-        worker.setdefault("waited_s", 0.0)
-    return {**result, "leases": leases.summary()}
+    waits = [lease.waited_s for lease in leases]
+    sums = {
+        "count": len(waits),
+        "waited_s": round(sum(waits), 3),
+        "longest_wait_s": max(waits),
+        "out_of_memory": dict(Counter(event.then for event in history.out_of_memory)),
+    }
+    return {**result, "leases": sums}
 
 
-def _worker(event: Mapping[str, Any], leases: Leases) -> dict[str, Any]:
-    return {**{field: event.get(field) for field in _WORKER_FIELDS}, **leases.of_worker(event)}
+def _worker(worker: WorkerSpan, history: History, with_lease: bool) -> dict[str, Any]:
+    names = ("pid", "client", "task", "start_method", "seconds")
+    found = {name: None if (value := getattr(worker, name)) == "" else value for name in names}
+    if not with_lease:
+        return found
+    lease = history.lease_of(worker)
+    memory_bytes = {} if lease is None else lease.memory_bytes
+    gpus = [
+        {
+            "index": history.gpus[uuid].index,
+            "uuid": uuid,
+            "memory_bytes": leased_bytes,
+            "peak_bytes": worker.peak_bytes.get(uuid),
+        }
+        for uuid, leased_bytes in memory_bytes.items()
+    ]
+    return {**found, "gpus": gpus, "waited_s": 0.0 if lease is None else lease.waited_s}
 
 
-class _Rounds:
-    """The rounds of a run: messages, those that failed, metrics, and the seconds since the round before.
+def _rounds(history: History) -> list[dict[str, Any]]:
+    """Return a row for each round, with the seconds since the round before.
 
-    ``metrics`` has the numbers by what they were measured in: ``train`` and ``evaluate`` (what the strategy
-    made of the clients' replies) and ``server-evaluate``. Beside it stand the best known ones: of the
-    server's evaluation, else of the clients'; None where there is none.
+    ``metrics`` has the numbers by task. Beside it stand the best known ones: of the server's evaluation, else
+    of the clients'; None where there is none.
     """
+    found: dict[int, dict[str, Any]] = {}
+    ends: dict[int, float] = {}
+    for part in history.evaluations:
+        row = found.setdefault(part.round, {"messages": 0, "failed": 0, "metrics": {}})
+        row["messages"] += part.messages
+        row["failed"] += part.failed
+        if numbers := {name: _finite(value) for name, value in part.told.items() if _is_figure(value)}:
+            row["metrics"][part.task] = numbers
+        ends[part.round] = max(part.time, ends.get(part.round, part.time))
+    rows, before = [], history.strategy_started_at
+    for number, row in sorted(found.items()):
+        known = {**row["metrics"].get(EVALUATE, {}), **row["metrics"].get(SERVER_EVALUATE, {})}
+        best = {name: known.get(name) for name in METRICS}
+        seconds = None if before is None else round(ends[number] - before, 3)
+        rows.append({"round": number, **best, "seconds": seconds, **row})
+        before = ends[number]
+    return rows
 
-    def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Any]] = {}
-        self._ends: dict[int, float | None] = {}
-        self._began: float | None = None
-        self.messages = self.failed = 0
 
-    def see(self, line: Mapping[str, Any]) -> None:
-        """Take a line of the trace."""
-        event, time = event_of(line), finite_number(line.get("time"))
-        if isinstance(event, RunStarted):
-            self._began = time
-        elif isinstance(event, PhaseFinished):
-            self.messages += event.messages
-            self.failed += event.failed
-            self._see_part(event, time)
+def _is_figure(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
-    def _see_part(self, event: PhaseFinished, time: float | None) -> None:
-        if isinstance(event.server_round, int):
-            row = self._rows.setdefault(event.server_round, {"messages": 0, "failed": 0, "metrics": {}})
-            row["messages"] += event.messages
-            row["failed"] += event.failed
-            numbers = {
-                name: finite_number(value)
-                for name, value in event.metrics.items()
-                if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-            }
-            if numbers:
-                # The same evaluation may be told twice: by itself, and by who sees all that a strategy does.
-                row["metrics"].setdefault(event.kind, {}).update(numbers)
-            self._ends[event.server_round] = time
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return them in their order."""
-        rows, before = [], self._began
-        for number, row in sorted(self._rows.items()):
-            end, metrics = self._ends[number], row["metrics"]
-            known = {**metrics.get(EVALUATE, {}), **metrics.get(SERVER_EVALUATE, {})}
-            rows.append(
-                {
-                    "round": number,
-                    **{name: known.get(name) for name in METRICS},
-                    "seconds": None if end is None or before is None else round(end - before, 3),
-                    **row,
-                }
-            )
-            before = end
-        return rows
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    """Print the metrics of every round, and the leases of every client."""
+    rows = [*filter(None, [result["initial"]]), *result["rounds"]]
+    columns = _columns(rows)
+    names = [name for _, name in columns]
+    titles = ["round", *(_title(task, name, names) for task, name in columns), "seconds"]
+    cells = []
+    for row in rows:
+        values = [row["metrics"].get(task, {}).get(name) for task, name in columns]
+        cells.append(
+            [
+                "initial" if row["round"] == 0 else str(row["round"]),
+                *("-" if value is None else _number(value) for value in values),
+                "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+            ]
+        )
+    _print_cells(titles, cells)
+    if "leases" in result:
+        _print_leases(result)
+
+
+def _print_cells(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for title in titles:
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stdout, highlight=False).print(table)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Choose what is shown: the first few metrics of the server, of the clients, and of their training."""
+    columns = []
+    for task, most in _MOST_METRICS.items():
+        names = list(dict.fromkeys(name for row in rows for name in row["metrics"].get(task, {})))
+        names.sort(key=lambda name: _SHOWN.index(name) if name in _SHOWN else len(_SHOWN))
+        columns += [(task, name) for name in names[:most]]
+    return columns
+
+
+def _title(task: str, name: str, names: Sequence[str]) -> str:
+    title = {"f1": "F1"}.get(name, name)
+    return title if task == SERVER_EVALUATE or names.count(name) == 1 else f"{task} {title}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _print_leases(result: Mapping[str, Any]) -> None:
+    """Print the leases of each client: in the order of their names, the server last."""
+    workers: dict[str, list[Mapping[str, Any]]] = {}
+    for worker in result["workers"]:
+        workers.setdefault(str(worker["client"]), []).append(worker)
+    waited_s = {client: sum(one["waited_s"] for one in calls) for client, calls in workers.items()}
+    longest = sorted(waited_s, key=lambda client: waited_s[client], reverse=True)[:_MOST_CLIENTS]
+    rows = []
+    for client in sorted(longest, key=_client_order):
+        parts = [part for worker in workers[client] for part in worker["gpus"]]
+        peaks = [part["peak_bytes"] for part in parts if part["peak_bytes"]]
+        on_cpu = sum(not worker["gpus"] for worker in workers[client])
+        rows.append(
+            [
+                client,
+                str(len(workers[client])),
+                str(on_cpu or "-"),
+                ", ".join(map(str, sorted({part["index"] for part in parts}))) or "-",
+                _span([part["memory_bytes"] for part in parts]),
+                format_bytes(max(peaks)) if peaks else "-",
+                f"{waited_s[client]:.1f}",
+            ]
+        )
+    _print_cells(["client", "calls", "on CPU", "GPU", "lease", "used", "waited s"], rows)
+    if len(workers) > len(rows):
+        print(f"            {len(workers) - len(rows)} more clients waited less; all are in result.json")
+    sums = result["leases"]
+    print(
+        f"leases      {sums['count']}, waited for {sums['waited_s']:.1f} s in all, "
+        f"{sums['longest_wait_s']:.1f} s at most"
+    )
+    if counts := sums["out_of_memory"]:
+        follows = ", ".join(f"{count} {_THEN.get(then, then)}" for then, count in counts.items())
+        print(f"memory      ran out {sum(counts.values())} times: {follows}")
+
+
+def _span(sizes: Sequence[int]) -> str:
+    """Write sizes as one text: the smallest and the largest, where they differ as they are shown."""
+    if not sizes:
+        return "-"
+    least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+    return least if least == most else f"{least} to {most}"
+
+
+def _client_order(name: str) -> tuple[int, int, str]:
+    if name.isdecimal():
+        return (0, int(name), name)
+    return (2 if name == "server" else 1, 0, name)

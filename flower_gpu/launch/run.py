@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
-from flower_gpu.config import RUN_DIR_VARIABLE
-from flower_gpu.launch.display import Display, TerminalDisplay, make_display, print_table
+from flower_gpu.apps.failures import outcome_text
+from flower_gpu.apps.folder import RunFolder, short, write_json
+from flower_gpu.apps.recording import recorded_run
+from flower_gpu.launch.display import LaunchDisplay
 from flower_gpu.launch.engine import Engine
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.failures import Failures
-from flower_gpu.launch.folder import RunFolder, short, write_json
-from flower_gpu.launch.follow import LineFollower
 from flower_gpu.launch.gpu_check import not_obeyed
+from flower_gpu.launch.logs import LineFollower
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
-from flower_gpu.launch.result import build_result
+from flower_gpu.launch.result import print_table, result_of
 from flower_gpu.launch.start_client import StartClientEngine
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor
-from flower_gpu.run.failures import outcome_text
-from flower_gpu.run.recording import recorded_run
+from flower_gpu.options import CALL, RUN_DIR_VARIABLE
+from flower_gpu.watch.history import History
 
 _ENGINES: Final[dict[str, type[Engine]]] = {
     "superlink": SuperLinkEngine,
@@ -55,7 +55,7 @@ def launch(options: LaunchOptions) -> int:
     """
     plan = make_plan(options)
     settings = settings_of(plan)
-    folder = RunFolder.create(plan.log_dir)
+    folder = RunFolder.create(plan.options.log_dir)
     write_json(folder.settings, settings)
     code = 0
     with (
@@ -64,24 +64,18 @@ def launch(options: LaunchOptions) -> int:
         ) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
-        display = make_display(plan.num_rounds, plan.verbosity)
+        display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
         try:
             display.line(headline(plan, folder))
             for remark in plan.remarks:
                 display.line(remark)
-            env = service_environment(
-                os.environ,
-                folder,
-                start_method=plan.start_method,
-                timeout_s=plan.timeout_s,
-                gpu=plan.gpu,
-            )
-            engine = _ENGINES[plan.engine](plan, folder, env, supervisor)
+            env = service_environment(os.environ, folder, options.calls)
+            engine = _ENGINES[plan.options.engine](plan, folder, env, supervisor)
             failures = Failures(folder.failures, display, engine.client_of, engine.traceback_of)
             try:
-                _follow(engine, supervisor, display, plan.verbosity, failures, options.keep_going)
+                _follow(engine, supervisor, display, options.verbosity, failures, options.keep_going)
             finally:
-                run.messages, run.failed = failures.messages, failures.failed
+                run.messages, run.failed = display.history.messages_sent, display.history.messages_failed
             supervisor.stop(grace_s=_GRACE_AT_END_S)
         except LaunchStoppedError as stopped:
             code = 128 + stopped.signum
@@ -107,7 +101,7 @@ def headline(plan: Plan, folder: RunFolder) -> str:
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
-    return f"{plan.app.name}: {', '.join(counts)}, {plan.engine}; logs in {folder.shown}"
+    return f"{plan.app.name}: {', '.join(counts)}, {plan.options.engine}; logs in {folder.shown}"
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
@@ -116,12 +110,12 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "app": str(plan.app.path),
         "serverapp": plan.app.serverapp,
         "clientapp": plan.app.clientapp,
-        "engine": plan.engine,
+        "engine": plan.options.engine,
         "run_config": plan.run_config,
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
-        "start_method": plan.start_method,
-        "timeout_s": plan.timeout_s,
-        "gpu": asdict(plan.gpu),
+        "start_method": plan.options.calls.get("start_method"),
+        "timeout_s": plan.options.calls.get("timeout_s"),
+        "gpu": {name: plan.options.calls.get(name) for name, each in CALL.items() if each.group == "GPUs"},
         "fast_start": plan.fast_start,
         "client_omp_num_threads": client_environment(os.environ, 0, plan.clients_at_once)["OMP_NUM_THREADS"],
     }
@@ -130,7 +124,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
 def _follow(
     engine: Engine,
     supervisor: Supervisor,
-    display: Display,
+    display: LaunchDisplay,
     verbosity: int,
     failures: Failures,
     keep_going: bool,
@@ -141,26 +135,24 @@ def _follow(
 
     def show() -> None:
         for event in events.read_new():
-            display.event(event)
+            display.show(event)
             failures.see(event)
         for line in log.read_new() if verbosity > 0 else ():
             display.line(line)
-        if isinstance(display, TerminalDisplay):
-            display.tick()
+        display.tick()
         if failures.why_over is not None and not keep_going:
-            raise LaunchFailedError(f"{failures.sentence}; --keep-going lets such a run go on")
+            raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run go on")
 
     engine.start()
     try:
         while not engine.has_finished():
             show()
             supervisor.wait(_TICK_S)
-        failures.close()
     finally:
         show()  # an app may end with an error of its own because all its clients have failed
 
 
-def _close(display: Display) -> None:
+def _close(display: LaunchDisplay) -> None:
     with contextlib.suppress(OSError):  # the terminal is gone; stopping must go on
         display.close()
 
@@ -180,7 +172,7 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
 
 def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
-    result = build_result(trace.read(folder.trace))
+    result = result_of(History.read(folder.trace))
     write_json(folder.result, result)
     if code != 0:
         if folder.failures.exists():
@@ -205,6 +197,6 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
 
 
 def _write_report(folder: RunFolder) -> Path | None:
-    from flower_gpu.monitor.report.write import write_at_end  # matplotlib takes a second
+    from flower_gpu.watch.report.write import write_at_end  # matplotlib takes a second
 
     return write_at_end(folder.path)

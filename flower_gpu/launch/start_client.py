@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.service import Service
-from flower_gpu.launch.supervisor import LaunchFailedError
+from flower_gpu.launch.supervisor import LaunchFailedError, Service
 
 # How long clients may take to end after the server did; they only have to close a connection.
 _CLIENTS_END_S: Final = 5.0
 
 
-def server_command(settings: Path, port: int) -> list[str]:
-    """Build the command line of the server."""
-    module = "flower_gpu.launch.start_client_server"
-    return [sys.executable, "-P", "-m", module, str(settings), f"{ports.HOST}:{port}"]
-
-
-def client_command(settings: Path, port: int, client: int) -> list[str]:
-    """Build the command line of one client."""
-    module = "flower_gpu.launch.start_client_client"
-    return [sys.executable, "-P", "-m", module, str(settings), f"{ports.HOST}:{port}", str(client)]
+def command(settings: Path, port: int, client: int | None = None) -> list[str]:
+    """Build the command line of a client, or of the server where there is no number."""
+    program = [sys.executable, "-P", "-m", "flower_gpu.launch.start_client_program"]
+    number = [] if client is None else [str(client)]
+    return [*program, str(settings), f"{ports.HOST}:{port}", *number]
 
 
 class StartClientEngine(Engine):
@@ -41,12 +36,12 @@ class StartClientEngine(Engine):
         """Start the server and the clients at once: the clients wait until the server answers."""
         self._attempts += 1
         settings = self.folder.settings
-        port = self.plan.port or ports.free_ports(1)[0]
-        self._server = Service("server", server_command(settings, port), self.env, self.server_log)
+        port = self.plan.options.port or ports.free_ports(1)[0]
+        self._server = Service("server", command(settings, port), self.env, self.server_log)
         self._clients = [
             Service(
                 f"client {client}",
-                client_command(settings, port, client),
+                command(settings, port, client),
                 self.client_environment(client),
                 self.folder.log(f"client-{client}"),
             )
@@ -62,16 +57,12 @@ class StartClientEngine(Engine):
                     raise died(client)
             return False
         if self._server.returncode == 0:
-            self._wait_for_clients()
+            deadline = time.monotonic() + _CLIENTS_END_S
+            while any(client.runs for client in self._clients) and time.monotonic() < deadline:
+                self.supervisor.wait(0.1)
             return True
-        if self._server.port_was_taken and not self.plan.port and self._attempts < PORT_ATTEMPTS:
+        if self._server.port_was_taken and not self.plan.options.port and self._attempts < PORT_ATTEMPTS:
             self.supervisor.stop(*self._clients)
             self.start()
             return False
         raise LaunchFailedError(self._server.describe_end(), self._server)
-
-    def _wait_for_clients(self) -> None:
-        for _ in range(int(_CLIENTS_END_S / 0.1)):
-            if not any(client.runs for client in self._clients):
-                break
-            self.supervisor.wait(0.1)

@@ -5,29 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from flower_gpu.apps.config_values import ConfigValue, format_pairs
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower.commands import CommandFolder, fast_start, warm_up_command
 from flower_gpu.launch import ports
-from flower_gpu.launch.config_values import ConfigValue, format_pairs
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.follow import LineFollower
-from flower_gpu.launch.service import Service
-from flower_gpu.launch.supervisor import LaunchFailedError
-from flower_gpu.supernode import warm
-from flower_gpu.supernode.command_folder import CommandFolder, fast_start
-from flower_gpu.supernode.rule import Rule
+from flower_gpu.launch.logs import LineFollower
+from flower_gpu.launch.supervisor import LaunchFailedError, Service
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
 # What the SuperLink finds in the place of Flower's own, by the module with its ``main``.
-_COMMANDS: Final = MappingProxyType({"flwr-serverapp": "flower_gpu.launch.serverapp"})
+_COMMANDS: Final = MappingProxyType({"flwr-serverapp": "flower_gpu.flower.serverapp"})
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # flwr.supernode: said once, when the SuperLink has given it its id.
@@ -98,7 +95,6 @@ class SuperLinkEngine(Engine):
     """Runs an app the way Flower means it, with all parts on this machine."""
 
     _port = 0
-    _list_attempts = 0
 
     @property
     def server_log(self) -> Path:
@@ -109,9 +105,13 @@ class SuperLinkEngine(Engine):
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
         self._clients_of_nodes: dict[int, str] = {}
         self.folder.flwr_home.mkdir()
-        if self._starts_fast():
-            env = self.client_environment(0)
-            self.supervisor.start(Service("warm-up", warm.command(), env, self.folder.log("warm-up")))
+        self._node_env = self.env
+        if self.plan.fast_start:
+            with _told("Messages start as slowly as Flower's own"):
+                self._node_env = fast_start(self.env, with_lease=False, nodes=self.plan.clients)
+                env = self.client_environment(0)
+                self.supervisor.start(Service("warm-up", warm_up_command(), env, self.folder.log("warm-up")))
+        self._link_env = self.link_environment()
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
         self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         config = self.folder.flwr_home / "config.toml"
@@ -155,47 +155,28 @@ class SuperLinkEngine(Engine):
         if self._run.returncode != 0:
             raise LaunchFailedError(self._run.describe_end(), self._run)
         for node in self._nodes:  # they take a while to end; asking Flower does, too
-            node.terminate()
+            node.send(signal.SIGTERM)
         self._ask()
         return False
 
+    def link_environment(self) -> Mapping[str, str]:
+        """Return the environment of a SuperLink that finds our ``flwr-serverapp``; says why not."""
+        with _told("Rounds are not shown while they run"):
+            return {**self.env, "PATH": CommandFolder(_COMMANDS).first_on(self.env.get("PATH"))}
+        return self.env
+
     def _superlink(self, port: int) -> Service:
-        env = self._recording()
-        self._link = Service("SuperLink", superlink_command(port), env, self.folder.log("superlink"))
+        log = self.folder.log("superlink")
+        self._link = Service("SuperLink", superlink_command(port), self._link_env, log)
         return self._link
 
-    @cache  # noqa: B019 - an engine lives as long as its run
-    def _recording(self) -> Mapping[str, str]:
-        """Return the environment of a SuperLink that finds our ``flwr-serverapp``; says why not, once."""
-        try:
-            return {**self.env, "PATH": CommandFolder(_COMMANDS).first_on(self.env.get("PATH"))}
-        except ConfigError as error:
-            print(f"Rounds are not shown while they run: {error}", file=sys.stderr)
-            return self.env
-
     def _node(self, client: int, port: int) -> Service:
-        env = self.client_environment(client)
         return Service(
             f"SuperNode of client {client}",
             supernode_command(self._port, port, self.plan.node_config_of(client)),
-            self._fast_start(env) if self._starts_fast() else env,
+            self.client_environment(client, self._node_env),
             self.folder.log(f"client-{client}"),
         )
-
-    @cache  # noqa: B019 - an engine lives as long as its run
-    def _starts_fast(self) -> bool:
-        """Tell whether messages can start fast here; says why not, once."""
-        if self.plan.fast_start:
-            try:
-                self._fast_start(self.env)
-            except ConfigError as error:
-                print(f"Messages start as slowly as Flower's own: {error}", file=sys.stderr)
-            else:
-                return True
-        return False
-
-    def _fast_start(self, env: Mapping[str, str]) -> dict[str, str]:
-        return fast_start(env, Rule(with_lease=False), self.plan.clients)
 
     def _restart_or_fail(self, client: int, node: Service) -> None:
         if self._node_attempts[client] == PORT_ATTEMPTS or not node.port_was_taken:
@@ -228,7 +209,6 @@ class SuperLinkEngine(Engine):
                 )
 
     def _ask(self) -> None:
-        self._list_attempts += 1
         self._list = Service(
             "flwr list",
             list_command(),
@@ -252,6 +232,15 @@ class SuperLinkEngine(Engine):
         # The log stream broke off, the run did not.
         self._ask()
         return False
+
+
+@contextmanager
+def _told(otherwise: str) -> Iterator[None]:
+    """Go on where our commands cannot be used, and say why not and what is missing."""
+    try:
+        yield
+    except ConfigError as error:
+        print(f"{otherwise}: {error}", file=sys.stderr)
 
 
 def run_status(text: str) -> tuple[str, str]:

@@ -1,26 +1,50 @@
-"""Starting services, waiting with them, and stopping all of them, whatever happens."""
+"""The processes that belong to a run: they are started, watched and ended here, whatever happens.
+
+::
+
+    launcher ──starts──> Service: SuperLink, SuperNode, flwr run ...  ──start──> Flower's own processes
+       │                                                                          (in sessions of their own)
+       ├── normal end, Ctrl-C:  Supervisor.stop: SIGTERM to services, then SIGKILL to everything below
+       │                        the launcher and everything with the run's folder in its environment
+       └── kill -9:             the kernel kills the services' groups (a pipe's end closes),
+                                guard.py kills everything with the run's folder in its environment
+
+Flower detaches some of its processes, and a process whose parent ends moves to another parent. The launcher
+makes itself that other parent, so that all of them stay below it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from flower_gpu.isolation.forkserver import control
-from flower_gpu.launch import guard, processes
-from flower_gpu.launch.service import Service
+from flower_gpu.launch import guard
+from flower_gpu.launch.logs import tail
+from flower_gpu.workers.forkserver import control
+from flower_gpu.workers.life import adopt_orphans, kill_group_at_end_of
 
-#: How long a service may take to end in its own way.
+if TYPE_CHECKING:
+    import psutil
+
+#: How long services may take to end in their own way.
 GRACE_S: Final = 1.5
+#: How long SIGKILL is tried: a process inside a driver call cannot be killed.
+KILL_S: Final = 3.0
 _SERVER_END_S: Final = 2.0
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How servers say that another process has their port: uvicorn, then flwr.
+_PORT_TAKEN: Final = re.compile(r"address already in use|Port in server address \S+ is already in use")
 
 
 class LaunchStoppedError(Exception):
@@ -32,47 +56,133 @@ class LaunchStoppedError(Exception):
 
 
 class LaunchFailedError(Exception):
-    """Something the launcher started has failed.
-
-    Parameters
-    ----------
-    message : str
-        What happened, in one line.
-    service : Service, optional
-        Whose log shows why.
-    """
+    """A part of the run has failed; the log of ``service`` shows why, where there is one."""
 
     def __init__(self, message: str, service: Service | None = None) -> None:
         super().__init__(message)
         self.service = service
 
 
+class Service:
+    """A process with a log file (``output`` takes its standard output instead); it dies with the launcher."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        output: Path | None = None,
+    ) -> None:
+        self.name = name
+        self.command = tuple(command)
+        self.log = log
+        self._env = dict(env)
+        self._output = output
+        self._process: subprocess.Popen[bytes] | None = None
+        self._life: int | None = None
+
+    def start(self) -> None:
+        """Start the process in a process group of its own, out of reach of a terminal's Ctrl-C."""
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self.log.open("ab"))
+            log.write(f"$ {shlex.join(self.command)}\n".encode())
+            log.flush()
+            out = stack.enter_context(self._output.open("wb")) if self._output else log
+            read, self._life = os.pipe()  # both are closed in programs we start, unless passed on
+            stack.callback(os.close, read)
+            try:
+                self._process = subprocess.Popen(
+                    self.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=log,
+                    env=self._env,
+                    process_group=0,
+                    pass_fds=(read,),
+                )
+            except BaseException:
+                self._close_life()
+                raise
+            if sys.platform == "linux":
+                kill_group_at_end_of(read, self._process.pid)
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the process, None before its start."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """How the process ended; None while it runs or before it was started."""
+        if self._process is None:
+            return None
+        code = self._process.poll()
+        if code is not None:
+            self._close_life()
+        return code
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self.returncode is None
+
+    @property
+    def port_was_taken(self) -> bool:
+        """Whether the process ended because another process listens on its port."""
+        return bool(self.returncode) and _PORT_TAKEN.search(self.tail(60)) is not None
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.runs and self._process is not None:
+            self._process.send_signal(signum)
+
+    def tail(self, lines: int = 20) -> str:
+        """Last lines of its log, without colours."""
+        return tail(self.log, lines)
+
+    def describe_end(self) -> str:
+        """Say which process ended and how."""
+        code = self.returncode
+        if code is None or code >= 0:
+            return f"{self.name} ended with {'nothing' if code is None else f'exit code {code}'}"
+        try:
+            return f"{self.name} ended with {signal.Signals(-code).name} ({code})"
+        except ValueError:
+            return f"{self.name} ended with signal {-code}"
+
+    def _close_life(self) -> None:
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
+
+
 class Supervisor:
     """Owns every process of a run; a context manager, from which nothing that was started comes out alive.
 
     Signals that ask to stop interrupt :meth:`wait` only, so they never hit the middle of something else.
-
-    Parameters
-    ----------
-    marker : str
-        An entry ``NAME=value`` that is in the environment of every process of this run and of no other.
+    ``marker`` is an entry ``NAME=value`` in the environment of every process of this run and of no other.
     """
 
     def __init__(self, marker: str) -> None:
         self._marker = marker
         self._services: list[Service] = []
         self._received: list[int] = []
-        self._not_ours: set[tuple[int, int]] = set()
+        self._not_ours: set[psutil.Process] = set()
         self._stack = contextlib.ExitStack()
         self._wakeup = -1
+        #: Pids of processes that could not be ended.
         self.left: list[int] = []
 
     def __enter__(self) -> Supervisor:
+        import psutil  # here, as in the other places of this package: workers and fork servers do without
+
         with contextlib.ExitStack() as stack:
-            if processes.adopt_orphans(True):
-                stack.callback(processes.adopt_orphans, False)
+            if adopt_orphans():
+                stack.callback(adopt_orphans, False)
             stack.enter_context(_guard(self._marker))
-            self._not_ours = processes.children_now()  # the guard is one of them: it must outlive us
+            # Children of before the run are not the run's to end. The guard is one: it must outlive us.
+            self._not_ours = set(psutil.Process().children())
             self._wakeup = stack.enter_context(_wakeup_pipe())
             for signum in (*_STOP_SIGNALS, signal.SIGCHLD):
                 previous = signal.getsignal(signum)
@@ -98,31 +208,23 @@ class Supervisor:
     def wait(self, timeout_s: float) -> None:
         """Wait until a child ends, but not longer than asked.
 
-        Raises
-        ------
-        LaunchStoppedError
-            If the launcher was asked to stop, now or before.
+        Raises LaunchStoppedError if the launcher was asked to stop, now or before.
         """
         self._raise_if_stopped()
         if select.select([self._wakeup], [], [], timeout_s)[0]:
             self._drain()
             self._raise_if_stopped()
-            processes.reap_adopted(self._own(), self._not_ours)
+            self._below()
 
     def stop(self, *services: Service, grace_s: float = GRACE_S) -> None:
         """End services in order, and by force where that takes too long or on a second Ctrl-C.
 
-        Parameters
-        ----------
-        *services : Service
-            Which; default: all, and everything they have started.
-        grace_s : float
-            How long they may take to end in their own way.
+        Without ``services``: all of them, and everything they have started.
         """
         stopping = services or tuple(self._services)
         asked_before = len(self._received)
         for service in stopping:
-            service.terminate()
+            service.send(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
         while any(service.runs for service in stopping):
             remaining = deadline - time.monotonic()
@@ -130,21 +232,51 @@ class Supervisor:
                 break
             select.select([self._wakeup], [], [], remaining)
             self._drain()
-        if services:
-            processes.send((s.pid for s in services if s.runs and s.pid), signal.SIGKILL)
-            return
-        # Fork servers serve other runs, too, also one that has a successor and only finishes its calls: the
-        # workers in them that are this run's end with their callers.
-        shared = processes.identities(control.family())
-        self.left = processes.kill_all(os.fsencode(self._marker), self._own(), self._not_ours | shared)
-        control.stop(if_unused=True, wait_s=_SERVER_END_S)
-        processes.send((s.pid for s in stopping if s.runs and s.pid), signal.SIGKILL)  # without /proc
-        for service in stopping:
-            while service.runs and service.pid not in self.left:
+        if not services:
+            self.left = self._kill_all()
+            control.stop(if_unused=True, wait_s=_SERVER_END_S)
+        for service in stopping:  # without /proc also where all were to be killed
+            service.send(signal.SIGKILL)
+            while not services and service.runs and service.pid not in self.left:
                 time.sleep(0.01)
 
-    def _own(self) -> set[int]:
-        return {service.pid for service in self._services if service.pid is not None}
+    def _kill_all(self) -> list[int]:
+        """Kill everything of the run again and again, until nothing is left; return the pids of the rest."""
+        # Fork servers serve other runs, too, also one that has a successor and only finishes its calls. The
+        # workers in them that are this run's end with their callers.
+        shared = _running(control.family())
+        marker = os.fsencode(self._marker)
+        deadline = time.monotonic() + KILL_S
+        while True:
+            left = self._below(shared).union(guard.marked(marker))
+            if not left or time.monotonic() > deadline:
+                return sorted(left)
+            for pid in left:  # what was just forked is not in the list yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def _below(self, without: Collection[psutil.Process] = ()) -> set[int]:
+        """Return the pids of this run's processes below this one, and reap those that have ended.
+
+        ``without`` are processes to leave out, with everything below them.
+        """
+        import psutil
+
+        services = {service.pid for service in self._services}
+        left_out: set[int] = set()
+        found: set[int] = set()
+        for process in psutil.Process().children(recursive=True):  # parents before their children
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = process.ppid()
+                if process in self._not_ours or process in without or parent in left_out:
+                    left_out.add(process.pid)
+                elif process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    found.add(process.pid)
+                elif parent == os.getpid() and process.pid not in services:
+                    with contextlib.suppress(ChildProcessError):  # adopted: nobody else asks for its status
+                        os.waitpid(process.pid, os.WNOHANG)
+        return found
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         if signum != signal.SIGCHLD:
@@ -158,6 +290,16 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wakeup, 4096):
                 pass
+
+
+def _running(pids: Collection[int]) -> set[psutil.Process]:
+    import psutil
+
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return found
 
 
 @contextlib.contextmanager

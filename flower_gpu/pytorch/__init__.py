@@ -1,1 +1,63 @@
-"""Helpers that need torch; importing this package alone does not import it."""
+"""For users of PyTorch: weights, devices, evaluation, and functions that run on several GPUs.
+
+Numbers and arrays travel between client and worker; modules and tensors stay in the worker::
+
+    list of numpy arrays ── set_weights ──> model ── to_device ──> GPU
+                         <─ get_weights ──        <── training, classification_metrics
+    several ranks: prepare_model, prepare_loader, prepare_optimizer, mean, total, save_checkpoint
+
+Importing this package does not import torch; the first use of a name does. The function ``device`` is
+``flower_gpu.device``; ``flower_gpu.pytorch.device`` is a module.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_gpu.pytorch.device import to_device as to_device
+    from flower_gpu.pytorch.device import to_numpy as to_numpy
+    from flower_gpu.pytorch.distributed import load_checkpoint as load_checkpoint
+    from flower_gpu.pytorch.distributed import mean as mean
+    from flower_gpu.pytorch.distributed import prepare_loader as prepare_loader
+    from flower_gpu.pytorch.distributed import prepare_model as prepare_model
+    from flower_gpu.pytorch.distributed import prepare_optimizer as prepare_optimizer
+    from flower_gpu.pytorch.distributed import rank as rank
+    from flower_gpu.pytorch.distributed import save_checkpoint as save_checkpoint
+    from flower_gpu.pytorch.distributed import total as total
+    from flower_gpu.pytorch.distributed import world_size as world_size
+    from flower_gpu.pytorch.evaluation import classification_metrics as classification_metrics
+    from flower_gpu.pytorch.weights import get_state as get_state
+    from flower_gpu.pytorch.weights import get_weights as get_weights
+    from flower_gpu.pytorch.weights import save_model as save_model
+    from flower_gpu.pytorch.weights import set_state as set_state
+    from flower_gpu.pytorch.weights import set_weights as set_weights
+
+_HOME = {
+    "classification_metrics": "evaluation",
+    "get_state": "weights",
+    "get_weights": "weights",
+    "load_checkpoint": "distributed",
+    "mean": "distributed",
+    "prepare_loader": "distributed",
+    "prepare_model": "distributed",
+    "prepare_optimizer": "distributed",
+    "rank": "distributed",
+    "save_checkpoint": "distributed",
+    "save_model": "weights",
+    "set_state": "weights",
+    "set_weights": "weights",
+    "to_device": "device",
+    "to_numpy": "device",
+    "total": "distributed",
+    "world_size": "distributed",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

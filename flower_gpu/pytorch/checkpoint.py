@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flower_gpu import files
 from flower_gpu.errors import ConfigError, RankError
 from flower_gpu.pytorch import group, learning_rate
 
 _KEYS = {"model", "optimizer", "steps", "extra"}
 
 
-def save(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None, extra: Mapping[str, Any]
+def save_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
 ) -> None:
-    """Write a checkpoint; see ``save_checkpoint``."""
+    """Write a checkpoint; rank 0 does, and the others wait for it.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file; it appears under its name when it is complete, and replaces what is there.
+    model : torch.nn.Module
+        As from :func:`prepare_model`. The file does not depend on how many ranks there were, or how they
+        worked together.
+    optimizer : torch.optim.Optimizer, optional
+        Its state is saved, too.
+    **extra
+        Numbers, strings and tensors that :func:`load_checkpoint` is to return, such as the epoch.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -36,7 +49,7 @@ def save(
             _check(extra)
             _write(
                 Path(path),
-                {"model": state, "optimizer": of_optimizer, "steps": steps, "extra": dict(extra)},
+                {"model": state, "optimizer": of_optimizer, "steps": steps, "extra": extra},
             )
         except Exception as error:  # the others wait for the word of rank 0
             problem = error
@@ -47,10 +60,21 @@ def save(
         raise RankError(f"rank 0 could not write {path}: {told}", 0)
 
 
-def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
 ) -> dict[str, Any] | None:
-    """Load a checkpoint; see ``load_checkpoint``."""
+    """Load what :func:`save_checkpoint` has written, by however many ranks; all ranks call it.
+
+    Returns
+    -------
+    dict or None
+        What was saved with it by name; None where there is no such file, and nothing was changed.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no such checkpoint.
+    """
     path = Path(path)
     if not group.of_first(path.exists()):
         return None
@@ -105,12 +129,8 @@ def _check(extra: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        torch.save(content, temporary)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with files.replaced(path) as new:
+        torch.save(content, new)
 
 
 def _read(path: Path) -> Any:

@@ -191,9 +191,7 @@ class _ToDevice:
             raise _no_values(type(module).__name__) from error
         # module.to puts a copy of its own into each place of a shared buffer; and of a shared parameter, too,
         # where it cannot give the present one other contents (meta).
-        for (first, first_name), *others in shared:
-            for tensors, name in others:
-                tensors[name] = first[first_name]
+        share_again(shared)
         return module
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -288,10 +286,8 @@ def _no_values(what: str) -> ConfigError:
 def _tensor(array: NDArray[Any]) -> torch.Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    # What torch warns about (read-only) or refuses (steps that are negative or not whole items).
-    odd = any(step < 0 or step % array.itemsize for step in array.strides)
     try:
-        return torch.from_numpy(array.copy() if odd or not array.flags.writeable else array)
+        return from_numpy(array)
     except TypeError as error:  # such as longdouble
         raise ConfigError(
             f"torch has no counterpart of a numpy array of {array.dtype}; convert it with .astype('float64')"
@@ -325,6 +321,22 @@ def shared_tensors(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((tensors, name))
     return [found for found in places.values() if len(found) > 1]
+
+
+def share_again(shared: list[list[tuple[dict[str, Any], str]]]) -> None:
+    """Put one tensor into all places of each that was shared."""
+    for (first, first_name), *others in shared:
+        for tensors, name in others:
+            tensors[name] = first[first_name]
+
+
+def from_numpy(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor in an array's memory, or in that of a copy where PyTorch cannot use it."""
+    # torch warns about read-only memory, and refuses steps that are negative or not whole items. It does not
+    # look at the address, and crashes on a complex number that is not where it expects.
+    address = array.__array_interface__["data"][0]
+    odd = any(step < 0 or step % array.itemsize for step in (address, *array.strides))
+    return torch.from_numpy(array.copy() if odd or not array.flags.writeable else array)
 
 
 def _takes_device(thing: Any) -> bool:

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from flower_gpu.pytorch import checkpoint, group, learning_rate, loaders, sharding
+from flower_gpu.pytorch import group, sharding
+from flower_gpu.pytorch.checkpoint import load_checkpoint as load_checkpoint
+from flower_gpu.pytorch.checkpoint import save_checkpoint as save_checkpoint
 from flower_gpu.pytorch.device import device, to_device
 from flower_gpu.pytorch.group import rank as rank
 from flower_gpu.pytorch.group import world_size as world_size
-
-T = TypeVar("T")
+from flower_gpu.pytorch.learning_rate import prepare_optimizer as prepare_optimizer
+from flower_gpu.pytorch.loaders import prepare_loader as prepare_loader
 
 
 def prepare_model(
@@ -69,47 +68,6 @@ def prepare_model(
     )
 
 
-def prepare_loader(loader: DataLoader[T]) -> DataLoader[T]:
-    """Have a loader give each rank its part of the data, in another order in each epoch if it shuffles.
-
-    Parameters
-    ----------
-    loader : torch.utils.data.DataLoader
-        Of the whole data set, with ``batch_size`` and ``shuffle``.
-
-    Returns
-    -------
-    torch.utils.data.DataLoader
-        With a ``DistributedSampler``. Its batches together are those of one rank: each has its part of
-        ``batch_size``, rounded up; with ``lr_scaling`` it is the size of each. So that all ranks take as many
-        steps, up to ``world_size() - 1`` examples are there twice, or left out with ``drop_last``. The order
-        follows ``torch.initial_seed()`` and the epoch, which is counted by itself.
-
-    Raises
-    ------
-    ConfigError
-        If it cannot be divided: it has a sampler of its own, or an ``IterableDataset``.
-    """
-    return loaders.divided(loader)
-
-
-def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Scale an optimizer's learning rate as ``lr_scaling`` of :func:`flower_gpu.distributed` says.
-
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        With the learning rate for one rank.
-
-    Returns
-    -------
-    torch.optim.Optimizer
-        The same one. Its learning rate is what it was, also for a scheduler; within ``step`` it is
-        multiplied.
-    """
-    return learning_rate.scaled(optimizer)
-
-
 @overload
 def mean(value: float) -> float: ...
 @overload
@@ -126,41 +84,3 @@ def total(value: float) -> float:
     """Return the sum over the ranks of a number; a whole one stays whole; all ranks call it."""
     found = group.summed([float(value)])[0]
     return round(found) if isinstance(value, int) else found
-
-
-def save_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
-) -> None:
-    """Write a checkpoint; rank 0 does, and the others wait for it.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The file; it appears under its name when it is complete, and replaces what is there.
-    model : torch.nn.Module
-        As from :func:`prepare_model`. The file does not depend on how many ranks there were, or how they
-        worked together.
-    optimizer : torch.optim.Optimizer, optional
-        Its state is saved, too.
-    **extra
-        Numbers, strings and tensors that :func:`load_checkpoint` is to return, such as the epoch.
-    """
-    checkpoint.save(path, model, optimizer, extra)
-
-
-def load_checkpoint(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None
-) -> dict[str, Any] | None:
-    """Load what :func:`save_checkpoint` has written, by however many ranks; all ranks call it.
-
-    Returns
-    -------
-    dict or None
-        What was saved with it by name; None where there is no such file, and nothing was changed.
-
-    Raises
-    ------
-    ConfigError
-        If the file is no such checkpoint.
-    """
-    return checkpoint.load(path, model, optimizer)

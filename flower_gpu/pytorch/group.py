@@ -14,7 +14,7 @@ from torch import distributed
 
 from flower_gpu.errors import ConfigError, InvalidResultError, RankError
 from flower_gpu.pytorch.device import device
-from flower_gpu.rank_settings import RankSettings
+from flower_gpu.pytorch.rank_settings import RankSettings
 
 # What gloo and NCCL say when another rank is gone or does not answer. Not each error has a class of its own.
 _OF_OTHERS: Final = re.compile(
@@ -49,15 +49,6 @@ def world_size() -> int:
 @contextmanager
 def joined(file: str, number: int, count: int, how: RankSettings) -> Iterator[None]:
     """Be one of several ranks in the block.
-
-    Parameters
-    ----------
-    file : str
-        Over which they find each other.
-    number, count : int
-        The rank, and how many there are.
-    how : RankSettings
-        How they work together.
 
     Raises
     ------

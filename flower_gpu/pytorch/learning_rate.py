@@ -14,10 +14,19 @@ from flower_gpu.pytorch import group
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
-def scaled(optimizer: Optimizer) -> Optimizer:
-    """Multiply the learning rate in each step of an optimizer; see ``prepare_optimizer``.
+def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Scale an optimizer's learning rate as ``lr_scaling`` of :func:`flower_gpu.distributed` says.
 
-    Within the step only: outside of it the rate is the user's, so that any scheduler goes on from that.
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        With the learning rate for one rank.
+
+    Returns
+    -------
+    torch.optim.Optimizer
+        The same one. Its learning rate is what it was, also for a scheduler; within ``step`` it is
+        multiplied.
     """
     how = group.options()
     count = group.world_size()

@@ -29,8 +29,27 @@ class RankSampler(DistributedSampler[Any]):
         return len(range(self.rank, whole, self.num_replicas))
 
 
-def divided(loader: DataLoader[T]) -> DataLoader[T]:
-    """Return a loader like this one for this rank's part of the data; see ``prepare_loader``."""
+def prepare_loader(loader: DataLoader[T]) -> DataLoader[T]:
+    """Have a loader give each rank its part of the data, in another order in each epoch if it shuffles.
+
+    Parameters
+    ----------
+    loader : torch.utils.data.DataLoader
+        Of the whole data set, with ``batch_size`` and ``shuffle``.
+
+    Returns
+    -------
+    torch.utils.data.DataLoader
+        With a ``DistributedSampler``. Its batches together are those of one rank: each has its part of
+        ``batch_size``, rounded up; with ``lr_scaling`` it is the size of each. So that all ranks take as many
+        steps, up to ``world_size() - 1`` examples are there twice, or left out with ``drop_last``. The order
+        follows ``torch.initial_seed()`` and the epoch, which is counted by itself.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be divided: it has a sampler of its own, or an ``IterableDataset``.
+    """
     count = group.world_size()
     if (reason := _cannot_be_divided(loader)) is not None:
         if count == 1:  # nor has it to be

@@ -14,7 +14,7 @@ from torch import nn
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.pytorch import group
-from flower_gpu.pytorch.device import shared_tensors, to_device
+from flower_gpu.pytorch.device import share_again, shared_tensors, to_device
 
 
 def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module], ...]) -> nn.Module:
@@ -40,9 +40,7 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
     fully_shard(model, mesh=mesh)
     shared = shared_tensors(model)
     model.to_empty(device=where)
-    for (first, first_name), *others in shared:  # each place has got a tensor of its own
-        for tensors, name in others:
-            tensors[name] = first[first_name]
+    share_again(shared)  # each place has got a tensor of its own
     load_full_state(model, state)
     for name, buffer in kept.items():
         parent, _, last = name.rpartition(".")
@@ -58,13 +56,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the ``state_dict`` of a divided model as a whole, on the CPU; all ranks call it.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        In rank 0; empty in the others.
-    """
+    """Return the ``state_dict`` of a divided model as a whole, on the CPU; all ranks call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -8,10 +8,9 @@ way in. Strategies average integer and boolean buffers into floats; those are ro
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +18,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flower_gpu import array_checks
+from flower_gpu import files
 from flower_gpu.errors import ConfigError, WeightsError
+from flower_gpu.frameworks import array_checks
 from flower_gpu.pytorch import group, sharding
-
-#: The numpy dtype each entry of a state_dict has as an array.
-_NUMPY_DTYPES: Final[Mapping[torch.dtype, np.dtype[Any]]] = {
-    torch.float64: np.dtype(np.float64),
-    torch.float32: np.dtype(np.float32),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(np.float32),  # numpy has none; float32 holds every bfloat16
-    torch.complex128: np.dtype(np.complex128),
-    torch.complex64: np.dtype(np.complex64),
-    torch.int64: np.dtype(np.int64),
-    torch.int32: np.dtype(np.int32),
-    torch.int16: np.dtype(np.int16),
-    torch.int8: np.dtype(np.int8),
-    torch.uint64: np.dtype(np.uint64),
-    torch.uint32: np.dtype(np.uint32),
-    torch.uint16: np.dtype(np.uint16),
-    torch.uint8: np.dtype(np.uint8),
-    torch.bool: np.dtype(np.bool_),
-}
+from flower_gpu.pytorch.device import from_numpy
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:
@@ -124,21 +106,18 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     model = _own(model)
     state = model.state_dict()
     entries = _entries(state, is_divided=True)
-    if isinstance(weights, str) or not isinstance(weights, Sequence):
-        hint = "; set_state takes a mapping" if isinstance(weights, Mapping) else ""
+    if isinstance(weights, Mapping):
         raise WeightsError(
-            f"expected a list of {len(entries)} numpy arrays, got {type(weights).__name__}{hint}"
+            f"expected a list of {len(entries)} numpy arrays, got {type(weights).__name__}; "
+            "set_state takes a mapping"
         )
-    if len(weights) != len(entries):
-        hint = ""
-        if len(weights) == len(list(model.parameters())):
-            hint = (
-                "; that is the number of parameters, but the state_dict has buffers (such as "
-                "BatchNorm's running mean) or shared parameters too: use get_weights"
-            )
-        raise WeightsError(
-            f"expected {len(entries)} arrays ({array_checks.few(entries)}), got {len(weights)}{hint}"
+    hint = ""
+    if isinstance(weights, Sequence) and len(weights) == len(list(model.parameters())):
+        hint = (
+            "; that is the number of parameters, but the state_dict has buffers (such as "
+            "BatchNorm's running mean) or shared parameters too: use get_weights"
         )
+    array_checks.check_count(weights, list(entries), hint)
     labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
     _load(model, state, labels, weights)
 
@@ -220,20 +199,13 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
         tensors[name] = plain.clone() if storage in storages else plain
         storages.add(storage)
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode
+    with files.replaced(path) as new:
         try:
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            save_file(tensors, new, metadata={"format": "pt"})
         except KeyError as error:  # how safetensors says that it does not know a dtype
             dtype = error.args[0]
             names = [name for name, tensor in entries.items() if tensor.dtype == dtype]
             raise WeightsError(f"safetensors cannot store {dtype}: {array_checks.few(names)}") from error
-        temporary.chmod(mode)  # safetensors may leave a file that only its owner can read
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _entries(
@@ -273,8 +245,8 @@ def _own(model: nn.Module) -> nn.Module:
 
 def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype[Any]:
     try:
-        return _NUMPY_DTYPES[tensor.dtype]
-    except KeyError:
+        return array_checks.numpy_dtype(str(tensor.dtype).removeprefix("torch."))
+    except WeightsError:
         raise WeightsError(
             f"{name}: {tensor.dtype} has no numpy counterpart; convert the entry, "
             "for instance with .to(torch.bfloat16)"
@@ -316,11 +288,4 @@ def _load(
 
 def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
     """Return ``value`` as a CPU tensor for the entry ``tensor``, without a copy if possible."""
-    array = array_checks.fitted(value, tuple(tensor.shape), dtype)
-    # torch warns about read-only memory, and refuses steps that are negative or not whole items. It
-    # does not look at the address, and crashes on a complex number that is not where it expects.
-    address = array.__array_interface__["data"][0]
-    odd = any(step < 0 or step % array.itemsize for step in (address, *array.strides))
-    if odd or not array.flags.writeable:
-        array = array.copy()
-    return torch.from_numpy(array)
+    return from_numpy(array_checks.fitted(value, tuple(tensor.shape), dtype))

@@ -1,1 +1,11 @@
-"""A function of one call in several processes at once, one for each GPU of its lease."""
+"""One function of a call in several processes (ranks), one for each GPU of its lease.
+
+::
+
+    call's worker: function.Distributed ──>   run: a worker for each rank ──> rank: joins the others, runs it
+                        ▲                          │                             │
+                        └── one result (results) ──┴── or one error (failures) <─┘
+
+The ranks meet over a file in memory (rendezvous); their memory figures go to the worker of the call, which
+holds the lease for them all.
+"""

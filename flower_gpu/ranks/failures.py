@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, WorkerTimeoutError, shortened
-from flower_gpu.isolation.outcomes import WorkerStoppedError
+from flower_gpu.errors import RankError, WorkerDiedError, WorkerTaskError, WorkerTimeoutError, text_of
+from flower_gpu.workers.outcomes import WorkerStoppedError
 
 # NCCL's watchdog ends a process whose partner does not answer, and says so in its output.
 _WATCHDOG: Final = re.compile(
@@ -20,39 +20,23 @@ _FRAME: Final = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+) in (
 
 @dataclass(frozen=True)
 class End:
-    """How a rank has ended.
-
-    Parameters
-    ----------
-    rank : int
-        The rank.
-    label : str
-        Its name in messages.
-    value : object
-        What it returned.
-    error : BaseException, optional
-        What it failed with.
-    at : float
-        When, on the clock of ``time.monotonic``.
-    says_others : bool
-        Whether it says itself that another rank did not answer.
-    """
+    """The end of a rank, with a value or an error."""
 
     rank: int
-    label: str
+    label: str  # its name in messages
     value: Any
     error: BaseException | None
-    at: float
-    says_others: bool = False
+    at: float  # on the clock of time.monotonic
+    says_others: bool = False  # it says itself that another rank did not answer
 
     @property
     def is_last_word(self) -> bool:
-        """Whether this is why the call failed: what others may say meanwhile changes nothing."""
+        """Whether this is why the call failed, whatever other ranks say."""
         return not (self.is_of_others or isinstance(self.error, WorkerTimeoutError))
 
     @property
     def is_of_others(self) -> bool:
-        """Whether it failed because another one did."""
+        """Whether it failed because another rank did."""
         if self.says_others or isinstance(self.error, WorkerStoppedError):
             return True
         return isinstance(self.error, WorkerDiedError) and _WATCHDOG.search(self.error.tail) is not None
@@ -67,20 +51,18 @@ def of_all(ends: Sequence[End]) -> BaseException:
         return _error(next(end for end in own if end not in timed_out))
     if timed_out:
         return _late([*timed_out, *(end for end in failed if isinstance(end.error, WorkerStoppedError))])
-    # Nobody failed by itself: who was still running when the others gave up is the one they waited for.
+    # No rank failed by itself: the others waited for a rank that still ran when they gave up.
     waited = [end for end in failed if not isinstance(end.error, WorkerStoppedError)]
     hung = [end for end in failed if isinstance(end.error, WorkerStoppedError)]
     if waited and hung:
         names = " and ".join(f"{end.label} ({where(end)})" for end in hung)
-        first = waited[0]
-        return _caused(
-            RankError(
-                f"{names} did not answer: {first.label} waited for it in vain ({_text(first.error)}). "
-                f"{_SAME_STEPS}",
-                hung[0].rank,
-            ),
-            first.error,
+        error = RankError(
+            f"{names} did not answer: {waited[0].label} waited for it in vain ({text_of(waited[0].error)}). "
+            f"{_SAME_STEPS}",
+            hung[0].rank,
         )
+        error.__cause__ = waited[0].error
+        return error
     if waited:
         return _in_vain(waited[0])
     return _error(hung[0])
@@ -98,16 +80,16 @@ def _error(end: End) -> BaseException:
     if not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit: not the rank's
         return error
     names_it = isinstance(error, WorkerDiedError | WorkerTaskError)
-    text = str(error) if names_it else f"{end.label}: {_text(error)}"
-    return _caused(RankError(text, end.rank), error)
+    text = str(error) if names_it else f"{end.label}: {text_of(error)}"
+    return _caused(text, end)
 
 
 def _in_vain(end: End) -> BaseException:
     """Return the error of a rank that speaks of the others, where none of them was lost or late."""
     if isinstance(end.error, WorkerDiedError):
         return _error(end)
-    text = f"{end.label}: {_text(end.error)}. No other rank failed before. {_SAME_STEPS}"
-    return _caused(RankError(text, end.rank), end.error)
+    text = f"{end.label}: {text_of(end.error)}. No other rank failed before. {_SAME_STEPS}"
+    return _caused(text, end)
 
 
 def _late(ends: Sequence[End]) -> WorkerTimeoutError:
@@ -117,13 +99,7 @@ def _late(ends: Sequence[End]) -> WorkerTimeoutError:
     )
 
 
-def _caused(error: RankError, cause: BaseException | None) -> RankError:
-    error.__cause__ = cause
+def _caused(text: str, end: End) -> RankError:
+    error = RankError(text, end.rank)
+    error.__cause__ = end.error
     return error
-
-
-def _text(error: BaseException | None) -> str:
-    try:
-        return shortened(f"{type(error).__name__}: {error}")
-    except Exception:  # its own __str__ failed
-        return type(error).__name__

@@ -10,10 +10,10 @@ from typing import Any, overload
 
 from flower_gpu.calls import leasing
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu.request import Request
-from flower_gpu.isolation.call import Task, check_task, load_task, task_name
-from flower_gpu.rank_settings import RankSettings
+from flower_gpu.leases.request import Request
+from flower_gpu.pytorch.rank_settings import RankSettings
 from flower_gpu.ranks import run
+from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
 #: Runs a function that gets Flower's Context; it knows what of that has to come back.
 _MESSAGE_CALL = "flower_gpu.flower.rank_messages:call"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flower_gpu.isolation import events
-from flower_gpu.isolation.call import load_task
 from flower_gpu.ranks import results
 from flower_gpu.ranks.rendezvous import Rendezvous
+from flower_gpu.workers import events
+from flower_gpu.workers.call import load_task
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 def main(
     rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run the function among the others; runs in a worker of its own.
-
-    Returns
-    -------
-    object
-        What the function returned in rank 0; in the others a :class:`~flower_gpu.ranks.results.Part` of it.
-    """
+    """Run the function among the others; runs in a worker of its own."""
     value = run(rendezvous, function, args, kwargs)
     return value if rendezvous.rank == 0 else results.part_of(value)
 

@@ -13,27 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.rank_settings import RankSettings
+from flower_gpu.pytorch.rank_settings import RankSettings
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What a rank has to know of the others.
+    """The meeting of a rank with the others."""
 
-    Parameters
-    ----------
-    file : str
-        Path of the file over which they tell each other their addresses (``torch.distributed.FileStore``).
-    rank : int
-        Its number, from 0 on.
-    world_size : int
-        How many there are.
-    settings : RankSettings
-        How they work together.
-    """
-
-    file: str
-    rank: int
+    file: str  # over which they tell each other their addresses (torch.distributed.FileStore)
+    rank: int  # its number, from 0 on
     world_size: int
     settings: RankSettings
 

@@ -12,17 +12,7 @@ from flower_gpu.errors import InvalidResultError
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank but the first gives back of its result: numbers only.
-
-    Parameters
-    ----------
-    loss : float, optional
-        Of an evaluation.
-    num_examples : int, optional
-        What it says that its data are.
-    metrics : mapping
-        Those that are numbers.
-    """
+    """The numbers in a rank's result: all that ranks but the first give back."""
 
     loss: float | None = None
     num_examples: int | None = None
@@ -48,11 +38,6 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def merged(values: Sequence[Any]) -> Any:
     """Return rank 0's result with metrics, and loss, averaged over the ranks.
-
-    Parameters
-    ----------
-    values : sequence
-        What the first rank returned, and a :class:`Part` of each of the others.
 
     Raises
     ------

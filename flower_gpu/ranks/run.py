@@ -13,17 +13,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu import config
-from flower_gpu.calls import leased_worker, leasing, rank_figures
+from flower_gpu.calls import environment, leased_worker, leasing, rank_figures
 from flower_gpu.errors import WorkerError
-from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.isolation import child, events, log_lines, own_calls, threads, worker
-from flower_gpu.isolation.call import Call, Task
-from flower_gpu.isolation.forkserver import client
-from flower_gpu.isolation.stop_order import StopOrder
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
 from flower_gpu.ranks import failures, results
 from flower_gpu.ranks.failures import End
 from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place, remove_left_of_nccl
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers import events, log_lines, methods, own_calls, threads
+from flower_gpu.workers import worker as child
+from flower_gpu.workers.call import Call, Task
+from flower_gpu.workers.cores import cores, openmp_threads
+from flower_gpu.workers.life import StopOrder
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
@@ -49,13 +51,13 @@ def how_many() -> int:
     lease = leasing.of_this_process()
     if lease is not None and lease.shares:
         return len(lease.shares)
-    return int(os.environ.get(config.RANKS_VARIABLE) or 1)
+    return int(os.environ.get(RANKS_VARIABLE) or 1)
 
 
 def is_asked_for_one() -> bool:
     """Tell whether this is the worker of a call that is for one GPU, or for a part of one."""
     is_here = own_calls.is_inside() or not leasing.is_worker()
-    return not is_here and config.RANKS_VARIABLE not in os.environ
+    return not is_here and RANKS_VARIABLE not in os.environ
 
 
 def run(
@@ -68,25 +70,6 @@ def run(
     merged: Callable[[Sequence[Any]], Any] = results.merged,
 ) -> Any:
     """Run a function in so many ranks.
-
-    Parameters
-    ----------
-    function : Distributed
-        What the user made of a function.
-    count : int
-        As from :func:`how_many`.
-    args, kwargs
-        The function's arguments; each rank has a copy of its own.
-    task : str
-        What each rank runs, with its :class:`~flower_gpu.ranks.rendezvous.Rendezvous`, the function, and its
-        arguments.
-    merged : callable
-        Makes one result of what the ranks returned.
-
-    Returns
-    -------
-    object
-        What rank 0 returned, with metrics of all ranks.
 
     Raises
     ------
@@ -123,16 +106,16 @@ def _call(
     own = None
     if lease is not None and share is not None:
         own = replace(lease, shares=(share,), ticket="")  # the worker writes into it for all of them
-    cores = config.openmp_threads(os.environ) or config.cores()
+    threads_of_all = openmp_threads(os.environ) or cores()
     prefix = log_lines.current().removesuffix(": ")
     return Call(
         task,
         (rendezvous, *rest),
         env={
-            **threads.environment(max(1, cores // count), {}),
-            **leasing.worker_environment(own, os.environ),
+            **threads.environment(max(1, threads_of_all // count), {}),
+            **environment.of_worker(own, os.environ),
             **_network(os.environ),
-            config.RANKS_VARIABLE: "1",
+            RANKS_VARIABLE: "1",
             # Of whoever has started the client: PyTorch would look for its GPU by that.
             **({"LOCAL_RANK": "0"} if "LOCAL_RANK" in os.environ else {}),
         },
@@ -189,13 +172,7 @@ def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[A
 
 
 def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> bool:
-    """Wait until all ranks are through, or one has failed and the others had time to tell why.
-
-    Returns
-    -------
-    bool
-        Whether it is known how this ends: False where those that are still there are waited for in vain.
-    """
+    """Wait until all ranks are through, or one has failed and the others had time to tell why."""
     until: float | None = None
     while len(ends) < count:
         try:
@@ -217,11 +194,11 @@ def _run_one(
     value, error = None, None
     # Chosen by the user for libraries that no fork carries; else the server, which has them loaded. Not a
     # fork of this worker: its threads look at the GPUs meanwhile, and its arrays would be those of all ranks.
-    is_spawn = os.environ.get(config.START_METHOD_VARIABLE) == "spawn" or not client.is_supported()
+    method = methods.choose_in_worker(os.environ.get(START_METHOD_VARIABLE))
     try:
         value = worker.run(
             call,
-            "spawn" if is_spawn else "forkserver",
+            method,
             timeout_s=_left_s(),
             on_event=partial(_on_event, rank, figures, told),
             or_spawn=True,
@@ -246,7 +223,7 @@ def _on_event(
 
 def _left_s() -> float | None:
     """Return how long ranks may take, a little less than their call; None: as long as they want."""
-    text = os.environ.get(config.DEADLINE_VARIABLE)
+    text = os.environ.get(DEADLINE_VARIABLE)
     if not text:
         return None
     left_s = float(text) - time.monotonic()

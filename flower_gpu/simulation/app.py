@@ -12,8 +12,8 @@ from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
 
+from flower_gpu.apps.app import FlowerApp
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.app import FlowerApp
 from flower_gpu.simulation.messages import AppReference
 
 _UNNAMED = "app"  # two components without a folder
@@ -35,27 +35,13 @@ def name_and_folder(app: str | Path | tuple[ServerApp, ClientApp]) -> tuple[str,
 
 @dataclass(frozen=True)
 class SimulatedApp:
-    """What is to run.
+    """What is to run."""
 
-    Parameters
-    ----------
-    name : str
-        Its name.
-    server : ServerApp or str
-        The one component, or ``"package.module:attribute"``.
-    client : ClientApp or AppReference
-        The other one.
-    folder : Path, optional
-        Where it is, if it has a folder.
-    run_config : mapping
-        All of its run config.
-    """
-
-    name: str
-    server: ServerApp | str
-    client: ClientApp | AppReference
-    folder: Path | None
-    run_config: Mapping[str, Any]
+    name: str  # its name
+    server: ServerApp | str  # the one component, or ``"package.module:attribute"``
+    client: ClientApp | AppReference  # the other one
+    folder: Path | None  # where it is, if it has a folder
+    run_config: Mapping[str, Any]  # all of its run config
 
     @classmethod
     def of(

@@ -20,8 +20,8 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
 from flower_gpu.flower.rounds import RoundState
-from flower_gpu.isolation.outcomes import traceback_of
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
+from flower_gpu.workers.outcomes import traceback_of
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.checkpoint import Checkpoints

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 from flower_gpu.calls.leasing import MOST_TOO_MUCH
 from flower_gpu.errors import GPUError
-from flower_gpu.gpu import tickets
-from flower_gpu.gpu.admission import Option
-from flower_gpu.gpu.ledger_folder import LedgerFolder
-from flower_gpu.gpu.tickets import Entry, Ticket
+from flower_gpu.leases import tickets
+from flower_gpu.leases.admission import Option
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.tickets import Entry, Ticket
 
 
 class LeaseTurns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,32 +15,25 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
 
-from flower_gpu.calls.options import CallSettings
+from flower_gpu import frameworks
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.records import round_of
-from flower_gpu.isolation.zygote.worker import leave_after_this_call, may_stay
 from flower_gpu.simulation.fresh import ProcessState, seed_all, seed_of
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verification import Verification
+from flower_gpu.workers.forkserver.run_worker import leave_after_this_call, may_stay
 
 
 @dataclass(frozen=True)
 class AppReference:
-    """A ClientApp that workers import.
+    """A ClientApp that workers import."""
 
-    Parameters
-    ----------
-    folder : Path
-        The app's folder, which goes first on ``sys.path``.
-    name : str
-        ``"package.module:attribute"``.
-    """
-
-    folder: Path
-    name: str
+    folder: Path  # the app's folder, which goes first on ``sys.path``
+    name: str  # ``"package.module:attribute"``
 
     def load(self) -> ClientApp:
         """Import it.
@@ -250,9 +242,9 @@ def as_first(seed: int) -> Iterator[None]:
     elif may_stay():
         _found = ProcessState()
     seed_all(seed)
-    had_torch = "torch" in sys.modules
+    had = frameworks.loaded()
     try:
         yield
     finally:
-        if "torch" in sys.modules and not had_torch:
+        if any(next(new.settings(), None) for new in frameworks.loaded() if new not in had):
             leave_after_this_call()  # nobody knows what flags it had before this client

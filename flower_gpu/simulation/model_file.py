@@ -6,7 +6,6 @@ import os
 import re
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ from flwr.app import ArrayRecord
 from flwr.common import Parameters, parameters_to_ndarrays
 from numpy.typing import NDArray
 
+from flower_gpu import files
 from flower_gpu.simulation.places import disk_error
 
 SAFETENSORS: Final = "model.safetensors"
@@ -87,18 +87,11 @@ def _arrays(model: ArrayRecord | Parameters | None) -> _Arrays:
 
 
 def _write(path: Path, arrays: _Arrays, write: Callable[[Path, _Arrays], bool]) -> bool:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        if not write(temporary, arrays):
-            return False
-        temporary.chmod(mode)  # safetensors makes files that only their owner can read
-        temporary.replace(path)
-        return True
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+    with files.replaced(path, has_one_writer=True) as new:
+        is_written = write(new, arrays)
+        if not is_written:
+            new.unlink()  # the file of before stays
+    return is_written
 
 
 def _write_safetensors(path: Path, arrays: _Arrays) -> bool:

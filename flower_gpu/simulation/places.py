@@ -11,37 +11,26 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flower_gpu.errors import FlowerGPUError
-from flower_gpu.gpu.request import format_bytes
+from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import path_text
+
+_NEXT = (
+    "It holds states of virtual nodes, which are lost without it: bring it back from a copy if there is one, "
+    "else run the simulation again from its start, and look after the disk"
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a file a state is.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    offset_bytes, size_bytes : int
-        Where it begins, and how long it is.
-    checksum : int
-        CRC-32 of its bytes.
-    """
+    """Where in a file the bytes of a state or a model are."""
 
     path: Path
     offset_bytes: int
     size_bytes: int
-    checksum: int
+    checksum: int  # CRC-32
 
     def open(self) -> BinaryIO:
-        """Open the file, for :meth:`read_from`.
-
-        Raises
-        ------
-        FlowerGPUError
-            If it cannot be opened.
-        """
+        """Open the file, for :meth:`read_from`."""
         try:
             return self.path.open("rb", buffering=0)
         except OSError as error:
@@ -50,13 +39,7 @@ class Place:
             ) from error
 
     def read_from(self, file: BinaryIO) -> bytes:
-        """Return the bytes.
-
-        Raises
-        ------
-        FlowerGPUError
-            If they are not what was written.
-        """
+        """Return the bytes; raises a FlowerGPUError if they are not what was written."""
         try:
             file.seek(self.offset_bytes)
             data = _read(file, self.size_bytes)
@@ -75,12 +58,6 @@ class Place:
         """Return the bytes; opens the file for that."""
         with self.open() as file:
             return self.read_from(file)
-
-
-_NEXT = (
-    "It holds states of virtual nodes, which are lost without it: bring it back from a copy if there is one, "
-    "else run the simulation again from its start, and look after the disk"
-)
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
@@ -113,7 +90,7 @@ def _read(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) == size or not data:
         return data
-    parts = [data]
+    parts = [data]  # one call reads at most just under 2 GiB
     while size > (found := sum(map(len, parts))) and (more := file.read(size - found)):
         parts.append(more)
     return b"".join(parts)

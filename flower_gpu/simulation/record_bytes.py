@@ -14,7 +14,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from flower_gpu.flower import arrays
-from flower_gpu.isolation.regions import SMALL_BYTES, Region
+from flower_gpu.workers.transport.regions import SMALL_BYTES, Region
 
 _MAGIC = b"fgrecs01"
 _START = struct.Struct("<8sQ")  # magic, bytes of the description

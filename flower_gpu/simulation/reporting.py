@@ -1,24 +1,26 @@
-"""One run, shown and written down: its events go to the progress, the sums and the folder of results."""
+"""One run, shown and written down: its events go to the history, the trace, the display and the results."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from flower_gpu.apps.failures import Failure, FailureLog
 from flower_gpu.errors import ClientsFailedError, ConfigError, FlowerGPUError, shortened
-from flower_gpu.run.failures import Failure, FailureLog
-from flower_gpu.simulation.events import NOT_PULLED, Event, Replied, RunStarted
-from flower_gpu.simulation.progress import Progress
-from flower_gpu.simulation.recorder import Recorder
-from flower_gpu.simulation.recording import recorded_run
+from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
+from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
-from flower_gpu.simulation.summary_text import summary_lines
-from flower_gpu.simulation.totals import Totals
-from flower_gpu.simulation.traced import trace_event
+from flower_gpu.simulation.summary import summary_lines, summary_of
+from flower_gpu.trace import Event
+from flower_gpu.watch.display import make_display
+from flower_gpu.watch.history import History
 
+#: Events that are not in the trace: each call of a simulation has lines of its own there.
+_ONLY_HERE: Final = ("reply", "round_grew")
 _CANNOT_RESUME = (
     "this run cannot go on with {}: only flower_gpu's FedAvg (flower_gpu.FedAvg) says after each round all "
     "that the next one needs. Other strategies keep what nobody else knows of: run the app anew"
@@ -27,21 +29,11 @@ _CANNOT_RESUME = (
 
 @dataclass
 class Report:
-    """What is known of a run.
-
-    Attributes
-    ----------
-    recorder : Recorder
-        For :class:`~flower_gpu.simulation.recorded_grid.RecordedGrid`; it also has the final model.
-    facts : dict
-        What else the summary is to hold, such as ``workers_started``. To be filled while the run goes on.
-    summary : dict
-        The summary, as in ``summary.json``; empty until the run is over.
-    """
+    """What is known of a run. Its recorder has the model; ``summary`` is empty until the run is over."""
 
     recorder: Recorder
-    facts: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # for the summary, such as ``workers_started``
+    summary: dict[str, Any] = field(default_factory=dict)  # as in ``summary.json``
 
 
 @contextmanager
@@ -55,69 +47,58 @@ def reported_run(
     on_resume: Callable[[], None] = lambda: None,
     keep_going: bool = False,
 ) -> Iterator[Report]:
-    """Show a run and write it down, while in the context.
+    """Show a run and write it down in ``folder``, while in the context.
 
-    Parameters
-    ----------
-    folder : ResultFolder or None
-        Where its results go; None keeps none.
-    clients : int
-        How many virtual clients there are.
-    partition_of : callable
-        Returns the partition of a node.
-    progress : bool
-        Whether its progress, and the sums at its end, are shown on stderr.
-    resumed_round : int, optional
-        The round of the checkpoint, if the run goes on with an earlier one in this folder.
-    on_resume : callable
-        Called when it is clear that it does.
-    keep_going : bool
-        Whether a run in which all clients fail goes on.
-
-    Yields
-    ------
-    Report
-        What is known.
+    A run that goes on with an earlier one in this folder has the round of the checkpoint for
+    ``resumed_round``. ``on_resume`` is called when it is clear that it can go on.
 
     Raises
     ------
     SimulationStoppedError
         In the place of a KeyboardInterrupt.
     ClientsFailedError
-        If all clients fail.
+        If all clients fail, and not ``keep_going``.
     """
-    totals = Totals(clients)
-    refused = False
-    has_resumed: list[bool] = []
-    shown = Progress(is_shown=progress)
-    failures = FailureLog(None if folder is None else folder.failures, shown.say)
+    began_s = time.monotonic()
+    history = History(keep_finished=False)
+    messages_before = 0
+    is_refused, is_resumed = False, resumed_round is None
+    display = make_display(history, sys.stderr, is_shown=progress)
+    failures = FailureLog(None if folder is None else folder.failures, display.say)
+
+    def resume(event: Event) -> None:
+        nonlocal is_refused, is_resumed, messages_before
+        if event["event"] == "strategy_started" and not event["can_resume"]:
+            is_refused = True
+            raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
+        is_resumed = True
+        # Only now: nothing is changed in the folder of a run that cannot go on.
+        assert folder is not None and resumed_round is not None
+        history.feed(folder.cut(resumed_round))
+        messages_before = history.messages_sent
+        on_resume()
 
     def on_event(event: Event) -> None:
-        nonlocal refused
-        if resumed_round is not None and not has_resumed:
-            if isinstance(event, RunStarted) and not event.can_resume:
-                refused = True
-                raise ConfigError(_CANNOT_RESUME.format(event.strategy))
-            has_resumed.append(True)
-            # Only now: nothing is changed in the folder of a run that cannot go on.
-            assert folder is not None
-            totals.restore(folder.cut(resumed_round))
-            on_resume()
-        totals.on_event(event)
+        if not is_resumed:
+            resume(event)
+        history.feed([event])
         if folder is not None:
             folder.on_event(event)
-            trace_event(event)
-        shown.on_event(event)
-        if isinstance(event, Replied) and event.error is not None:
-            client = "unknown" if event.partition is None else str(event.partition)
-            failure = Failure(client, event.kind, event.server_round, event.text, event.traceback)
-            failures.add(failure, is_said=event.error != NOT_PULLED)
+            if event["event"] not in _ONLY_HERE:
+                write_event(event)
+        display.show(event)
+        if event["event"] == "reply" and event["error"] is not None:
+            client = "unknown" if event["node"] is None else str(event["node"])
+            failure = Failure(
+                client, event["task"], event["round"], event["error"], event.get("traceback", "")
+            )
+            failures.add(failure, is_said=event["error"] != NOT_PULLED)
 
     outcome, error_text = "completed", None
     report: Report | None = None
     try:
         pointer = None if keep_going else lambda: failures.pointer
-        with recorded_run(on_event, partition_of, pointer) as recorder:
+        with recorded_rounds(on_event, partition_of, pointer) as recorder:
             report = Report(recorder)
             yield report
             recorder.close()
@@ -133,9 +114,16 @@ def reported_run(
         outcome, error_text = "failed", _text(error)
         raise
     finally:
-        shown.close()
-        if report is not None and not refused:
-            report.summary = totals.as_dict(outcome, **report.facts)
+        display.close()
+        if report is not None and not is_refused:
+            report.summary = summary_of(
+                history,
+                outcome,
+                clients=clients,
+                seconds=time.monotonic() - began_s,
+                messages_before=messages_before,
+                **report.facts,
+            )
             if error_text is not None:
                 report.summary["error"] = error_text
             try:

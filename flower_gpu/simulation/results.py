@@ -13,15 +13,17 @@ from typing import Any
 from flwr.app import ArrayRecord
 from flwr.common import Parameters
 
-from flower_gpu import trace
-from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.launch.folder import RunFolder, short, write_json
+from flower_gpu import files, trace
+from flower_gpu.apps.failures import FILE_NAME
+from flower_gpu.apps.folder import RunFolder, short, write_json
+from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
+from flower_gpu.flower.recording.metrics import Metrics, finite
 from flower_gpu.printable import path_text
-from flower_gpu.run.failures import FILE_NAME
-from flower_gpu.simulation.checkpoint import INDEX_NAME
-from flower_gpu.simulation.events import Event, Metrics, PhaseFinished, Replied, RunResumed, finite
+from flower_gpu.simulation.checkpoint import INDEX_NAMES
 from flower_gpu.simulation.model_file import write_model
 from flower_gpu.simulation.places import disk_error
+from flower_gpu.trace import Event
+from flower_gpu.watch.fields import first_line
 
 _SMALL_BYTES = 4096  # of a line, a table or a summary, about
 
@@ -47,13 +49,7 @@ class SimulationStoppedError(KeyboardInterrupt):
 
 
 class ResultFolder:
-    """The files of a run. Not safe to use from several threads.
-
-    Parameters
-    ----------
-    path : Path
-        The folder.
-    """
+    """The files of a run. Not safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,33 +58,14 @@ class ResultFolder:
 
     @classmethod
     def create(cls, log_dir: Path, config: Mapping[str, Any]) -> ResultFolder:
-        """Make a folder for a new run.
-
-        Parameters
-        ----------
-        log_dir : Path
-            Where it is made.
-        config : mapping
-            Everything the run was started with, resolved.
-
-        Raises
-        ------
-        ConfigError
-            If it cannot be made.
-        """
+        """Make a folder in ``log_dir`` for a new run; ``config`` is what it was started with, resolved."""
         folder = cls(RunFolder.create(log_dir).path)
         write_json(folder.config, finite(config))
         return folder
 
     @classmethod
     def reopen(cls, path: Path) -> ResultFolder:
-        """Open the folder of an earlier run, to go on with it.
-
-        Raises
-        ------
-        ConfigError
-            If it is none, or has no checkpoint.
-        """
+        """Open the folder of an earlier run, to go on with it; it must have a checkpoint."""
         folder = cls(path.expanduser().resolve())
         if not folder.path.is_dir():
             raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
@@ -142,7 +119,7 @@ class ResultFolder:
     @property
     def can_resume(self) -> bool:
         """Whether there is a checkpoint."""
-        return (self.checkpoint / INDEX_NAME).is_file()
+        return any((self.checkpoint / name).is_file() for name in INDEX_NAMES)
 
     @property
     def shown(self) -> str:
@@ -150,13 +127,7 @@ class ResultFolder:
         return short(self.path)
 
     def read_config(self) -> dict[str, Any]:
-        """Return what the run was started with.
-
-        Raises
-        ------
-        ConfigError
-            If that cannot be read.
-        """
+        """Return what the run was started with."""
         try:
             config = json.loads(self.config.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -165,24 +136,17 @@ class ResultFolder:
             raise ConfigError(f"{self.config} is no JSON object")
         return config
 
-    def cut(self, server_round: int) -> list[dict[str, Any]]:
-        """Take away the lines of rounds after this one, and a torn one; return those that stay."""
+    def cut(self, server_round: int) -> list[Event]:
+        """Take away the lines of later rounds, and a torn one; return the events of the lines that stay."""
         kept = [line for line in self._read() if (line.get("round") or 0) <= server_round]
-        temporary = self.metrics.with_name(self.metrics.name + ".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.metrics)
+        with files.replaced(self.metrics, has_one_writer=True) as new:
+            new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._rows = [line for line in kept if line.get("kind") not in _NO_ROWS]
         self._has_new_rows = True
-        return kept
+        return [event for line in kept if (event := _event_of(line)) is not None]
 
     def on_event(self, event: Event) -> None:
-        """Write an event down, if it is one to keep.
-
-        Raises
-        ------
-        FlowerGPUError
-            If the disk is full or cannot be written to.
-        """
+        """Write an event down, if it is one to keep. A full disk is an error that says what to do."""
         try:
             self._keep(event)
         except OSError as error:
@@ -190,42 +154,28 @@ class ResultFolder:
             raise disk_error(error, self.path, _SMALL_BYTES, text) from error
 
     def _keep(self, event: Event) -> None:
-        match event:
-            case RunResumed():
-                self._add({"round": event.server_round, "kind": "resumed"})
-            case Replied(error=str()):
-                self._add(
-                    {
-                        "round": event.server_round,
-                        "kind": "failure",
-                        "type": event.kind,
-                        "client": event.partition,
-                        "error": event.error,
-                    }
-                )
-            case Replied() if event.metrics:
-                self._add(
-                    {
-                        "round": event.server_round,
-                        "kind": "client",
-                        "type": event.kind,
-                        "client": event.partition,
-                        "metrics": finite(event.metrics),
-                    }
-                )
-            case PhaseFinished():
-                self._add_row(event)
+        server_round = event.get("round")
+        match event["event"]:
+            case "strategy_resumed":
+                self._add({"round": server_round, "kind": "resumed"})
+            case "reply":
+                whose = {"type": event["task"], "client": event["node"]}
+                if event["error"] is not None:
+                    error = shortened(first_line(event["error"]))
+                    self._add({"round": server_round, "kind": "failure", **whose, "error": error})
+                elif event["metrics"]:
+                    metrics = finite(event["metrics"])
+                    self._add({"round": server_round, "kind": "client", **whose, "metrics": metrics})
+            case "round_finished":
+                names = ("clients", "failed", "messages", "seconds")
+                told = {name: event[name] for name in names}
+                metrics = finite(event["metrics"])
+                self._add_row({"round": server_round, "kind": event["task"], **told, "metrics": metrics})
             case _:
                 pass
 
     def finish(self, model: ArrayRecord | Parameters | None, summary: Mapping[str, Any]) -> None:
-        """Write what is there at the end only.
-
-        Raises
-        ------
-        FlowerGPUError
-            If the disk is full or cannot be written to.
-        """
+        """Write what is there at the end only. A full disk is an error that says what to do."""
         try:
             self._write_table()
             written = write_model(model, self.path)
@@ -240,17 +190,8 @@ class ResultFolder:
     def _write_summary(self, summary: Mapping[str, Any], model: Path | None) -> None:
         write_json(self.summary, finite({**summary, "model": None if model is None else model.name}))
 
-    def _add_row(self, event: PhaseFinished) -> None:
-        row = {
-            "round": event.server_round,
-            "kind": event.kind,
-            "clients": event.clients,
-            "failed": event.failed,
-            "messages": event.messages,
-            "seconds": event.seconds,
-            "metrics": finite(event.metrics),
-        }
-        if self._has_new_rows and self._rows and self._rows[-1]["round"] != event.server_round:
+    def _add_row(self, row: dict[str, Any]) -> None:
+        if self._has_new_rows and self._rows and self._rows[-1]["round"] != row["round"]:
             self._write_table()  # a round is over
         self._add(row)
         self._rows.append(row)
@@ -287,10 +228,23 @@ class ResultFolder:
         csv.writer(
             text, lineterminator="\n", quoting=csv.QUOTE_ALL if is_odd else csv.QUOTE_MINIMAL
         ).writerows(rows)
-        temporary = self.table.with_name(self.table.name + ".tmp")
-        temporary.write_text(text.getvalue(), encoding="utf-8")
-        temporary.replace(self.table)
+        with files.replaced(self.table, has_one_writer=True) as new:
+            new.write_text(text.getvalue(), encoding="utf-8")
         self._has_new_rows = False
+
+
+def _event_of(line: Mapping[str, Any]) -> Event | None:
+    """Return the event that a line of ``metrics.jsonl`` was written for, as far as a summary needs it."""
+    match kind := line.get("kind"):
+        case "failure":
+            whose = {"task": line.get("type"), "node": line.get("client")}
+            return trace.make("reply", round=line.get("round"), **whose, error=str(line.get("error")))
+        case "client" | "resumed":
+            return None
+        case _:
+            names = ("round", "messages", "failed", "seconds", "metrics")
+            told = {name: line.get(name) for name in names}
+            return trace.make("round_finished", task=str(kind), **told)
 
 
 def _cell(value: Metrics | Any) -> Any:

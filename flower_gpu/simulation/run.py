@@ -22,17 +22,15 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 import flower_gpu
-from flower_gpu import config
+from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.calls import leasing
-from flower_gpu.calls.options import CallSettings
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower import message_call
-from flower_gpu.gpu.request import memory_bytes
-from flower_gpu.isolation.own_calls import borrowed
-from flower_gpu.isolation.zygote.process import ZygoteSettings
-from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.leases.request import memory_bytes
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.run.recording import RecordedRun, recorded_run
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.app import SimulatedApp, name_and_folder
 from flower_gpu.simulation.checkpoint import Checkpoints
@@ -40,12 +38,14 @@ from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.recorded_grid import RecordedGrid
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.simulation.verification import Verification
+from flower_gpu.workers.cores import cores
+from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
+from flower_gpu.workers.own_calls import borrowed
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
@@ -190,8 +190,8 @@ def simulate(
         if folder is None and log_dir is not None:
             folder = ResultFolder.create(Path(log_dir), plan.described())
         if folder is not None:
-            stack.enter_context(borrowed([config.RUN_DIR_VARIABLE]))
-            os.environ[config.RUN_DIR_VARIABLE] = str(folder.path)
+            stack.enter_context(borrowed([RUN_DIR_VARIABLE]))
+            os.environ[RUN_DIR_VARIABLE] = str(folder.path)
             # First in, last out: the last look at the GPUs is when all workers are gone.
             recorded = stack.enter_context(
                 recorded_run(
@@ -205,6 +205,7 @@ def simulate(
         checkpoints = state = None
         if folder is not None:
             checkpoints = Checkpoints(folder.checkpoint, states, plan.identity())
+            stack.callback(checkpoints.close)
             state = checkpoints.read() if earlier is not None else None
         run_id = secrets.randbits(63)
         nodes = VirtualNodes(num_supernodes, plan.seed, run_id, found.run_config, states=states)
@@ -224,20 +225,20 @@ def simulate(
             )
         )
         report.recorder.concurrency = plan.concurrency
-        zygote = Zygote(plan.zygote_settings())
-        handler = plan.handler(nodes, zygote)
+        run_server = RunServer(plan.run_server_settings())
+        handler = plan.handler(nodes, run_server)
         grid = LocalGrid(Run.create_empty(run_id), nodes, handler, plan.concurrency, checkpoints, state)
         # Last in, first out: workers end at once, then the threads that wait for them.
         stack.callback(handler.close)
         stack.callback(grid.close)
-        stack.callback(zygote.close)
+        stack.callback(run_server.close)
         stack.callback(lambda: report.facts.update(handler.facts()))
         workers.seed_server(plan.seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
         recorded_grid = RecordedGrid(grid, report.recorder)
         server = found.load_server()
         if workers.loads_data(settings):
-            _load_data(zygote)
+            _load_data(run_server)
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
@@ -267,10 +268,10 @@ def _check_is_of(
         )
 
 
-def _load_data(zygote: Zygote) -> None:
+def _load_data(run_server: RunServer) -> None:
     """Start what loads data; if it cannot, the run ends here, and not each client's call."""
     try:
-        zygote.process()
+        run_server.process()
     except WorkerStartError as error:
         raise ConfigError(f"preload: {error}") from error
 
@@ -307,7 +308,7 @@ class _Plan:
             "state_memory_bytes": self.state_memory_bytes,
             "options": {name: _plain(value) for name, value in self.options.items()},
             "gpus": [gpu.name for gpu in workers.gpus()],
-            "cores": config.cores(),
+            "cores": cores(),
             "versions": {
                 "flower-gpu": flower_gpu.__version__,
                 **versions,
@@ -315,11 +316,11 @@ class _Plan:
             },
         }
 
-    def zygote_settings(self) -> ZygoteSettings:
+    def run_server_settings(self) -> RunServerSettings:
         """Return what workers are forked from."""
-        return workers.zygote_settings(self.app.name, self.app.client, self.settings, self._variables())
+        return workers.run_server_settings(self.app.name, self.app.client, self.settings, self._variables())
 
-    def handler(self, nodes: VirtualNodes, zygote: Zygote) -> MessageHandler:
+    def handler(self, nodes: VirtualNodes, run_server: RunServer) -> MessageHandler:
         """Make what handles the messages."""
         options = {**self.options, "env": self._variables()}
         if not workers.gpus():
@@ -332,7 +333,7 @@ class _Plan:
             options,
             self.app.name,
             self.seed,
-            lambda: Slot(zygote, turns, self.calls_per_worker),
+            lambda: Slot(run_server, turns, self.calls_per_worker),
             verification,
         )
 

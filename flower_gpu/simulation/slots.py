@@ -1,4 +1,4 @@
-"""Workers for virtual clients: forks of one zygote, and the lease that goes with each of them."""
+"""Workers for virtual clients: forks of the run's fork server, and the lease that goes with each of them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from dataclasses import replace
 from typing import Any, Final
 
 from flower_gpu.calls.leasing import Attempt, Leasing
+from flower_gpu.calls.runner import Workers
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.gpu.lease import Lease
-from flower_gpu.gpu.tickets import Ticket
-from flower_gpu.isolation import start, worker
-from flower_gpu.isolation.call import Call
-from flower_gpu.isolation.stop_order import StopOrder
-from flower_gpu.isolation.zygote.line import Line
-from flower_gpu.isolation.zygote.zygote import Zygote
+from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.lease_turns import LeaseTurns
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers import methods as start
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.forkserver.line import Line
+from flower_gpu.workers.forkserver.run_server import RunServer
+from flower_gpu.workers.life import StopOrder
+from flower_gpu.workers.methods import StartMethod
 
 #: Calls of one worker on a GPU, where the user has not said how many: so a CUDA context (0.2 to 0.5 s) costs
 #: each of them less than what starting its own worker costs on a CPU.
 CALLS_ON_GPU: Final = 16
 
 
-class Slot:
+class Slot(Workers):
     """Runs the calls of one thread, one at a time.
 
     Parameters
     ----------
-    zygote : Zygote
+    run_server : RunServer
         It forks the workers.
     turns : LeaseTurns
         The leases of the run.
@@ -50,12 +53,12 @@ class Slot:
     #: What a client says of its progress is for the trace; the run has its own display.
     shows_progress = False
 
-    def __init__(self, zygote: Zygote, turns: LeaseTurns, calls_per_worker: int | None = None) -> None:
-        self._line = Line(zygote)
+    def __init__(self, run_server: RunServer, turns: LeaseTurns, calls_per_worker: int | None = None) -> None:
+        self._line = Line(run_server)
         self._turns = turns
         self.calls_per_worker = calls_per_worker
         self._lease = ExitStack()
-        self._chosen: dict[tuple[str, bool], str] = {}
+        self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._held: tuple[Lease, Ticket] | None = None
         self._is_for_one_call = False  # the lease that is held
         self._order: StopOrder | None = None  # to end a worker that is not the line's
@@ -73,22 +76,22 @@ class Slot:
         """Whether its worker waits for another call with a lease."""
         return self._held is not None
 
-    def choose(self, start_method: str, *, preload: bool = False) -> str:
+    def choose(self, start_method: str, *, preload: bool = False) -> StartMethod:
         """Choose how a worker is started, once for all calls: it is not this process that is forked."""
         key = (start_method, preload)
         if key not in self._chosen:
             self._chosen[key] = start.choose(start_method, preload=preload)
         return self._chosen[key]
 
-    def run(self, call: Call, start_method: str, **options: Any) -> Any:
+    def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker."""
         if call.held < 0 and self._held is not None:
             self.retire()  # it has no use for a GPU
-        if start_method != "forkserver":
+        if not method.from_server:
             self._line.retire()  # not the lease, which is this call's
             self.is_used_again = False
             self.workers_started += 1
-            return self._run_own(call, start_method, **options)
+            return self._run_own(call, method, **options)
         del options["or_spawn"]
         most = self.calls_per_worker or (1 if self._held is None else CALLS_ON_GPU)
         if self._is_for_one_call:
@@ -97,15 +100,15 @@ class Slot:
         self.workers_started += not self.is_used_again
         return self._line.run(call, calls=most, **options)
 
-    def _run_own(self, call: Call, start_method: str, **options: Any) -> Any:
-        """Run a call in a worker of its own, which is none of the zygote's."""
+    def _run_own(self, call: Call, method: StartMethod, **options: Any) -> Any:
+        """Run a call in a worker of its own, which is none of the run's fork server's."""
         order = StopOrder()
         try:
             with self._ordering:
                 self._order = order
             if self._line.is_cancelled:
                 raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
-            return worker.run(call, start_method, stopped_by=order, **options)
+            return worker.run(call, method, stopped_by=order, **options)
         finally:
             with self._ordering:
                 self._order = None

@@ -17,15 +17,9 @@ from flower_gpu.flower.records import records_in
 
 @dataclass
 class Verification:
-    """Compares the replies to some messages with those of new workers.
+    """Compares the replies to some messages with those of new workers."""
 
-    Parameters
-    ----------
-    checks : int
-        How many messages are compared.
-    """
-
-    checks: int
+    checks: int  # how many messages are compared
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _taken: int = 0
     _largest: float = 0.0

@@ -10,15 +10,17 @@ from typing import Final
 import numpy as np
 from flwr.clientapp import ClientApp
 
-from flower_gpu.calls.options import CallSettings
-from flower_gpu.config import cores, planned_threads
-from flower_gpu.flower.app_imports import libraries_of
+from flower_gpu import frameworks
+from flower_gpu.apps.app_imports import libraries_of
+from flower_gpu.calls import environment
+from flower_gpu.calls.settings import CallSettings
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.cap import hidden_environment
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.isolation import start, threads
-from flower_gpu.isolation.zygote.process import ZygoteSettings
 from flower_gpu.simulation.messages import AppReference
+from flower_gpu.workers import methods as start
+from flower_gpu.workers import threads
+from flower_gpu.workers.cores import cores, planned_threads
+from flower_gpu.workers.forkserver.run_server import RunServerSettings
 
 #: Messages that ``verify_recycling`` has handled a second time.
 CHECKS: Final = 3
@@ -27,8 +29,6 @@ _OURS: Final = ("flower_gpu.simulation.messages", "flower_gpu.simulation.rehears
 _REHEARSAL: Final = "flower_gpu.simulation.rehearsal:rehearse"
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
-# What an optimizer imports when it is made, which takes seconds.
-_WITH_TORCH: Final = ("torch", "torch._dynamo")
 _WITHOUT_TORCH: Final = {
     "flwr",
     "numpy",
@@ -50,7 +50,7 @@ def concurrency(
     """Return how many messages are handled at a time, at most: of cores and leases what is more.
 
     One more than there are cores where workers are there for milliseconds: while they compute, this process
-    and the zygote hand over other messages. Longer ones would only take the cores from each other.
+    and the run's fork server hand over other messages. Longer ones would only take the cores from each other.
     """
     if max_workers is not None:
         return min(max_workers, nodes)
@@ -89,21 +89,21 @@ def variables(count: int, env: Mapping[str, str] | None) -> dict[str, str]:
     return {_CONCURRENCY: str(min(count, cores())), **(env or {})}
 
 
-def zygote_settings(
+def run_server_settings(
     name: str, app: ClientApp | AppReference, settings: CallSettings, env: Mapping[str, str]
-) -> ZygoteSettings:
+) -> RunServerSettings:
     """Return what an app's workers are forked from: a process with the libraries that the app imports."""
     libraries: list[str] = []
     without: frozenset[str] = frozenset()
     if settings.gpu.policy.gpu == "never":  # a module that looks for GPUs when it is imported finds none
-        env = {**env, **hidden_environment()}
+        env = {**env, **environment.of_worker(None, {})}
     if isinstance(app, AppReference):
         libraries = _libraries_of(app)
         if not _may_use_torch(app):
             without = frozenset({"torch"})
         else:
-            libraries = [*libraries, *_WITH_TORCH]
-    return ZygoteSettings(
+            libraries = [*libraries, "torch", *frameworks.imported_in_use("torch")]
+    return RunServerSettings(
         name,
         env=threads.environment(planned_threads(env), env),
         setup=threads.SETUP,
@@ -118,7 +118,7 @@ def zygote_settings(
 def loads_data(settings: CallSettings) -> bool:
     """Tell whether data are loaded where workers are forked from."""
     worker = settings.worker
-    return bool(worker.preload) and start.choose(worker.start_method, preload=True) == "forkserver"
+    return bool(worker.preload) and start.choose(worker.start_method, preload=True).from_server
 
 
 def seed_server(seed: int) -> None:

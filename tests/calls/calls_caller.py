@@ -15,11 +15,12 @@ import calls_tasks
 import numpy as np
 
 import flower_gpu
-from flower_gpu import calls, gpu, isolation
+from flower_gpu import calls, gpu
+from flower_gpu import workers as isolation
 from flower_gpu.calls import leasing
-from flower_gpu.gpu import cap
-from flower_gpu.gpu.footprint import Footprints
-from flower_gpu.gpu.ledger import Ledger
+from flower_gpu.frameworks import pytorch
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.ledger import Ledger
 
 
 class Logged(logging.Handler):
@@ -200,7 +201,7 @@ def become(user: int) -> None:
     """Go on as another account."""
     folder = os.environ.pop("FLOWER_GPU_RUN_DIR")
     status()
-    cap.torch_installed_knows()
+    pytorch.installed_version()
     # What that account may have no right to read is imported before.
     for package in (calls, gpu, isolation):
         for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):

@@ -16,8 +16,8 @@ import numpy as np
 import nvml_stub
 
 import flower_gpu
-from flower_gpu.gpu.footprint import DEFAULT_CONTEXT_BYTES
-from flower_gpu.gpu.lease import Lease
+from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES
+from flower_gpu.leases.lease import Lease
 
 GIB = 1 << 30
 WAIT_S = 60  # for what should take an instant; the machine may be busy
@@ -120,9 +120,8 @@ def _train(tensors: float, kept: float, pieces: float = 1.0, beside: float = 0.0
     Tensors have so many GiB. The allocator keeps ``kept`` times that where it may, and can do with ``pieces``
     times that. Another library has ``beside`` GiB.
     """
-    import torch
 
-    from flower_gpu.pytorch import memory
+    from flower_gpu import frameworks
 
     lease = Lease.from_environment(os.environ)
     assert lease is not None
@@ -132,10 +131,9 @@ def _train(tensors: float, kept: float, pieces: float = 1.0, beside: float = 0.0
     nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + int(beside * GIB))
     free = share.total_bytes - nvml_stub.used(share.uuid)
     allocated = int(tensors * GIB) if cap >= least else int(cap / pieces)
-    figures = memory.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0, 0)
-    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
-    memory.reserved_bytes = lambda: [reserved]  # type: ignore[assignment]
-    memory.figures = lambda: (figures,)  # type: ignore[assignment]
+    figures = frameworks.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0, 0)
+    frameworks.reserved_bytes = lambda: [reserved]  # type: ignore[assignment]
+    frameworks.figures = lambda: (figures,)  # type: ignore[assignment]
     if cap < least:
         raise _out_of_memory("torch class", int(tensors * GIB) - allocated, free, share.total_bytes)
     return round(cap / GIB, 2)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isolation.test_choose import driver as driver
 from nvml_stub import GIB, Host
+from workers.test_choose import driver as driver
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from calls_host import GIB, CallsHost
 
-from flower_gpu.gpu.footprint_rule import needed_bytes
+from flower_gpu.leases.footprint_rule import needed_bytes
 
 pytestmark = pytest.mark.timeout(120)
 

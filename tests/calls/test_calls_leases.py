@@ -339,15 +339,15 @@ def test_the_server_asks_and_the_node_decides(calls_host: CallsHost) -> None:
     assert visible({}) in (calls_host.uuid, other)
     assert visible({"use-gpu": False}) == ""
     assert visible({}, {}, {"use-gpu": False}) == ""
-    assert visible({"use-gpu": True}, {"gpu-num": 1}, {"use-gpu": False}) == other
+    assert visible({"use-gpu": True}, {"gpu-ids": 1}, {"use-gpu": False}) == other
     assert visible({"use-gpu": True}, {"gpu": "never"}) == ""
-    assert visible({"use-gpu": False}, {"gpu": "force", "gpu-num": "0"}) == calls_host.uuid
+    assert visible({"use-gpu": False}, {"gpu": "force", "gpu-ids": "0"}) == calls_host.uuid
     assert visible({}, {"gpu": "never"}, gpu="force") == ""
-    assert visible({}, {"gpu-num": 7}) in (calls_host.uuid, other)
+    assert visible({}, {"gpu-ids": 7}) in (calls_host.uuid, other)
     logged = caller("lines")
     assert len([line for line in logged if "policy is never" in line]) == 1
     assert len([line for line in logged if "there is no GPU 7" in line]) == 1
-    error = caller.fails("fit", {}, {"gpu": "require", "gpu-num": 7})
+    error = caller.fails("fit", {}, {"gpu": "require", "gpu-ids": 7})
     assert error.name == "GPUUnavailableError" and "there is no GPU 7" in error.text
     error = caller.fails("fit", {"use-gpu": "yes"})
     assert error.name == "TypeError" and "use-gpu in the config of this call" in error.text

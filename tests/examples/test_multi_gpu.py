@@ -112,14 +112,11 @@ def test_models_fit_the_images(model: str, norm: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("norm", ["group", "batch"])
-def test_a_simulation_with_fsdp_gives_the_model_of_one_with_ddp(
-    norm: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Also with BatchNorm, whose running statistics are those of rank 0 in both."""
+def test_a_simulation_with_fsdp_gives_the_model_of_one_with_ddp(capfd: pytest.CaptureFixture[str]) -> None:
+    """With BatchNorm, too, whose running statistics are those of rank 0 in both."""
     models = {}
     for strategy in ("ddp", "fsdp"):
-        config = {"num-server-rounds": 1, "local-epochs": 1, "strategy": strategy, "norm": norm}
+        config = {"num-server-rounds": 1, "local-epochs": 1, "strategy": strategy, "norm": "batch"}
         result = simulate(
             str(APP), 2, run_config=config, seed=3, num_gpus=2, timeout_s=100, log_dir=None, progress=False
         )

@@ -100,8 +100,8 @@ def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-@settings(max_examples=12, deadline=None)
-@given(num_partitions=st.integers(1, 24), seed=st.integers(0, 2**32 - 1), data=st.data())
+@settings(max_examples=6, deadline=None)
+@given(num_partitions=st.integers(1, 16), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_partitions, seed, data):
     parts = partitions(labels, num_partitions, partition=kind, seed=seed)
     assert sorted(index for part in parts for index in part) == list(range(len(labels)))
@@ -262,27 +262,24 @@ def test_one_fit_lowers_the_loss_and_leaves_the_arguments_alone():
 
 
 def test_the_same_call_gives_the_same_bits_and_another_call_others():
+    """Whatever the process has drawn before."""
     weights = task.initial_weights(app_settings())
-    first, again = fit(weights), fit(weights)
+    torch.manual_seed(1)
+    first = fit(weights, local_epochs=1)
+    torch.manual_seed(2)
+    again = fit(weights, local_epochs=1)
     assert first[1:] == again[1:]
     assert all(np.array_equal(a, b) for a, b in zip(first[0], again[0], strict=True))
-    for other in (fit(weights, seed=1), fit(weights, server_round=2), fit(weights, partition_id=1)):
+    for changed in ({"seed": 1}, {"server_round": 2}, {"partition_id": 1}):
+        other = fit(weights, local_epochs=1, **changed)
         assert not any(np.array_equal(a, b) for a, b in zip(first[0], other[0], strict=True))
 
 
 def test_clients_with_the_same_data_shuffle_it_differently(monkeypatch):
     monkeypatch.setattr(task, "partition", lambda labels, settings: list(range(100)))
     weights = task.initial_weights(app_settings())
-    first, other = (fit(weights, partition_id=partition_id)[0] for partition_id in (0, 1))
+    first, other = (fit(weights, partition_id=number, local_epochs=1)[0] for number in (0, 1))
     assert not np.array_equal(first[0], other[0])
-
-
-def test_the_call_and_not_the_process_decides_about_randomness():
-    weights = task.initial_weights(app_settings())
-    torch.manual_seed(1)
-    first = fit(weights, local_epochs=1)[0]
-    torch.manual_seed(2)
-    assert all(np.array_equal(a, b) for a, b in zip(first, fit(weights, local_epochs=1)[0], strict=True))
 
 
 @pytest.mark.parametrize("batch_size", [71, 100])  # a last batch of one example; less than one batch

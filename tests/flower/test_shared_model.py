@@ -16,8 +16,7 @@ from array_records import arrived_from, record
 from flwr.common import Array, ArrayRecord
 
 from flower_gpu import run_in_worker
-from flower_gpu.flower import arrays as arrays
-from flower_gpu.isolation import memory, sharing, transport
+from flower_gpu.workers.transport import memory, sharing, transport
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -71,7 +71,7 @@ def initial() -> ArrayRecord:
 EXPECTED = (10 * 1 + 20 * 2 + 30 * 3) / 60  # what a round adds to every weight
 
 
-@pytest.mark.parametrize("method", ["spawn", "in-process"])
+@pytest.mark.parametrize("method", ["fork", "in-process"])
 def test_message_api_round_trip(method: str) -> None:
     grid = DirectGrid()
     evaluate = gpu_evaluate("flower_tasks:evaluate_message", start_method=method)

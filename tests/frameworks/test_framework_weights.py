@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flower_gpu.calls import leased_worker
-from flower_gpu.gpu.lease import Lease, Share
+from flower_gpu import frameworks
+from flower_gpu.frameworks import Cap
+from flower_gpu.frameworks.tensorflow import TensorFlow
 
 FOLDER = Path(__file__).parent
 
@@ -54,9 +55,9 @@ def test_a_tensorflow_with_other_parts_is_used_without_a_cap(
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(config=None))
     for name in [name for name in sys.modules if name.startswith("tensorflow.")]:
         monkeypatch.delitem(sys.modules, name)
-    capped = leased_worker._CappedTensorFlow(Lease("x", (Share("GPU-0", 0, "A", 4, 3, 2),)))
-    capped.begin()
-    capped.end()
+    monkeypatch.setattr(frameworks, "ALL", (TensorFlow(),))
+    with frameworks.held_to([Cap(2, 4)], lambda: None) as holds:
+        assert holds == []
     assert "this TensorFlow is not held to its lease" in capsys.readouterr().err
 
 
@@ -68,7 +69,7 @@ def test_without_any_of_them(run_script) -> None:
             sys.modules[name] = None
         from flower_gpu.errors import WeightsError
         from flower_gpu.keras import weights
-        import flower_gpu.jax.weights, flower_gpu.tensorflow.memory
+        import flower_gpu.jax.weights, flower_gpu.frameworks.tensorflow
         try:
             weights.get_weights(object())
         except WeightsError as error:

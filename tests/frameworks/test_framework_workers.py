@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from phases import without_phases
 
-from flower_gpu.calls import leased_worker
+from flower_gpu.calls import environment, leased_worker
 from flower_gpu.errors import WorkerStartError, WorkerTaskError
-from flower_gpu.gpu import cap
-from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.isolation import worker
-from flower_gpu.isolation.call import Call
-from flower_gpu.isolation.forkserver import client
+from flower_gpu.frameworks import jax
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.forkserver import client
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -53,7 +53,7 @@ def call(
     """Run a task in a worker that is set up for its lease; return its result and its events."""
     shares = (Share(f"GPU-{i}", i, "A", 16 * GIB, 5 * GIB, CAP_MIB * 2**20 + 7) for i in range(gpus))
     lease = Lease("ab12", tuple(shares))
-    env |= cap.worker_environment(lease, {**os.environ, **env})
+    env |= environment.of_worker(lease, {**os.environ, **env})
     functions = ((f"framework_tasks:{preload}", {}),) if preload else ()
     prepared = Call(
         f"framework_tasks:{task}", args, {}, env=env, setup=leased_worker.SETUP, preload=functions
@@ -105,7 +105,7 @@ def test_jax_begins_with_the_cap_whoever_has_imported_it(learned: None) -> None:
         assert ("jax" in found["imported_before"]) is (method == "forkserver")
 
 
-@pytest.mark.parametrize("name", cap.JAX_FRACTIONS)
+@pytest.mark.parametrize("name", jax.FRACTIONS)
 def test_a_fraction_that_a_module_sets_is_not_used(name: str, learned: None) -> None:
     found, _ = call("jax_fraction_of_its_own", "forkserver", name)
     assert found["fraction"] < 0.26
@@ -150,9 +150,7 @@ def test_workers_draw_other_random_numbers_than_each_other(learned: None) -> Non
 
 def test_running_out_of_memory_is_told(learned: None) -> None:
     events: list[dict[str, Any]] = []
-    env = cap.worker_environment(
-        Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ
-    )
+    env = environment.of_worker(Lease("x", (Share("GPU-0", 0, "A", 16 * GIB, 5 * GIB, 4 * GIB),)), os.environ)
     prepared = Call("framework_tasks:tensorflow_out_of_memory", env=env, setup=leased_worker.SETUP)
     with pytest.raises(WorkerTaskError, match="ResourceExhaustedError: OOM when allocating"):
         worker.run(prepared, "forkserver", timeout_s=120, on_event=without_phases(events))
@@ -169,12 +167,12 @@ def test_keras_trains_in_a_worker_with_every_backend(backend: str) -> None:
 CHOOSE = """
 import sys
 from flower_gpu.errors import ConfigError
-from flower_gpu.isolation import start
+from flower_gpu.workers import methods
 sys.argv[0] = "/some/where/flwr-clientapp"
 {program}
-print(start.choose("auto"))
+print(methods.choose("auto"))
 try:
-    print(start.choose("fork"))
+    print(methods.choose("fork"))
 except ConfigError as error:
     print(error)
 """
@@ -189,7 +187,9 @@ except ConfigError as error:
     ],
 )
 def test_a_process_that_computes_is_not_forked(program: str, auto: str, fork: str, run_script: Any) -> None:
-    lines = run_script(CHOOSE.format(program=program), env={"CUDA_VISIBLE_DEVICES": ""}).stdout.splitlines()
+    lines = run_script(
+        CHOOSE.format(program=program), env={"CUDA_VISIBLE_DEVICES": ""}, timeout_s=200
+    ).stdout.splitlines()
     assert lines[0] == auto
     assert fork in lines[1]
 

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from launch_helpers import processes_of, wait_until
+from launch_helpers import PlanOn, processes_of
+from live_processes import wait_until
+from nvml_stub import Host
 
 Launch = Callable[..., "subprocess.Popen[str]"]
+
+PLANS = """
+import json, os, sys
+from flower_gpu.cli import main as cli
+from flower_gpu.errors import ConfigError
+from flower_gpu.launch import options
+from flower_gpu.launch.plan import Plan, make_plan
+
+app, each, lines = json.load(sys.stdin)
+of_all = Plan.node_config_of
+# As if the launcher had an option for it: further keys for each node, by its number.
+Plan.node_config_of = lambda plan, client: {**of_all(plan, client), **(each[client] if each else {})}
+
+def plan(line, variables):
+    os.environ.update(variables)
+    try:
+        arguments = cli.build_parser().parse_args(["launch", app, *line.split()])
+        return [list(make_plan(options.from_arguments(arguments)).remarks), None]
+    except ConfigError as error:
+        return [None, str(error)]
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+print(json.dumps([plan(*line) for line in lines]))
+"""
 
 #: The fork servers of the tests are none of the user's.
 KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
@@ -25,6 +54,44 @@ COMMAND = [sys.executable, "-P", "-m", "flower_gpu.cli", "launch"]
 def tiny_app(tmp_path: Path) -> Path:
     """A copy of the app ``tiny_app``, which a test may change."""
     return Path(shutil.copytree(Path(__file__).parent / "tiny_app", tmp_path / "tiny_app"))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "host", gpus=2)
+
+
+@pytest.fixture
+def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
+    """Plan on a host with stub GPUs (None: without any), in one process for all lines."""
+    pyproject = tiny_app / "pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
+
+    def plan(
+        host: Host | None,
+        *lines: str | tuple[str, dict[str, str]],
+        each: Sequence[Mapping[str, object]] = (),
+        **variables: str,
+    ) -> list[tuple[list[str] | None, str | None]]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
+        kept.pop("CUDA_VISIBLE_DEVICES", None)
+        none = Host(tmp_path / "no-gpus", gpus=0)
+        here = {"FLOWER_GPU_STATE_DIR": str(tmp_path / "state"), "FLOWER_GPU_LEDGER_DIR": str(tmp_path)}
+        pairs = [(line, variables) if isinstance(line, str) else line for line in lines]
+        done = subprocess.run(
+            [sys.executable, "-c", PLANS],
+            input=json.dumps([str(tiny_app), each, pairs]),
+            env={**kept, **here, **(host or none).env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        answers = json.loads(done.stdout)
+        assert len(answers) == len(lines)
+        return [(remarks, refused) for remarks, refused in answers]
+
+    return plan
 
 
 @pytest.fixture

@@ -16,16 +16,15 @@ import pytest
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from flower_gpu.config import cores
+from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch import engine, ports, start_client, superlink
-from flower_gpu.launch.app import FlowerApp
 from flower_gpu.launch.environment import client_environment, script_folders, service_environment
-from flower_gpu.launch.folder import RunFolder
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
-from flower_gpu.launch.service import Service
-from flower_gpu.launch.supervisor import LaunchFailedError, Supervisor
+from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
+from flower_gpu.workers.cores import cores
 
 
 def arguments_of(parser: argparse.ArgumentParser, command: list[str]) -> argparse.Namespace:
@@ -63,8 +62,8 @@ def test_flower_configuration_of_a_run() -> None:
 
 def test_start_client_commands() -> None:
     settings = Path("/runs/launch.json")
-    server = start_client.server_command(settings, 9000)
-    client = start_client.client_command(settings, 9000, 3)
+    server = start_client.command(settings, 9000)
+    client = start_client.command(settings, 9000, 3)
     assert server[0] == client[0] == sys.executable
     assert server[-2:] == ["/runs/launch.json", "127.0.0.1:9000"]
     assert client[-3:] == ["/runs/launch.json", "127.0.0.1:9000", "3"]
@@ -80,7 +79,7 @@ def test_environment_keeps_runs_apart(tmp_path: Path) -> None:
         "no_proxy": "example.org",
         "MINE": "kept",
     }
-    env = service_environment(base, RunFolder(tmp_path), start_method="fork", timeout_s=2.5)
+    env = service_environment(base, RunFolder(tmp_path), {"start_method": "fork", "timeout_s": 2.5})
     assert env["FLWR_HOME"] == str(tmp_path / "flwr")
     assert env["FLOWER_GPU_RUN_DIR"] == str(tmp_path)
     assert "FLOWER_GPU_CLIENT" not in env
@@ -123,7 +122,7 @@ def test_concurrency_that_the_user_has_set() -> None:
         "FLOWER_GPU_CONCURRENCY": "1",
         "OMP_NUM_THREADS": str(cores()),
     }
-    with pytest.raises(ConfigError, match="FLOWER_GPU_CONCURRENCY='all' is not a number of workers"):
+    with pytest.raises(ConfigError, match=r"FLOWER_GPU_CONCURRENCY must be a whole number.* 'all'"):
         client_environment({"FLOWER_GPU_CONCURRENCY": "all"}, 3, 4)
 
 
@@ -245,7 +244,7 @@ def test_bundling_leaves_out_the_logs_in_the_app(tiny_app: Path) -> None:
 
 def test_bundling_takes_the_apps_own_folder(tmp_path: Path, tiny_app: Path) -> None:
     plan = plan_in(tmp_path, tiny_app)
-    folder = RunFolder.create(plan.log_dir)
+    folder = RunFolder.create(plan.options.log_dir)
     one = superlink.SuperLinkEngine(plan, folder, os.environ, Supervisor(""))
     assert one._app_folder() == tiny_app.resolve()
 

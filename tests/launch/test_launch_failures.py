@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flower_gpu.launch.display import Display
-from flower_gpu.launch.engine import _TRACEBACK
+from flower_gpu.launch.display import LaunchDisplay
 from flower_gpu.launch.failures import Failures
+from flower_gpu.launch.logs import last_traceback
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/app/client.py", line {}, in train\nNameError: Nett'
 
@@ -31,12 +31,8 @@ def reply(node: int, error: str | None = "<class 'NameError'>", **fields: Any) -
     return of("reply", node=node, error=error, metrics={}, **fields)
 
 
-def finished(messages: int, failed: int, **fields: Any) -> dict[str, Any]:
-    return of("round_finished", messages=messages, failed=failed, metrics={}, **fields)
-
-
-class Shown(Display):
-    """What a display would show."""
+class Shown(LaunchDisplay):
+    """Keeps what a display would show."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -45,13 +41,14 @@ class Shown(Display):
     def line(self, text: str) -> None:
         self.texts.append(text)
 
-    traceback = line
+    traceback = error = line
 
 
 def told(path: Path, *events: dict[str, Any]) -> tuple[Failures, list[str]]:
     display = Shown()
     failures = Failures(path / "failures.log", display)
     for event in events:
+        display.show(event)
         failures.see(event)
     return failures, display.texts
 
@@ -67,11 +64,11 @@ def told(path: Path, *events: dict[str, Any]) -> tuple[Failures, list[str]]:
     ids=["worker, process, reply", "process, reply", "worker, reply", "out of memory"],
 )
 def test_a_failed_message_is_told_once(events: list[dict[str, Any]], tmp_path: Path) -> None:
-    failures, shown = told(tmp_path, *events, *events, reply(1, None), finished(3, 2))
+    failures, shown = told(tmp_path, *events, *events, reply(1, None))
     first, second = shown
     assert first.splitlines() == ["train of client 0 failed in round 1:", *TRACEBACK.format(3).splitlines()]
     assert second == "train of client 0 failed in round 1: NameError: Nett"
-    assert (failures.messages, failures.failed, failures.why_over) == (3, 2, None)
+    assert failures.why_over is None
     text = (tmp_path / "failures.log").read_text()
     assert text.count("train of client 0 failed in round 1") == 2
     assert text.count('File "/app/client.py"') == 1
@@ -104,26 +101,10 @@ def test_a_reply_of_ours_says_which_client_it_is_of(tmp_path: Path) -> None:
     assert len(display.texts) == 1
 
 
-def test_all_failed(tmp_path: Path) -> None:
-    failures, _ = told(tmp_path, process("0"), process("1"), reply(0), reply(1), finished(2, 2))
-    assert failures.why_over == "all 2 clients failed in round 1"
-    assert failures.sentence == "all 2 clients failed in round 1; the first traceback is above"
-
-
-def test_without_a_reply_nobody_has_failed_for_good(tmp_path: Path) -> None:
-    late = "no reply within 5 s"
-    failures, _ = told(tmp_path, reply(0, late), reply(1, late), finished(2, 2))
-    assert failures.why_over is None
-
-
-def test_rounds_are_counted_by_themselves(tmp_path: Path) -> None:
-    events = [reply(0, None), finished(1, 0)]
-    for number in (2, 3, 4):
-        failed = [reply(node, round=number) for node in (0, 1)]
-        failures, _ = told(tmp_path, *events)
-        assert failures.why_over is None
-        events += [*failed, finished(2, 2, round=number)]
-    assert told(tmp_path, *events)[0].why_over == "all 2 clients failed in round 4 and the two rounds before"
+def test_the_server_says_when_all_have_failed(tmp_path: Path) -> None:
+    over = of("all_failed", reason="all 2 clients failed in round 1")
+    failures, _ = told(tmp_path, process("0"), process("1"), reply(0), reply(1), over)
+    assert failures.why_over == "all 2 clients failed in round 1; the first traceback is above"
 
 
 def test_a_failed_evaluation_on_the_server_is_no_clients(tmp_path: Path) -> None:
@@ -132,14 +113,9 @@ def test_a_failed_evaluation_on_the_server_is_no_clients(tmp_path: Path) -> None
     assert not (tmp_path / "failures.log").exists()
 
 
-def test_traceback_in_a_log() -> None:
+def test_the_last_traceback_in_a_log(tmp_path: Path) -> None:
     log = f"INFO: x\n{TRACEBACK.format(1)}\nERROR: y\n{TRACEBACK.format(2)} is not defined\nINFO: end\n"
-    assert _TRACEBACK.findall(log) == [TRACEBACK.format(1), f"{TRACEBACK.format(2)} is not defined"]
-
-
-def test_an_app_that_asks_one_client_after_the_other_ends_with_nothing(tmp_path: Path) -> None:
-    events = [event for node in (0, 1) for event in (reply(node), finished(1, 1))]
-    failures, _ = told(tmp_path, *({**event, "round": None} for event in events))
-    assert failures.why_over is None
-    failures.close()
-    assert failures.why_over == "all 2 messages failed"
+    path = tmp_path / "client-0.log"
+    assert last_traceback(path) == ""
+    path.write_text(log)
+    assert last_traceback(path) == f"{TRACEBACK.format(2)} is not defined"

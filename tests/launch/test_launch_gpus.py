@@ -2,79 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch_helpers import PlanOn
 from nvml_stub import GIB, Host
 
-from flower_gpu import cli
-from flower_gpu.gpu.settings import GPUSettings
+from flower_gpu import options
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.cli import main as cli
 from flower_gpu.launch import gpu_check
 from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.launch.folder import RunFolder
-from flower_gpu.launch.gpu_options import GPUOptions
 from flower_gpu.launch.plan import Plan, make_plan
-
-# Plans of several command lines: what they remark, or why they are refused.
-PLANS = """
-import json, sys
-from flower_gpu import cli
-from flower_gpu.errors import ConfigError
-from flower_gpu.launch import options
-from flower_gpu.launch.plan import make_plan
-
-def plan(line):
-    arguments = cli.build_parser().parse_args(["launch", sys.argv[1], *line.split()])
-    try:
-        return [list(make_plan(options.from_arguments(arguments)).remarks), None]
-    except ConfigError as error:
-        return [None, str(error)]
-
-print(json.dumps([plan(line) for line in sys.argv[2:]]))
-"""
-
-Refused = str
-Remarks = list[str]
-PlanOn = Callable[..., list[tuple[Remarks | None, Refused | None]]]
-
-
-@pytest.fixture
-def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
-    """Plan command lines on a host with stub GPUs (None: without any)."""
-    pyproject = tiny_app / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
-
-    def plan(host: Host | None, *lines: str, **variables: str) -> list[tuple[Remarks | None, Refused | None]]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("FLOWER_GPU")}
-        kept.pop("CUDA_VISIBLE_DEVICES", None)
-        none = Host(tmp_path / "no-gpus", gpus=0)
-        here = {"FLOWER_GPU_STATE_DIR": str(tmp_path / "state"), "FLOWER_GPU_LEDGER_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", PLANS, str(tiny_app), *lines],
-            env={**kept, **here, **(host or none).env, **variables},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        answers = json.loads(done.stdout)
-        assert len(answers) == len(lines)
-        return [(remarks, refused) for remarks, refused in answers]
-
-    return plan
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    return Host(tmp_path / "host", gpus=2)
-
+from flower_gpu.options import CallOptions
 
 REFUSED = [
     # arguments, and words of the refusal: what does not fit, and what would
@@ -82,18 +28,18 @@ REFUSED = [
     ("--gpu-memory 16129MiB", "--gpu-memory 16129MiB at most 16128MiB"),
     ("--gpu-memory 300MiB", "--gpu-memory 300MiB context 512 MiB more than"),
     ("--num-gpus 4", "--num-gpus 4 may use 2 GPU 0 GPU 1 at most 2"),
-    ("--num-gpus 2 --gpu-num 0,1", "--num-gpus 2 may use 1 --gpu-num each client one --node-config gpu-num"),
+    ("--num-gpus 2 --gpu-ids 0,1", "--num-gpus 2 may use 1 --gpu-ids each client one --node-config gpu-ids"),
     ("--num-gpus 0.01", "--num-gpus 0.01 640 MiB at least 0.05"),
-    ("--gpu require --gpu-num 0,7", "client 1: require no GPU 7 GPU 0 GPU 1"),
-    ("--node-config gpu-num=7 --node-config gpu='require'", "client 0 and client 1: require no GPU 7"),
-    ("--gpu require --gpu-num GPU-nope", "require GPU-nope"),
+    ("--gpu require --gpu-ids 0,7", "client 1: require no GPU 7 GPU 0 GPU 1"),
+    ("--node-config gpu-ids=7 --node-config gpu='require'", "client 0 and client 1: require no GPU 7"),
+    ("--gpu require --gpu-ids GPU-nope", "require GPU-nope"),
 ]
 
 POSSIBLE = [
     ("", []),
     ("--gpu require", []),
     ("--gpu force --num-gpus 2", []),
-    ("--num-gpus 2 --node-config gpu-num='0,1'", []),
+    ("--num-gpus 2 --node-config gpu-ids='0,1'", []),
     (
         "--gpu-memory 4GiB",
         [
@@ -102,19 +48,19 @@ POSSIBLE = [
         ],
     ),
     (
-        "--gpu-memory 16128MiB --gpu-num 1",
+        "--gpu-memory 16128MiB --gpu-ids 1",
         [
             "leases: 15.8 GiB of one GPU for a call; GPU 1 (NVIDIA Stub 16GB) has room for 1 at a time",
         ],
     ),
     (
-        "--num-gpus 0.05 --gpu-num 0",
+        "--num-gpus 0.05 --gpu-ids 0",
         [
             "leases: 0.05 of one GPU for a call; GPU 0 (NVIDIA Stub 16GB) has room for 20 at a time",
         ],
     ),
     (
-        "--gpu-num 0,7",
+        "--gpu-ids 0,7",
         [
             "note: client 1: there is no GPU 7; used instead: all that there are, GPU 0 (NVIDIA Stub 16GB), "
             "GPU 1 (NVIDIA Stub 16GB)",
@@ -185,30 +131,26 @@ def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> N
     share = plan_on(host, "", "--num-gpus 0.5", "--gpu-memory 1GiB", FLOWER_GPU_NUM_GPUS="4")
     assert share[0][1] is not None and share[0][1].startswith("FLOWER_GPU_NUM_GPUS=4: a call may use 2")
     assert [refused for _, refused in share[1:]] == [None, None]
-    policy = plan_on(host, "", "--gpu-num 1", FLOWER_GPU_POLICY="require", FLOWER_GPU_NUM="5")
+    policy = plan_on(host, "", "--gpu-ids 1", FLOWER_GPU_POLICY="require", FLOWER_GPU_NUM="5")
     assert policy[0][1] is not None and "there is no GPU 5" in policy[0][1]
     assert policy[1] == ([], None)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("FLOWER_GPU_MEMORY", "lots"),
-        ("FLOWER_GPU_NUM_GPUS", "1.5"),
-        ("FLOWER_GPU_POLICY", "maybe"),
-        ("FLOWER_GPU_NUM", "zero"),
-        ("FLOWER_GPU_ON_OOM", "pray"),
-        ("FLOWER_GPU_PLACEMENT", "anywhere"),
-        ("FLOWER_GPU_RESERVE", "-1"),
-        ("FLOWER_GPU_LEASE_TIMEOUT_S", "soon"),
-        ("FLOWER_GPU_LEDGER_DIR", "/nowhere"),
-    ],
-)
-def test_wrong_variables_are_refused_by_their_names(
-    variable: str, value: str, plan_on: PlanOn, host: Host
-) -> None:
-    ((_, refused),) = plan_on(host, "", **{variable: value})
-    assert refused is not None and variable in refused and value in refused
+def test_wrong_variables_are_refused_by_their_names(plan_on: PlanOn, host: Host) -> None:
+    wrong = {
+        "FLOWER_GPU_MEMORY": "lots",
+        "FLOWER_GPU_NUM_GPUS": "1.5",
+        "FLOWER_GPU_POLICY": "maybe",
+        "FLOWER_GPU_NUM": "zero",
+        "FLOWER_GPU_ON_OOM": "pray",
+        "FLOWER_GPU_PLACEMENT": "anywhere",
+        "FLOWER_GPU_RESERVE": "-1",
+        "FLOWER_GPU_LEASE_TIMEOUT_S": "soon",
+        "FLOWER_GPU_LEDGER_DIR": "/nowhere",
+    }
+    answers = plan_on(host, *(("", {variable: value}) for variable, value in wrong.items()))
+    for (variable, value), (_, refused) in zip(wrong.items(), answers, strict=True):
+        assert refused is not None and variable in refused and value in refused
 
 
 def test_without_a_gpu(plan_on: PlanOn) -> None:
@@ -257,12 +199,12 @@ def gpu_variables(env: dict[str, str]) -> dict[str, str]:
 
 
 def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path) -> None:
-    plan = plan_of(tiny_app, "--clients 5 --gpu-num 1,GPU-89 --gpu offer")
+    plan = plan_of(tiny_app, "--clients 5 --gpu-ids 1,GPU-89 --gpu offer")
     configs = [plan.node_config_of(client) for client in range(5)]
-    assert [config["gpu-num"] for config in configs] == [1, "GPU-89", 1, "GPU-89", 1]
+    assert [config["gpu-ids"] for config in configs] == [1, "GPU-89", 1, "GPU-89", 1]
     assert {config["gpu"] for config in configs} == {"offer"}
     assert [config["partition-id"] for config in configs] == [0, 1, 2, 3, 4]
-    env = service_environment({}, RunFolder(tiny_app), gpu=plan.gpu)
+    env = service_environment({}, RunFolder(tiny_app), plan.options.calls)
     assert gpu_variables(env) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_NUM": "1,GPU-89"}
     client = client_environment(env, 1, 5, configs[1])
     assert gpu_variables(client) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_NUM": "GPU-89"}
@@ -271,10 +213,10 @@ def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path
 @pytest.mark.parametrize(
     ("line", "base"),
     [
-        ("--gpu never --gpu-num 1", {}),
-        ("--gpu never --gpu-num 1", {"FLOWER_GPU_POLICY": "force", "FLOWER_GPU_NUM": "0"}),
-        ("--node-config gpu='never' --node-config gpu-num=1", {"FLOWER_GPU_POLICY": "force"}),
-        ("--gpu never --node-config gpu-num='1'", {"FLOWER_GPU_NUM": "0"}),
+        ("--gpu never --gpu-ids 1", {}),
+        ("--gpu never --gpu-ids 1", {"FLOWER_GPU_POLICY": "force", "FLOWER_GPU_NUM": "0"}),
+        ("--node-config gpu='never' --node-config gpu-ids=1", {"FLOWER_GPU_POLICY": "force"}),
+        ("--gpu never --node-config gpu-ids='1'", {"FLOWER_GPU_NUM": "0"}),
         ("", {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM": "1"}),
     ],
 )
@@ -283,34 +225,39 @@ def test_code_with_and_without_context_gets_the_same_policy(
 ) -> None:
     plan = plan_of(tiny_app, line)
     node_config = plan.node_config_of(0)
-    env = client_environment(service_environment(base, RunFolder(tiny_app), gpu=plan.gpu), 0, 2, node_config)
+    env = client_environment(
+        service_environment(base, RunFolder(tiny_app), plan.options.calls), 0, 2, node_config
+    )
     policies = [
-        GPUSettings.resolve(gpu="require", node_config=config, environ=env).policy
+        GPUSettings.resolve({"gpu": "require"}, node_config=config, environ=env).policy
         for config in (node_config, {})
     ]
     assert policies[0] == policies[1]
-    assert (policies[0].gpu, tuple(map(str, policies[0].gpu_num or ()))) == ("never", ("1",))
+    assert (policies[0].gpu, tuple(map(str, policies[0].gpu_ids or ()))) == ("never", ("1",))
 
 
 def test_every_option_reaches_the_settings_of_a_call() -> None:
-    options = GPUOptions("force", (0, 1), None, "2GiB", 12.5, "cpu")
-    env = options.environment({"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_ON_OOM": "fail", "HOME": "/root"})
+    given: CallOptions = {"gpu": "force", "gpu_ids": "0,1", "gpu_memory": "2GiB"}
+    given |= {"lease_timeout_s": 12.5, "on_oom": "cpu"}
+    env = options.environment(
+        given, {"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_ON_OOM": "fail", "HOME": "/root"}
+    )
     settings = GPUSettings.resolve(environ=env)
-    assert (settings.policy.gpu, settings.policy.gpu_num) == ("force", (0, 1))
+    assert (settings.policy.gpu, settings.policy.gpu_ids) == ("force", (0, 1))
     assert (settings.request.num_gpus, settings.request.memory_bytes) == (None, 2 * GIB)
     assert (settings.lease_timeout_s, settings.on_oom) == (12.5, "cpu")
     assert env["HOME"] == "/root"
-    assert GPUSettings.resolve(environ=GPUOptions(num_gpus=0.25).environment(env)).request.num_gpus == 0.25
+    assert GPUSettings.resolve(environ=options.environment({"num_gpus": 0.25}, env)).request.num_gpus == 0.25
 
 
 def test_options_that_were_not_given_change_nothing() -> None:
     base = {"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_POLICY": "never"}
-    assert GPUOptions().environment(base) == base
+    assert options.environment({}, base) == base
 
 
 def test_messages_name_the_option_only_where_it_was_given() -> None:
     text = "FLOWER_GPU_MEMORY and FLOWER_GPU_NUM_GPUS"
-    assert GPUOptions(gpu_memory="1GiB").in_their_words(text) == "--gpu-memory and FLOWER_GPU_NUM_GPUS"
+    assert options.in_their_words(text, {"gpu_memory": "1GiB"}) == "--gpu-memory and FLOWER_GPU_NUM_GPUS"
 
 
 @pytest.mark.parametrize(

@@ -9,30 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu import cli
+from flower_gpu.cli import main as cli
 from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.options import flag
 
 BAD_OPTIONS = [
     # arguments after the app's folder, and words its line must hold
-    ("--clients 0", "--clients must be 1 or more"),
-    ("--clients -3", "--clients must be 1 or more -3"),
+    ("--clients 0", "--clients 1 or more"),
+    ("--clients -3", "--clients 1 or more -3"),
     ("--clients two", "--clients 'two' whole number"),
     ("--clients 1.5", "--clients '1.5' whole number"),
-    ("--rounds 0", "--rounds must be 1 or more"),
-    ("--rounds -1", "--rounds must be 1 or more"),
-    ("--clients-per-round 0", "--clients-per-round must be 1 or more"),
+    ("--rounds 0", "--rounds 1 or more"),
+    ("--rounds -1", "--rounds 1 or more"),
+    ("--clients-per-round 0", "--clients-per-round 1 or more"),
     ("--clients-per-round 3", "--clients-per-round 3 more than --clients 2"),
     ("--clients 4 --clients-per-round 5", "--clients-per-round 5 more than --clients 4"),
     ("--learning-rate 0", "--learning-rate above 0"),
     ("--learning-rate -0.1", "--learning-rate above 0"),
     ("--learning-rate nan", "--learning-rate above 0"),
     ("--learning-rate fast", "--learning-rate 'fast' number"),
-    ("--seed -1", "--seed must be 0 or more"),
+    ("--seed -1", "--seed 0 or more"),
     ("--timeout-s 0", "--timeout-s above 0"),
     ("--timeout-s inf", "--timeout-s above 0"),
-    ("--port 0", "--port must be 1 or more"),
+    ("--port 0", "--port 1 or more"),
     ("--port 65536", "--port at most 65535"),
     ("--start-method thread", "--start-method 'thread' spawn fork"),
     ("--engine ray", "--engine 'ray' superlink start-client"),
@@ -51,13 +52,16 @@ BAD_OPTIONS = [
     ("--node-config partition-id=1", "--node-config partition-id launcher"),
     ("--node-config num-partitions=1", "--node-config num-partitions launcher"),
     ("--gpu sometimes", "--gpu 'sometimes' never offer force require"),
-    ("--gpu-num 0,,1", "--gpu-num empty entry"),
-    ("--gpu-num first", "--gpu-num 'first' number UUID nvidia-smi"),
+    ("--gpu-ids 0,,1", "--gpu-ids empty entry"),
+    ("--gpu-ids first", "--gpu-ids 'first' number UUID nvidia-smi"),
     ("--gpu force --node-config gpu='never'", "--gpu --node-config gpu twice"),
-    ("--gpu-num 0 --node-config gpu-num=1", "--gpu-num --node-config gpu-num twice"),
+    ("--gpu-ids 0 --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
+    ("--gpu-ids 0 --node-config gpu-num=1", "--gpu-ids --node-config gpu-num twice"),
+    ("--node-config gpu-ids=0 --node-config gpu-num=1", "gpu-ids gpu-num node config twice"),
+    ("--gpu-num first", "--gpu-ids 'first' number UUID nvidia-smi"),
     ("--node-config gpu='sometimes'", "gpu node config 'sometimes' never offer force require"),
     ("--node-config gpu=true", "gpu node config words bool"),
-    ("--node-config gpu-num=1.5", "gpu-num node config number float"),
+    ("--node-config gpu-ids=1.5", "gpu-ids node config number float"),
     ("--num-gpus 0", "--num-gpus above 0"),
     ("--num-gpus half", "--num-gpus 'half' number"),
     ("--num-gpus 1.5", "--num-gpus=1.5 share whole 1 or 2"),
@@ -240,12 +244,14 @@ def test_clients_share_the_cores(tiny_app: Path) -> None:
     assert threads == sorted(threads, reverse=True) and threads[-1] == 1
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["server", "--help"], ["--version"]])
-def test_answers_without_dependencies(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "line", ["--help", "launch --help", "workers --help", "server --help", "supernodes --help", "--version"]
+)
+def test_answers_without_dependencies(line: str) -> None:
     """-S: no installed package can be imported, as in a fresh clone."""
     result = subprocess.run(
-        [sys.executable, "-S", "-m", "flower_gpu.cli", *arguments],
-        cwd=Path(cli.__file__).parents[1],
+        [sys.executable, "-S", "-m", "flower_gpu.cli", *line.split()],
+        cwd=Path(cli.__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=60,
@@ -257,5 +263,5 @@ def test_answers_without_dependencies(arguments: list[str]) -> None:
 def test_help_shows_the_apps_defaults(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run_main(["launch", str(tiny_app), "--help"], capsys)
     assert code == 0
-    assert all(option.flag in out for option in launch_options.RUN_CONFIG_OPTIONS)
+    assert all(flag(name) in out for name in launch_options.RUN_CONFIG)
     assert "num-server-rounds = 2" in out

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flower_gpu import trace
+from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.display import Display, QuietDisplay, print_table
+from flower_gpu.launch.display import LaunchDisplay
 from flower_gpu.launch.failures import Failures
-from flower_gpu.launch.folder import RunFolder, write_json
-from flower_gpu.launch.follow import LineFollower
-from flower_gpu.launch.result import build_result
+from flower_gpu.launch.logs import LineFollower
+from flower_gpu.launch.result import print_table, result_of
+from flower_gpu.watch.history import History
 
 
 def event(name: str, time: float, **fields: Any) -> dict[str, Any]:
@@ -73,6 +75,12 @@ RESULT = {
         {"pid": 11, "client": "0", "task": "fit", "start_method": "spawn", "seconds": 0.25},
     ],
 }
+
+
+def build_result(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    history = History()
+    history.feed(events)
+    return result_of(history)
 
 
 def write_trace(path: Path, events: list[dict[str, Any]], torn: str = "") -> None:
@@ -154,9 +162,9 @@ def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(None)
+    display = LaunchDisplay(None)
     for each in EVENTS:
-        display.event(each)
+        display.show(each)
     display.close()
     assert capsys.readouterr().out.splitlines() == [
         "before round 1: server-evaluate loss 2.5",
@@ -215,13 +223,13 @@ def test_rounds_of_any_app(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_lines_of_any_app_are_those_of_a_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(None)
+    display = LaunchDisplay(None)
     for each in RECORDED:
-        display.event(each)
+        display.show(each)
     display.close()
     assert capsys.readouterr().out.splitlines() == [
-        "round 1/1: train 2 clients (1 failed) in 1.2 s train_loss 0.5; "
-        "evaluate 2 clients in 1.2 s loss 0.25, eval_acc 0.875; server-evaluate accuracy 0.75"
+        "round 1/1: train 2 clients (1 failed) in 1.25 s train_loss 0.5; "
+        "evaluate 2 clients in 1.25 s loss 0.25, eval_acc 0.875; server-evaluate accuracy 0.75"
     ]
 
 
@@ -233,13 +241,13 @@ def test_metrics_of_one_name_are_told_apart(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_quiet_shows_what_has_failed_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    display = QuietDisplay(None)
+    display = LaunchDisplay(None, is_quiet=True)
     failures = Failures(tmp_path / "failures.log", display)
     for each in EVENTS:
-        display.event(each)
+        display.show(each)
         failures.see(each)
     for then in ("again", "on the CPU", "failed"):
-        display.event(event("out_of_memory", 105.0, client="0", task="fit", uuid="GPU-0", then=then))
+        display.show(event("out_of_memory", 105.0, client="0", task="fit", uuid="GPU-0", then=then))
     told = capsys.readouterr()
     assert told.out == ""
     first, *error, last = told.err.splitlines()
@@ -325,9 +333,9 @@ def test_workers_have_their_leases() -> None:
 
 
 def test_lines_say_what_follows_when_memory_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(None)
+    display = LaunchDisplay(None)
     for each in LEASE_EVENTS:
-        display.event(each)
+        display.show(each)
     assert capsys.readouterr().out.splitlines() == [
         "fit of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again",
         "fit of client 1 ran out of memory on GPU 0 with 1.5 GiB: it runs again on the CPU",

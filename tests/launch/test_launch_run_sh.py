@@ -88,24 +88,33 @@ def expected(clone: Path, *arguments: str) -> str:
     return "|".join(["cli of", str(clone / ".venv"), "launch", *arguments]) + "\n"
 
 
-def test_first_start_installs_and_later_ones_do_not(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+def test_first_starts_install_once_and_later_ones_do_not(
+    clone: Path, env: dict[str, str], tmp_path: Path
+) -> None:
     quickstart = str(clone / "examples" / "quickstart")
     link = tmp_path / "link"
     link.symlink_to(clone / "run.sh")
     # flower_gpu in the current folder must not be taken for the package.
     (tmp_path / "flower_gpu").mkdir()
 
-    first = run(link, "--rounds", "2", "a b", env=env, cwd=tmp_path)
-    assert (first.returncode, first.stdout) == (0, expected(clone, quickstart, "--rounds", "2", "a b"))
-    assert first.stderr.count("\n") == 1
-    assert "only this once" in first.stderr
+    (clone / "backend.py").write_text("raise SystemExit('broken build')")
+    failed = run(clone / "run.sh", env=env, cwd=tmp_path)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.splitlines()[-1].startswith("run.sh: the installation failed")
+    (clone / "backend.py").write_text(BACKEND)
 
-    second = run(clone / "run.sh", "my app", "--x", env=env, cwd=tmp_path)
-    assert (second.stdout, second.stderr) == (expected(clone, "my app", "--x"), "")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    commands = [[link, "--rounds", "2", "a b"], [clone / "run.sh", "my app", "--x"]]
+    both = [subprocess.Popen(each, env=env, cwd=tmp_path, text=True, **pipes) for each in commands]
+    results = [process.communicate(timeout=150) for process in both]
+    assert results[0][0] == expected(clone, quickstart, "--rounds", "2", "a b")
+    assert results[1][0] == expected(clone, "my app", "--x")
+    said = "".join(err for _, err in results)
+    assert said.count("\n") == 1 and "only this once" in said
 
     env["FLOWER_GPU_APP"] = "other app"
-    third = run(clone / "run.sh", "-v", env=env, cwd=tmp_path)
-    assert (third.stdout, third.stderr) == (expected(clone, "other app", "-v"), "")
+    later = run(clone / "run.sh", "-v", env=env, cwd=tmp_path)
+    assert (later.stdout, later.stderr) == (expected(clone, "other app", "-v"), "")
 
     # A half-made environment: the last installation was broken off, and pip does not even start.
     (clone / ".venv" / ".flower-gpu-unfinished").touch()
@@ -119,31 +128,6 @@ def test_first_start_installs_and_later_ones_do_not(clone: Path, env: dict[str, 
         file.write("# other dependencies\n")
     assert "only this once" in run(clone / "run.sh", env=env, cwd=tmp_path).stderr
     assert run(clone / "run.sh", env=env, cwd=tmp_path).stderr == ""
-
-
-def test_two_first_starts_at_once(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
-    both = [
-        subprocess.Popen(
-            [clone / "run.sh", str(number)],
-            env=env,
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    results = [process.communicate(timeout=150) for process in both]
-    assert [out for out, _ in results] == [expected(clone, str(number)) for number in range(2)]
-    assert "".join(err for _, err in results).count("\n") == 1
-
-
-def test_failed_installation_is_said(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
-    (clone / "backend.py").write_text("raise SystemExit('broken build')")
-    failed = run(clone / "run.sh", env=env, cwd=tmp_path)
-    assert failed.returncode == 1
-    assert failed.stdout == ""
-    assert failed.stderr.splitlines()[-1].startswith("run.sh: the installation failed")
 
 
 def test_an_existing_environment(clone: Path, env: dict[str, str], tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from file_tables import files_in, files_in_table
-from launch_helpers import is_alive, processes_of, wait_until
+from launch_helpers import processes_of
+from live_processes import is_running, wait_until
 
 from flower_gpu import trace
 
@@ -187,7 +188,6 @@ def test_all_clients_fail(launch: Launch, tmp_path: Path) -> None:
     [
         ("client", "client 1 ended with exit code 1", "RuntimeError: client 1 fails on purpose"),
         ("server_fn", "server ended with exit code 1", "RuntimeError: server_fn fails on purpose"),
-        ("evaluate", "server ended with exit code 1", "RuntimeError: the evaluation fails on purpose"),
     ],
 )
 def test_failure_is_named_and_shown(
@@ -200,11 +200,17 @@ def test_failure_is_named_and_shown(
     assert (only_run(tmp_path) / "result.json").exists()
 
 
-@pytest.mark.parametrize("victim", ["start_client_client", "start_client_server"])
+@pytest.mark.parametrize("victim", ["client", "server"])
 def test_a_killed_process_is_named(victim: str, launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
     process = launch(tiny_app, "--run-config", "seconds=100.0")
     folder = wait_for_a_worker(tmp_path)
-    pid = next(pid for pid in processes_of(folder) if victim in Path(f"/proc/{pid}/cmdline").read_text())
+    # Its last argument is the number of the client, or the address of the server.
+    programs = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in processes_of(folder)}
+    pid = next(
+        pid
+        for pid, words in programs.items()
+        if "flower_gpu.launch.start_client_program" in words and words[-2].isdecimal() == (victim == "client")
+    )
     os.kill(pid, signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
@@ -224,11 +230,11 @@ def test_nothing_survives_the_launcher(
     code, _, err = finish(process)
     if signum == signal.SIGINT:
         assert code == 130
-        assert not any(map(is_alive, pids))
+        assert not any(map(is_running, pids))
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
         assert "Traceback" not in err
     else:
-        wait_until(lambda: not any(map(is_alive, pids)), "all are gone")
+        wait_until(lambda: not any(map(is_running, pids)), "all are gone")
 
 
 def test_superlink_reports_a_failed_server_app(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:

@@ -15,14 +15,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from flower_gpu import trace
-from flower_gpu.launch import serverapp
-from flower_gpu.launch.folder import RunFolder
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.flower import serverapp
+from flower_gpu.flower.recording.recorder import write_event
+from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import Supervisor
-from flower_gpu.simulation.recording import recorded_run
-from flower_gpu.simulation.traced import trace_event_and_replies
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +81,7 @@ def told(folder: Path, *names: str) -> list[list[Any]]:
 
 def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
     grid = FlowerGrid()
-    with recorded_run(trace_event_and_replies) as recorder:
+    with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder)
         replies = list(grid.send_and_receive(messages(1, 2, 9)))
     assert len(replies) == 3 and isinstance(grid, HttpGrid)
@@ -97,10 +97,21 @@ def test_replies_are_told_one_by_one(tmp_path: Path) -> None:
     ]
 
 
+def test_that_all_clients_fail_is_told_and_the_server_goes_on(tmp_path: Path) -> None:
+    grid = FlowerGrid()
+    with recorded_rounds(write_event) as recorder:
+        serverapp.record(grid, recorder)
+        for server_round in (1, 2):
+            assert len(list(grid.send_and_receive(messages(9, 10, server_round=server_round)))) == 2
+    assert [line for line in told(tmp_path, "reason") if line[0] == "all_failed"] == [
+        ["all_failed", "all 2 clients failed in round 1"]
+    ]
+
+
 def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     grid = FlowerGrid(silent=(2,))
-    with recorded_run(trace_event_and_replies) as recorder:
+    with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder)
         assert len(list(grid.send_and_receive(messages(1, 2), timeout=0.05))) == 1
     replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
@@ -109,7 +120,7 @@ def test_what_has_no_reply_in_time_has_failed(tmp_path: Path, monkeypatch: pytes
 
 def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:
     grid = FlowerGrid(largest=1)
-    with recorded_run(trace_event_and_replies) as recorder:
+    with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder)
         assert list(grid.send_and_receive(messages(1, 2), timeout=0.0)) == []
     replies = [line for line in told(tmp_path, "node", "error") if line[0] == "reply"]
@@ -119,7 +130,7 @@ def test_messages_that_flower_cannot_send_have_failed(tmp_path: Path) -> None:
 def test_messages_from_several_threads(tmp_path: Path) -> None:
     """As Flower's older strategies send them: one by one, each from a thread of its own."""
     grid = FlowerGrid()
-    with recorded_run(trace_event_and_replies) as recorder:
+    with recorded_rounds(write_event) as recorder:
         serverapp.record(grid, recorder)
         threads = [
             threading.Thread(target=grid.send_and_receive, args=(messages(node, kind="train"),))
@@ -148,6 +159,6 @@ def test_without_our_command_a_run_goes_on_and_says_so(
     file.write_text("")
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(file))
     plan = make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs"))
-    engine = SuperLinkEngine(plan, RunFolder.create(plan.log_dir), os.environ, Supervisor(""))
-    assert engine._recording() == os.environ
+    engine = SuperLinkEngine(plan, RunFolder.create(plan.options.log_dir), os.environ, Supervisor(""))
+    assert engine.link_environment() == os.environ
     assert capsys.readouterr().err.startswith("Rounds are not shown")

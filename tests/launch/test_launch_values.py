@@ -7,8 +7,8 @@ from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flower_gpu.apps.config_values import flatten, format_pairs, parse_pairs
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.config_values import flatten, format_pairs, parse_pairs
 
 KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
 # TOML knows no lone surrogates, and its integers have 64 bits.

@@ -12,8 +12,10 @@ A simulated worker calls :func:`allocate`; what it uses is counted as long as it
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -71,6 +73,16 @@ def build(folder: Path, driver: int = 550) -> Path:
 
 @cache
 def _compiled(driver: int) -> bytes:
+    """Return the library; compiled once for all processes, as a module's bytecode is."""
+    code = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    compiled = Path(__file__).parent / "__pycache__" / f"nvml-{driver}-{platform.machine()}-{code}.so"
+    if not compiled.exists():
+        compiled.parent.mkdir(exist_ok=True)
+        _replace(compiled, _compile(driver))
+    return compiled.read_bytes()
+
+
+def _compile(driver: int) -> bytes:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise RuntimeError(

@@ -88,7 +88,7 @@ def use_stub_gpu(uuid: str, peak_bytes: int, end_bytes: int, error: str = "") ->
     """Take memory of a GPU that is not there, until it is reported where there is a peak; then less."""
     from nvml_stub import allocate
 
-    from flower_gpu.gpu.lease import Lease
+    from flower_gpu.leases.lease import Lease
 
     lease = Lease.from_environment(os.environ)
     assert lease is not None

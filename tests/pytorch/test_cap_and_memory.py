@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from flower_gpu.pytorch import memory
-from flower_gpu.pytorch.memory import classify, is_out_of_memory, requested_bytes
+from flower_gpu import frameworks
+from flower_gpu.frameworks import pytorch_memory
+from flower_gpu.frameworks.out_of_memory import classify, device_index, is_out_of_memory, requested_bytes
 
 GIB = 2**30
-SETTINGS = "per_process_memory_fraction:0.25"
+SETTINGS = "per_process_memory_fraction:0.250000000000"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,15 +26,17 @@ pytestmark = pytest.mark.timeout(120)
 SCRIPT = """
 import json, os, sys
 import torch
-from flower_gpu.pytorch import memory
+from flower_gpu.frameworks import Cap, pytorch_memory
 
-wanted, parsed_before = json.loads(sys.argv[1])
+parsed_before, version = json.loads(sys.argv[1])
 if parsed_before is not None:
     torch._C._accelerator_setAllocatorSettings(parsed_before)
-cap = memory.Cap(4 << 30, 16 << 30)
-hold = memory.hold_to([cap], lambda: wanted)
-queued = [call for call, _ in torch.cuda._queued_calls if call == hold.when_started]
+if version is not None:
+    torch.__version__ = version
+hold = pytorch_memory.AllocatorHold([Cap(4 << 30, 16 << 30)], lambda: None)
+hold.apply()
 hold.follow_settings()
+queued = [call for call, _ in torch.cuda._queued_calls if call == hold.when_started]
 print(json.dumps({
     "settings": torch._C._accelerator_getAllocatorSettings(),
     "in_force": hold.in_force_bytes(),
@@ -54,39 +57,42 @@ def run(run_script: Callable[..., Any], *case: str | None, **environ: str) -> li
 
 
 def test_the_cap_is_read_from_the_environment(run_script: Callable[..., Any]) -> None:
-    held, _ = run(run_script, SETTINGS, None, PYTORCH_ALLOC_CONF=SETTINGS)
+    held, _ = run(run_script, None, None, PYTORCH_ALLOC_CONF=SETTINGS)
     assert held == {"settings": SETTINGS, "in_force": [4 * GIB], "queued": 1, "started": False}
 
 
 def test_both_names_with_the_same_settings_are_taken(run_script: Callable[..., Any]) -> None:
     environ = {"PYTORCH_ALLOC_CONF": SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
-    held, _ = run(run_script, SETTINGS, None, **environ)
+    held, _ = run(run_script, None, None, **environ)
     assert held["in_force"] == [4 * GIB]
 
 
 def test_settings_that_were_read_before_are_replaced_and_come_back(run_script: Callable[..., Any]) -> None:
     """As in a fork of a process that has used them, and in a process that outlives the call."""
+    environ = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    held, after = run(run_script, "max_split_size_mb:32", None, **environ)
     wanted = f"max_split_size_mb:64,{SETTINGS}"
-    held, after = run(run_script, wanted, "max_split_size_mb:32")
     assert held == {"settings": wanted, "in_force": [4 * GIB], "queued": 1, "started": False}
     assert after == {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "queued": 0}
 
 
 def test_a_pytorch_without_the_setting_is_held_when_cuda_starts(run_script: Callable[..., Any]) -> None:
-    held, after = run(run_script, None, None)
+    held, after = run(run_script, None, "2.9.1")
     assert held == {"settings": "", "in_force": [None], "queued": 1, "started": False}
     assert after == {"settings": "", "queued": 0}
 
 
 def test_settings_that_pytorch_refuses_are_named(run_script: Callable[..., Any]) -> None:
-    done = run_script(SCRIPT, json.dumps(["nonsense:1", None]), check=False, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert "ConfigError: PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1' (Unrecognized" in done.stderr
+    environ = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_ALLOC_CONF": "nonsense:1"}
+    done = run_script(SCRIPT, json.dumps([None, None]), check=False, env=environ)
+    refused = f"ConfigError: PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1,{SETTINGS}' (Unrecognized"
+    assert refused in done.stderr
 
 
 @given(total=st.integers(1, 2**40), part=st.floats(0, 1.5))
 def test_the_fraction_for_cuda_never_allows_more_than_the_cap(total: int, part: float) -> None:
     cap_bytes = int(total * part)
-    fraction = memory.fraction_of(cap_bytes, total)
+    fraction = pytorch_memory.largest_fraction(cap_bytes, total)
     assert 0 <= fraction <= 1
     assert int(fraction * total) <= cap_bytes
     assert fraction * total >= min(cap_bytes, total) - 2
@@ -95,8 +101,8 @@ def test_the_fraction_for_cuda_never_allows_more_than_the_cap(total: int, part: 
 def test_there_are_no_figures_before_cuda_starts() -> None:
     if torch.cuda.is_initialized():
         pytest.skip("an earlier test has initialised CUDA in this process")
-    assert memory.figures() is None
-    assert memory.reserved_bytes() is None
+    assert frameworks.figures() is None
+    assert frameworks.reserved_bytes() is None
     assert not torch.cuda.is_initialized()
 
 
@@ -219,27 +225,8 @@ def test_what_was_asked_for_is_read_from_the_text(text: str, expected: int | Non
 
 
 def test_the_gpu_is_read_from_the_text() -> None:
-    assert memory.device_index(torch.OutOfMemoryError(TEXT)) == 1
-    assert memory.device_index(RuntimeError("CUDA error: out of memory")) is None
-
-
-@pytest.mark.parametrize(
-    ("reserved", "requested", "cap", "free", "kind"),
-    [
-        (3, 2, 4, 2, "over_cap"),
-        (0, 5, 4, 12, "over_cap"),
-        (1, 2, 4, 1, "card_full"),
-        (2, 2, 4, 1, "card_full"),
-        (2, 2, 4, 2, "unclear"),  # fits both: fragmented
-        (3, 2, 4, 1, "unclear"),  # fits neither
-        (3, None, 4, 1, "unclear"),
-        (3, 2, 4, None, "unclear"),
-    ],
-)
-def test_why_memory_was_not_enough(
-    reserved: int, requested: int | None, cap: int, free: int | None, kind: str
-) -> None:
-    assert classify(reserved, requested, cap, free) == kind
+    assert device_index(torch.OutOfMemoryError(TEXT)) == 1
+    assert device_index(RuntimeError("CUDA error: out of memory")) is None
 
 
 def test_a_kind_is_certain_only_where_one_thing_was_missing() -> None:
@@ -249,3 +236,4 @@ def test_a_kind_is_certain_only_where_one_thing_was_missing() -> None:
         kind = classify(reserved, requested, cap, free)
         assert (kind == "over_cap") == (reserved + requested > cap and requested <= free)
         assert (kind == "card_full") == (reserved + requested <= cap and requested > free)
+    assert classify(3, None, 4, 1) == classify(3, 2, 4, None) == classify(None, 2, 4, 1) == "unclear"

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from phases import without_phases
 
-from flower_gpu.calls import leased_worker
+from flower_gpu.calls import environment, leased_worker
 from flower_gpu.errors import WorkerError
-from flower_gpu.gpu import cap
-from flower_gpu.gpu.lease import Lease, Share
-from flower_gpu.isolation import worker
-from flower_gpu.isolation.call import Call
+from flower_gpu.frameworks import pytorch
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers.call import Call
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -39,12 +39,12 @@ def lease(uuid: str = "GPU-7f3a", ticket: str = "", cap_bytes: int = 4 * GIB) ->
 
 
 def worker_env(**user: str) -> dict[str, str]:
-    return {**user, **cap.worker_environment(lease(), {**os.environ, **user})}
+    return {**user, **environment.of_worker(lease(), {**os.environ, **user})}
 
 
 @pytest.fixture(autouse=True)
 def settings_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (cap.SETTINGS, cap.OLD_SETTINGS):
+    for name in (pytorch.SETTINGS, pytorch.OLD_SETTINGS):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -126,7 +126,7 @@ def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker
     preload = (("leased_tasks:read_settings", {}),)
     seen = []
     for cap_bytes in (4 * GIB, 2 * GIB):
-        env = cap.worker_environment(lease(cap_bytes=cap_bytes), os.environ)
+        env = environment.of_worker(lease(cap_bytes=cap_bytes), os.environ)
         seen.append(call("settings_and_their_reader", "forkserver", env, preload=preload).value)
     reader = seen[0][0]
     assert seen == [
@@ -152,7 +152,7 @@ def test_what_a_module_sets_itself_holds_together_with_the_cap(method: str) -> N
 
 @pytest.mark.parametrize("method", METHODS)
 def test_without_a_lease_nothing_is_started_or_told(method: str) -> None:
-    result = call("threads_and_torch", method, cap.hidden_environment())
+    result = call("threads_and_torch", method, environment.of_worker(None, {}))
     assert "flower-gpu-memory" not in result.value[0]
     assert [event for event in result.events if event["event"] != "result"] == []
 
@@ -208,7 +208,7 @@ def on_stub(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., Any
     def run(*arguments: Any, **fields: Any) -> tuple[Result, dict[str, Any]]:
         host.set(0, **fields)
         held = lease(host.uuids[0], str(ticket))
-        env = cap.worker_environment(held, os.environ)
+        env = environment.of_worker(held, os.environ)
         given = [[str(FOLDER), str(FOLDER.parent)], env, [host.uuids[0], *arguments]]
         done = run_script(ON_STUB, *map(json.dumps, given), env=host.env)
         return Result(*json.loads(done.stdout)), leased_tasks.reported(ticket)

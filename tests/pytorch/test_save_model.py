@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -55,24 +54,6 @@ def test_loads_with_one_line_and_no_gpu(tmp_path):
     for ours, theirs in zip(get_weights(model), get_weights(other), strict=True):
         assert ours.tobytes() == theirs.tobytes()
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_loads_in_a_fresh_process_without_this_package(tmp_path):
-    path = tmp_path / "model.safetensors"
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    save_model(model, path)
-    code = (
-        "import sys, torch, safetensors.torch\n"
-        "model = torch.nn.Linear(3, 2)\n"
-        f"model.load_state_dict(safetensors.torch.load_file({str(path)!r}))\n"
-        "print(model.weight.tolist())\n"
-        "assert not any(name.startswith('flower_gpu') for name in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == str(model.weight.tolist())
 
 
 @settings(deadline=None, max_examples=50)

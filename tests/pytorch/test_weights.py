@@ -105,14 +105,6 @@ def misaligned(array):
 LAYOUTS = [fortran, every_second, backwards, swapped, read_only, field, frombuffer, misaligned]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_layouts_that_torch_refuses_or_warns_about(layout):
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    model = Bag([torch.zeros(2, 3, 4)])
-    set_weights(model, [layout(array)])
-    assert torch.equal(model.entry0, torch.arange(24.0).reshape(2, 3, 4))
-
-
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (40, 50)], ids=str)
 def test_addresses_that_torch_does_not_look_at(dtype, shape):
@@ -273,11 +265,6 @@ def test_parametrized_model():
     model, other = build(), build()
     set_weights(model, get_weights(other))
     assert torch.equal(model.weight, other.weight)
-
-
-def test_empty_model():
-    assert get_weights(nn.ReLU()) == []
-    set_weights(nn.ReLU(), [])
 
 
 def test_frozen_and_evaluated_models():

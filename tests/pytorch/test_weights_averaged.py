@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flwr.common import Array, ArrayRecord, FitRes, MetricRecord, RecordDict, ndarrays_to_parameters
-from flwr.common.typing import Code, Status
-from flwr.server.strategy.aggregate import aggregate, aggregate_inplace
+from flwr.common import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.server.strategy.aggregate import aggregate
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,16 +17,6 @@ from flower_gpu.errors import WeightsError
 from flower_gpu.pytorch.weights import get_state, get_weights, set_state, set_weights
 
 pytestmark = pytest.mark.filterwarnings("error")
-
-
-def fit_results(models, num_examples):
-    return [
-        (
-            None,
-            FitRes(Status(Code.OK, ""), ndarrays_to_parameters(get_weights(model)), n, {}),
-        )
-        for model, n in zip(models, num_examples, strict=True)
-    ]
 
 
 def array_records(models, num_examples):
@@ -80,17 +69,6 @@ def test_flower_averages_are_loaded_into_a_batchnorm_model(half):
         assert model.norm.num_batches_tracked.dtype == torch.int64
         assert model.seen.tolist() == [True, False]
         train(model.float(), steps=1)
-
-
-def test_flower_inplace_average_is_loaded_too():
-    clients = [Net(), Net()]
-    for client in clients:
-        train(client, steps=2)
-    averaged = aggregate_inplace(fit_results(clients, [1, 3]))
-    model = Net()
-    set_weights(model, averaged)
-    want = 0.25 * clients[0].conv.weight + 0.75 * clients[1].conv.weight
-    torch.testing.assert_close(model.conv.weight, want)
 
 
 # -- dtypes that averaging changes ----------------------------------------------------------------

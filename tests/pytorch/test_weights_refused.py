@@ -7,8 +7,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from weight_cases import Bag, Net, same, snapshot
 
@@ -132,19 +130,6 @@ def test_names():
         "11 unexpected (module.scale, ",
         "and 6 more",
     )
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(0, len(ORDER) - 1), st.booleans())
-def test_a_bad_entry_anywhere_leaves_the_model_as_it_was(position, named):
-    model = Net()
-    bad = np.zeros((7, 7), np.float32)
-    if named:
-        state = {**get_state(Net()), ORDER[position]: bad}
-        refused(model, lambda: set_state(model, state), ORDER[position])
-    else:
-        weights = change(position, bad)
-        refused(model, lambda: set_weights(model, weights), ORDER[position])
 
 
 def extra_state():

@@ -18,9 +18,9 @@ from flower_gpu.errors import (
     WorkerTaskError,
     WorkerTimeoutError,
 )
-from flower_gpu.isolation.outcomes import WorkerStoppedError
 from flower_gpu.ranks import failures, results
 from flower_gpu.ranks.failures import End
+from flower_gpu.workers.outcomes import WorkerStoppedError
 
 NUMBERS = st.floats(-1e6, 1e6) | st.integers(-1000, 1000)
 METRICS = st.dictionaries(st.sampled_from("abcd"), NUMBERS | st.text(max_size=3) | st.booleans())

@@ -2,7 +2,7 @@
 
 import os
 
-from flower_gpu.gpu.lease import Lease
+from flower_gpu.leases.lease import Lease
 
 ON_GPU = {
     ("offer", True): "the node offers, and the run wants one",

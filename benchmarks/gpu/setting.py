@@ -1,0 +1,167 @@
+"""What all parts of the GPU benchmarks share: the GPU, sizes, a folder, and how long a part may take."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shared import stub
+from benchmarks.shared.processes import BenchmarkError
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each part does.
+
+    Parameters
+    ----------
+    clients : int
+        Of ``memory``.
+    batch, steps : int
+        Images of a step of ResNet-18, and steps of a call.
+    images, side : int
+        Generated where no data is given: how many, and pixels of a side.
+    fit, times : int
+        Of ``oversubscribe``: how many clients fit on the GPU by their size, and how many times as many there
+        are.
+    hold_s : float
+        How long each of them holds its memory, in seconds.
+    neighbour_s : float
+        How long the neighbour of ``cap`` trains, in seconds.
+    round_clients, runs : int
+        Of ``throughput``: clients of a round, and rounds measured for each figure.
+    concurrency : tuple of int
+        How many of them train at the same time.
+    """
+
+    clients: int = 20
+    batch: int = 128
+    steps: int = 25
+    images: int = 50_000
+    side: int = 32
+    fit: int = 8
+    times: int = 3
+    hold_s: float = 6.0
+    neighbour_s: float = 8.0
+    round_clients: int = 16
+    runs: int = 3
+    concurrency: tuple[int, ...] = (1, 2, 4, 8)
+
+
+QUICK = Sizes(
+    clients=3, batch=2, steps=1, images=16, side=8, fit=2, hold_s=1.0, neighbour_s=2.0, round_clients=2,
+    runs=1, concurrency=(1, 2),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the GPU at one moment, in bytes; what the driver keeps for itself is in neither."""
+
+    total_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.used_bytes
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a part measures with.
+
+    Parameters
+    ----------
+    device : str
+        ``"cuda"``, or ``"stub"``: a simulated GPU, for tests of the benchmark.
+    uuid : str
+        The GPU; the only one that the clients see.
+    folder : Path
+        For the part's files.
+    sizes : Sizes
+        How much it does.
+    limit_s : float
+        How long it may take.
+    data : Path, optional
+        Images, see ``data.py``.
+    """
+
+    device: str
+    uuid: str
+    folder: Path
+    sizes: Sizes
+    limit_s: float
+    data: Path | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def deadline(self) -> float:
+        """When it must be over, on the clock of ``time.monotonic``."""
+        return self.began + self.limit_s
+
+    def memory(self) -> Memory:
+        """Return what the GPU has, as the driver tells."""
+        from flower_gpu.gpu import inventory
+
+        gpu = inventory.take(processes=False).find(self.uuid)
+        if gpu is None or gpu.total_bytes is None or gpu.used_bytes is None:
+            raise BenchmarkError(f"GPU {self.uuid} does not tell its memory any more")
+        return Memory(gpu.total_bytes - (gpu.reserved_bytes or 0), gpu.used_bytes)
+
+    def used_mb(self) -> float:
+        return self.memory().used_bytes / MB
+
+    def trace(self) -> list[dict[str, Any]]:
+        """Return the events of the part so far."""
+        from flower_gpu.trace import read
+
+        return list(read(self.folder / "trace.jsonl"))
+
+
+@contextmanager
+def gpu(device: str) -> Iterator[str]:
+    """Choose the GPU, and let this process and its children see no other. Yields its UUID."""
+    with tempfile.TemporaryDirectory(prefix="fgpu-stub-") as folder, _environment():
+        if device == "stub":
+            made = stub.host(Path(folder))
+            stub.move_to(made)
+            os.environ["CUDA_VISIBLE_DEVICES"] = made.uuids[0]
+        from flower_gpu.gpu import inventory
+
+        found = inventory.take(processes=False)
+        usable = inventory.visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        usable = tuple(one for one in usable if one.is_usable)
+        if not usable:
+            reason = found.problem or "; ".join(one.problem or "hidden" for one in found.gpus)
+            raise BenchmarkError(f"no NVIDIA GPU can be used here: {reason}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = usable[0].uuid
+        try:
+            yield usable[0].uuid
+        finally:
+            inventory.close()
+
+
+@contextmanager
+def part_folder(variables: Mapping[str, str]) -> Iterator[Path]:
+    """Make a folder for one part; its workers write their trace there."""
+    with tempfile.TemporaryDirectory(prefix="fgpu-part-") as folder, _environment():
+        os.environ.update({**variables, "FLOWER_GPU_RUN_DIR": folder})
+        yield Path(folder)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

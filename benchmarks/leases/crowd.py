@@ -1,0 +1,167 @@
+"""Many processes with random requests, killed at random points, and one that watches."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nvml_stub import GIB, used
+
+import flower_gpu.gpu
+from benchmarks.leases.processes import RESERVE_BYTES, end_of, fork, stop_using, use, wish
+from flower_gpu.gpu import inventory
+from flower_gpu.leases.ledger import Ledger, Wish
+
+_TIMEOUT_S = 300.0
+_HOLD_S = 0.1  # on average
+_LINES = 600  # of the ledger's code that a process runs which has to wait a little
+_CODE = str(Path(flower_gpu.gpu.__path__[0]))
+
+
+def measure(numbers: random.Random, processes: int) -> dict[str, Any]:
+    """Let a crowd lease, kill a third of it, and return what an observer saw."""
+    read, write = os.pipe()
+    stop, end = os.pipe()
+    observer = fork(lambda: _watch(stop, write))
+    os.close(write)
+    doomed = set(numbers.sample(range(processes), processes // 3))
+    pids: list[int] = []
+    kills: list[tuple[float, int]] = []
+    started = time.monotonic()
+    for number in range(processes):
+        pids.append(fork(_member(random.Random(numbers.random()), number in doomed)))
+        if number in doomed:
+            kills.append((time.monotonic() + numbers.uniform(0, 3), pids[-1]))
+    for at, pid in sorted(kills):
+        time.sleep(max(0.0, at - time.monotonic()))
+        os.kill(pid, signal.SIGKILL)  # nobody has waited for it yet, so it is no other's number
+    statuses = end_of(pids, _TIMEOUT_S)
+    took_s = time.monotonic() - started
+    os.write(end, b"1")
+    with open(read) as told:
+        seen = json.load(told)
+    os.waitpid(observer, 0)
+    for descriptor in (stop, end):
+        os.close(descriptor)
+    for pid in set(pids) - set(statuses):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    ended = list(statuses.values())
+    finished, killed = ended.count(0), ended.count(-signal.SIGKILL)
+    return {
+        **seen,
+        "processes": processes,
+        "finished": finished,
+        "killed": killed,
+        "unfinished": processes - finished - killed,
+        "left_over": _left_over(),
+        "crowd_s": round(took_s, 2),
+    }
+
+
+def _member(numbers: random.Random, doomed: bool) -> Callable[[], None]:
+    """Return what a process does: lease something at random, use it, give it back."""
+
+    def lease() -> None:
+        ledger = Ledger(reserve_bytes=RESERVE_BYTES)
+        asked = _random_wish(numbers)
+        hold_s = numbers.expovariate(1 / _HOLD_S)
+        if doomed and numbers.random() < 0.5:
+            _end_at_line(numbers.randrange(_LINES))
+        ticket = ledger.acquire(asked)
+        use(ticket, numbers.uniform(0.3, 1.0))
+        time.sleep(hold_s)
+        stop_using(ticket)
+        ledger.release(ticket)
+        if doomed:
+            time.sleep(_TIMEOUT_S)
+
+    return lease
+
+
+def _random_wish(numbers: random.Random) -> Wish:
+    kind = numbers.random()
+    if kind < 0.4:
+        return wish(memory_bytes=int(numbers.uniform(0.7, 8) * GIB))
+    if kind < 0.5:
+        return wish(memory_bytes=int(numbers.uniform(8, 14) * GIB))
+    if kind < 0.85:
+        return wish(share=numbers.choice([0.125, 0.25, 0.5, 1.0]))
+    return wish(memory_bytes=int(numbers.uniform(1, 8) * GIB), count=2)
+
+
+def _end_at_line(left: int) -> None:
+    """Have this process killed at its n-th line in the ledger's code: within acquire, release or waiting."""
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(_CODE):
+            return None
+        if event == "line":
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    sys.settrace(count)
+
+
+@dataclass
+class _Seen:
+    """What the observer has seen."""
+
+    capacity: dict[str, int]
+    observations: int = 0
+    peak_leased_bytes: int = 0
+    over_capacity_instants: int = 0
+    peak_holders: int = 0
+    peak_waiting: int = 0
+    peak_used_bytes: int = 0
+    over_used_instants: int = 0
+    twice: int = field(default=0)
+
+    def look(self, ledger: Ledger) -> None:
+        state = ledger.status()  # with the mutex: nothing is half done
+        leased = {uuid: state.leased_bytes(uuid) for uuid in self.capacity}
+        in_use = {uuid: used(uuid) for uuid in self.capacity}
+        ids = [entry.id for entry in (*state.holders, *state.waiting)]
+        self.observations += 1
+        self.peak_leased_bytes = max(self.peak_leased_bytes, sum(leased.values()))
+        self.peak_used_bytes = max(self.peak_used_bytes, sum(in_use.values()))
+        self.peak_holders = max(self.peak_holders, len(state.holders))
+        self.peak_waiting = max(self.peak_waiting, len(state.waiting))
+        self.over_capacity_instants += any(leased[uuid] > size for uuid, size in self.capacity.items())
+        self.over_used_instants += any(in_use[uuid] > size for uuid, size in self.capacity.items())
+        self.twice += len(ids) != len(set(ids))
+
+
+def _watch(stop: int, report: int) -> None:
+    """Look until told to stop, then report what was seen."""
+    ledger = Ledger(reserve_bytes=RESERVE_BYTES)
+    seen = _Seen(ledger.sizes(inventory.take().usable))
+    while not select.select([stop], [], [], 0.001)[0]:
+        seen.look(ledger)
+    figures = {"capacity_bytes": sum(seen.capacity.values()), **vars(seen)}
+    del figures["capacity"]
+    figures["seen_twice"] = figures.pop("twice")
+    os.write(report, json.dumps(figures).encode())
+
+
+def _left_over() -> int:
+    """Return how many files of tickets are there after the next request has looked."""
+    ledger = Ledger(reserve_bytes=RESERVE_BYTES)
+    ledger.release(ledger.acquire(wish(share=1.0, count=2), deadline=time.monotonic() + 10))
+    with suppress(FileNotFoundError):
+        return len(list(ledger.folder.own().iterdir()))
+    return 0

@@ -1,0 +1,73 @@
+"""Processes that lease, each a fork of a light one. They end here, and never return."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+
+from nvml_stub import allocate
+
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.leases import tickets
+from flower_gpu.leases.admission import Option
+from flower_gpu.leases.lease import VARIABLE, Lease, Share
+from flower_gpu.leases.ledger import Wish
+from flower_gpu.leases.tickets import Ticket
+
+RESERVE_BYTES = 256 << 20
+
+
+def fork(action: Callable[[], None]) -> int:
+    """Start a process that does something and ends; with status 1 if that raises."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return pid
+
+
+def wish(memory_bytes: int | None = None, share: float | None = None, count: int = 1) -> Wish:
+    def options(gpus: Sequence[GPU]) -> tuple[Option, ...]:
+        return tuple(Option(gpu.uuid, memory_bytes, share) for gpu in gpus)
+
+    return Wish(options, count=count, label=f"benchmark {os.getpid()}")
+
+
+def use(ticket: Ticket, part: float) -> None:
+    """Use a part of what was granted, and tell it, as a worker does."""
+    used = {granted.uuid: int(granted.memory_bytes * part) for granted in ticket.entry.parts}
+    shares = tuple(Share(one.uuid, 0, "", 0, one.memory_bytes, 0) for one in ticket.entry.parts)
+    os.environ[VARIABLE] = Lease(ticket.entry.id, shares, ticket=str(ticket.entry.path)).to_text()
+    for uuid, nbytes in used.items():
+        allocate(uuid, nbytes)
+    tickets.report(used)
+
+
+def stop_using(ticket: Ticket) -> None:
+    """Give the memory back, as the end of a worker does, before its lease goes."""
+    for granted in ticket.entry.parts:
+        allocate(granted.uuid, 0)
+
+
+def end_of(pids: Sequence[int], timeout_s: float) -> dict[int, int]:
+    """Wait for processes to end; return the status of those that did."""
+    ended: dict[int, int] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(ended) < len(pids) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid not in ended:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    ended[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return ended

@@ -1,0 +1,163 @@
+"""The driver's side of callers: start them, ask them, leave none behind."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+#: Of the repository: where ``benchmarks`` is imported from.
+ROOT = Path(__file__).parents[2]
+
+_PR_SET_CHILD_SUBREAPER = 36
+_START_S = 300.0
+_STATE = "FLOWER_GPU_STATE_DIR"
+
+
+class BenchmarkError(Exception):
+    """The benchmark cannot go on; the message says why."""
+
+
+class Member:
+    """A process that runs one of the modules here and answers requests, one line of JSON each."""
+
+    def __init__(
+        self, name: str, module: str, *arguments: object, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.{module}", *map(str, arguments)],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        return self._reply(_START_S)
+
+    def ask(
+        self, timeout_s: float, while_waiting: Callable[[], None] | None = None, **request: Any
+    ) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the missing reply tells
+            self._process.stdin.write(json.dumps(request) + "\n")
+        return self._reply(timeout_s, while_waiting)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _reply(self, timeout_s: float, while_waiting: Callable[[], None] | None = None) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + timeout_s
+        while not poll.poll(2 if while_waiting else 1000):
+            if time.monotonic() > deadline:
+                raise BenchmarkError(f"{self.name}: no answer within {timeout_s:g} s")
+            if while_waiting:
+                while_waiting()
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise BenchmarkError(f"{self.name}: ended with status {status}; its error is printed above")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+@contextmanager
+def members(starts: Iterable[Callable[[], Member]]) -> Iterator[list[Member]]:
+    """Start all, and end them all."""
+    started: list[Member] = []
+    try:
+        for start in starts:
+            started.append(start())
+        for member in started:
+            member.wait_until_ready()
+        yield started
+    finally:
+        for member in started:
+            member.close()
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Give our workers a state folder of their own, and end everything that is left at the end.
+
+    A fork server leaves its caller's family on purpose. As their subreaper this process becomes its parent,
+    so that it is counted with those it serves, and ended with them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise BenchmarkError(f"prctl: {os.strerror(ctypes.get_errno())}")
+    for name in [name for name in os.environ if name.startswith("FLOWER_GPU_")]:
+        del os.environ[name]
+    with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
+        os.environ[_STATE] = tempfile.mkdtemp(dir=folder)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
+        try:
+            yield
+        finally:
+            end_descendants()
+
+
+def new_state_folder() -> None:
+    """Let members that are started from now on have a fork server of their own."""
+    os.environ[_STATE] = tempfile.mkdtemp(dir=Path(os.environ[_STATE]).parent)
+
+
+def ray_environment(folder: Path) -> dict[str, str]:
+    """Return what keeps Ray on this machine, and its files in a folder."""
+    return {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+def end_descendants() -> None:
+    """Kill what is below this process until nothing is."""
+    while left := descendants(os.getpid()):
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Return the pids of all processes below ``root``."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):  # it has just ended
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found: list[int] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found

@@ -1,0 +1,148 @@
+"""What can be known of a Flower app without importing it."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu.apps.config_values import ConfigValue, flatten
+from flower_gpu.errors import ConfigError
+from flower_gpu.printable import path_text
+
+#: The key of a run config by which an app that has it learns how many clients there are.
+NUM_CLIENTS_KEY: Final = "num-clients"
+
+
+@dataclass(frozen=True)
+class FlowerApp:
+    """A Flower app's metadata."""
+
+    path: Path  # the app's folder, absolute
+    name: str
+    serverapp: str  # "package.module:attribute"
+    clientapp: str
+    run_config: Mapping[str, ConfigValue]  # the declared keys with their defaults, nested keys joined by dots
+    # Allowed texts by key, where the app states them in [tool.flower-gpu.choices].
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def simulated(self, given: Mapping[str, Any], num_supernodes: int) -> dict[str, Any]:
+        """Return the run config of a simulation: the app's own, with what is given in its place.
+
+        ``num-clients`` is the number of nodes where the app declares it. Raises ConfigError if the app does
+        not declare a key, or a value is none of its choices.
+        """
+        for key, value in given.items():
+            if key not in self.run_config:
+                known = ", ".join(sorted(self.run_config)) or "none"
+                raise ConfigError(f"run config: {self.name} declares no {key} (its keys: {known})")
+            allowed = self.choices.get(key)
+            if allowed and str(value) not in allowed:
+                raise ConfigError(f"run config: {self.name} knows {', '.join(allowed)}, not {key}={value}")
+        values = {**self.run_config, **given}
+        if NUM_CLIENTS_KEY in values:
+            if given.get(NUM_CLIENTS_KEY, num_supernodes) != num_supernodes:
+                raise ConfigError(
+                    f"run config: {NUM_CLIENTS_KEY}={given[NUM_CLIENTS_KEY]}, but there are {num_supernodes} "
+                    "SuperNodes; leave it out"
+                )
+            values[NUM_CLIENTS_KEY] = num_supernodes
+        return values
+
+    @classmethod
+    def load(cls, folder: Path) -> FlowerApp:
+        """Read an app's ``pyproject.toml``; raises ConfigError if the folder holds no Flower app."""
+        path = folder.expanduser().resolve()
+        file = path / "pyproject.toml"
+        if not path.is_dir():
+            raise ConfigError(f"{path_text(folder)} is not a folder")
+        if not file.is_file():
+            raise ConfigError(f"{path_text(folder)} has no pyproject.toml; a Flower app's folder is needed")
+        try:
+            content = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        components = _table(content, "tool", "flwr", "app", "components")
+        refs = [components.get(kind) for kind in ("serverapp", "clientapp")]
+        if not all(isinstance(ref, str) and ref.count(":") == 1 for ref in refs):
+            raise ConfigError(
+                f"{path_text(folder)} is not a Flower app: {file} names no serverapp and clientapp "
+                'as "module:attribute" in [tool.flwr.app.components]'
+            )
+        try:
+            run_config = flatten(_table(content, "tool", "flwr", "app", "config"))
+        except ValueError as error:
+            raise ConfigError(f"{file}: run config: {error}; Flower takes int, float, bool, str") from None
+        return cls(
+            path=path,
+            name=str(_table(content, "project").get("name", path.name)),
+            serverapp=str(refs[0]),
+            clientapp=str(refs[1]),
+            run_config=MappingProxyType(run_config),
+            choices=MappingProxyType(
+                {
+                    key: tuple(map(str, values))
+                    for key, values in _table(content, "tool", "flower-gpu", "choices").items()
+                    if isinstance(values, list)
+                }
+            ),
+        )
+
+    def check_start_client(self) -> None:
+        """Check that the app can run on ``start_server`` and ``start_client``.
+
+        Raises ConfigError if a component's module does not define the function that this needs.
+        """
+        for ref, function in ((self.clientapp, "client_fn"), (self.serverapp, "server_fn")):
+            module = ref.partition(":")[0]
+            file = _module_file(self.path, module)
+            if file is None:
+                raise ConfigError(f"module {module} of {self.name} is not in {self.path}")
+            try:
+                names = set(_top_level_names(ast.parse(file.read_bytes()).body))
+            except (SyntaxError, ValueError) as error:
+                raise ConfigError(f"{file} cannot be parsed: {error}") from None
+            if function not in names and "*" not in names:
+                raise ConfigError(
+                    f"--engine start-client needs a function {function} in {file}; "
+                    "run this app with --engine superlink"
+                )
+
+
+def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    for key in keys:
+        value = content.get(key)
+        content = value if isinstance(value, Mapping) else {}
+    return content
+
+
+def _module_file(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    for file in (base.with_name(base.name + ".py"), base / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
+
+
+def _top_level_names(body: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names a module's top level binds; ``"*"`` for what a star import may bring."""
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                yield from (alias.asname or alias.name for alias in aliases)
+            case ast.Assign(targets=targets):
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If() | ast.Try() | ast.ExceptHandler() | ast.With():
+                yield from _top_level_names(ast.iter_child_nodes(node))
+            case _:
+                pass

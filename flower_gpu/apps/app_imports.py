@@ -1,0 +1,110 @@
+"""Which libraries an app imports, read from its source: nothing of it runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_TASK = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def libraries_of(folder: Path, module: str) -> list[str]:
+    """Return the modules that an app imports and that are not its own, in the order of their import.
+
+    ``module``, such as ``"quickstart.client_app"``, is imported first; then the modules that it imports, also
+    in functions, and those of tasks that it names. There may be names among them that are no modules: whether
+    ``b`` is one in ``from a import b`` only ``a`` can tell.
+    """
+    found: list[str] = []
+    seen: set[str] = set()
+    waiting = _with_parents(module)
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        if not _is_own(folder, name):
+            found.append(name)
+        elif (path := _file(folder, name)) is not None:
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            with suppress(SyntaxError, ValueError):  # its import will tell
+                tree = ast.parse(path.read_bytes())
+                named = [each for each in _named(tree) if _file(folder, each) is not None]
+                imported = [each for each in (*_imported(tree, package), *named) if each not in seen]
+                waiting[:0] = [part for each in imported for part in _with_parents(each)]
+    return found
+
+
+def _with_parents(name: str) -> list[str]:
+    """Return a module after the packages it is in, which are imported before it."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _is_own(folder: Path, name: str) -> bool:
+    top = folder / name.partition(".")[0]
+    return top.is_dir() or top.with_suffix(".py").exists()
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    """Return the file of one of the app's modules; None for a name in it that is no module."""
+    place = folder.joinpath(*name.split("."))
+    return next((path for path in (place / "__init__.py", place.with_suffix(".py")) if path.exists()), None)
+
+
+def _imported(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the modules that a file imports: first those outside of functions, in their order."""
+    for node in _statements(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _absolute(node, package)
+            if base:
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def _named(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules of tasks that are given by name, as ``"package.module:function"``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _TASK.fullmatch(node.value):
+            yield node.value.partition(":")[0]
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported, then those of its functions."""
+    waiting = [tree.body]
+    while waiting:
+        functions: list[list[ast.stmt]] = []
+        for body in waiting:
+            yield from _executed(body, functions)
+        waiting = functions
+
+
+def _executed(body: list[ast.stmt], functions: list[list[ast.stmt]]) -> Iterator[ast.stmt]:
+    """Yield the statements that run with a body; of both branches where only running tells.
+
+    The bodies of functions that are defined there are added to ``functions``.
+    """
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node.body)
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from _executed(node.orelse, functions)
+            continue
+        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+            inner = [each for each in getattr(node, part, []) if isinstance(each, ast.AST)]
+            yield from _executed(inner, functions)  # type: ignore[arg-type]
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".") if package else []
+    kept = parents[: len(parents) - node.level + 1]
+    return ".".join([*kept, node.module] if node.module else kept)

@@ -1,0 +1,110 @@
+"""One run as a whole, in its trace: that it began, what the GPUs did meanwhile, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import flower_gpu
+from flower_gpu import trace
+from flower_gpu.apps.failures import COMPLETED
+from flower_gpu.apps.registry import registered
+from flower_gpu.apps.sampler import GPUSampler
+from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.gpu import inventory
+from flower_gpu.workers.cores import cores
+
+
+class RecordedRun:
+    """A run that is being recorded in the trace of a folder; ``facts`` are for its ``run_started``."""
+
+    def __init__(self, folder: Path, facts: Mapping[str, Any], is_elsewhere: bool) -> None:
+        #: How it has ended: ``"completed"``, ``"failed"`` or ``"interrupted"``.
+        self.outcome = COMPLETED
+        #: How many messages were sent to clients, and how many failed, where that is known.
+        self.messages: int | None = None
+        self.failed: int | None = None
+        #: Whether another process of this host has this run, and records it.
+        self.is_elsewhere = is_elsewhere
+        self._folder = folder
+        self._facts = facts
+        self._sampler = GPUSampler(folder)
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """Write down that it has begun, and look at the GPUs from now on."""
+        if self.is_elsewhere or self._began is not None:
+            return
+        self._began = time.monotonic()
+        trace.write_to(
+            self._folder,
+            "run_started",
+            **self._facts,
+            pid=os.getpid(),
+            host=platform.node(),
+            cores=cores(),
+            version=flower_gpu.__version__,
+            gpus=_gpus(),
+        )
+        self._sampler.start()
+
+    def end(self) -> None:
+        """Look at the GPUs a last time, and write down how it has ended."""
+        if self._began is None:
+            return
+        self._sampler.stop()
+        seconds = round(time.monotonic() - self._began, 3)
+        counts = {"messages": self.messages, "failed": self.failed}
+        known = {name: count for name, count in counts.items() if count is not None}
+        trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **known)
+
+
+@contextmanager
+def recorded_run(
+    folder: Path,
+    kind: str,
+    name: str,
+    *,
+    clients: int | None = None,
+    num_rounds: int | None = None,
+    begins: bool = True,
+) -> Iterator[RecordedRun]:
+    """Record a run of an app, while in the context; ``kind`` is as in :mod:`flower_gpu.apps.registry`.
+
+    An exception is a failure, a KeyboardInterrupt an interruption. Without ``begins`` nothing is written
+    before :meth:`RecordedRun.begin` is called.
+    """
+    facts = {"kind": kind, "name": name, "clients": clients, "num_rounds": num_rounds}
+    with registered(folder, kind, name) as is_first:
+        run = RecordedRun(folder, facts, is_elsewhere=not is_first)
+        try:
+            if begins:
+                run.begin()
+            yield run
+        except KeyboardInterrupt:
+            run.outcome = "interrupted"
+            raise
+        except BaseException:
+            run.outcome = "failed"
+            raise
+        finally:
+            run.end()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    reserve = reserve_bytes(os.environ)
+    return [
+        {
+            "uuid": gpu.uuid,
+            "index": gpu.index,
+            "name": gpu.name,
+            "total_bytes": gpu.total_bytes,
+            "capacity_bytes": max(0, (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - reserve),
+        }
+        for gpu in inventory.take(processes=False).usable
+    ]

@@ -1,0 +1,363 @@
+"""The one place where a call is put together: settings, lease, worker, progress, trace."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from flower_gpu import trace
+from flower_gpu.calls import environment, leased_worker, leasing, out_of_memory
+from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
+from flower_gpu.calls.progress_display import ProgressDisplay
+from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
+from flower_gpu.errors import (
+    GPUOutOfMemoryError,
+    LeaseTimeoutError,
+    WorkerDiedError,
+    WorkerTimeoutError,
+    text_of,
+)
+from flower_gpu.leases import descriptors, lease
+from flower_gpu.leases.footprint_key import Array
+from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.tickets import Ticket
+from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers import log_lines, outcomes, threads
+from flower_gpu.workers import methods as start
+from flower_gpu.workers.call import Call, Task, task_name
+from flower_gpu.workers.methods import StartMethod
+
+#: Name of calls that no client makes: server-side evaluation, initial weights.
+SERVER = "server"
+
+
+class Workers:
+    """Where a call gets its worker and its lease from. Here each call has its own of both."""
+
+    shows_progress = True  # whether the progress of a call is drawn
+
+    def choose(self, start_method: str, *, preload: bool = False) -> StartMethod:
+        """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
+        return start.choose(start_method, preload=preload)
+
+    def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
+        """Run a call in a worker, as :func:`flower_gpu.workers.caller.run` does."""
+        return worker.run(call, method, **options)
+
+    def held(self, leasing_: Leasing, attempt: Attempt) -> AbstractContextManager[tuple[Lease, Ticket]]:
+        """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
+        return leasing_.held(attempt)
+
+
+#: What a worker tells of how far it is, and the name of its time in the trace.
+_TIMES = MappingProxyType(
+    {"task_started": "task_at", "cuda_started": "cuda_at", "worker_result": "result_at"}
+)
+
+
+def run_call(
+    task: Task,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    settings: CallSettings,
+    kind: str,
+    name: str | None = None,
+    arrays: Sequence[Array] = (),
+    config: Mapping[str, Any] | None = None,
+    server_round: int | None = None,
+    workers: Workers | None = None,
+) -> Any:
+    """Run one call of one client in its own worker, on a GPU as far as node and server want that.
+
+    Raises
+    ------
+    GPUError
+        If there is no GPU that the node requires, or no lease in time.
+    GPUOutOfMemoryError
+        If there was not enough memory, however it was tried.
+    WorkerError
+        If the worker could not be started, died, or took too long.
+    """
+    client = settings.worker.name or SERVER
+    label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
+    if server_round is None:
+        server_round = _round_in(config or {})
+    fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
+    call = _Run(task, args, kwargs or {}, settings, label, fields, workers or Workers())
+    environ = {**environment.without_ray(os.environ), **settings.worker.env}
+    if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
+        return call.once(environment.of_worker(leasing.of_this_process(), environ))
+    # What cannot be is refused before a lease is waited for.
+    call.workers.choose(settings.worker.start_method)
+    round_deadline = time.monotonic() + settings.gpu.round_timeout_s
+    decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
+    if not decision.on_gpu:
+        return call.once(environment.of_worker(None, environ))
+    sizes = {**settings.gpu.run_config, **(config or {})}
+    purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, sizes)
+    return call.on_gpu(Leasing(settings.gpu, decision.uuids, purpose, call.fields, round_deadline), environ)
+
+
+@dataclass
+class _Run:
+    """One call, tried once or several times."""
+
+    task: Task
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    settings: CallSettings
+    label: str
+    fields: Mapping[str, Any]
+    workers: Workers
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    method: StartMethod = start.SPAWN  # by which it was tried last
+
+    def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it under a lease; again under another one where it ran out of memory."""
+        attempts = [Attempt()]
+        text, ran_out = "", None
+        while True:
+            with ExitStack() as held_by:
+                try:
+                    held, ticket = held_by.enter_context(self.workers.held(leasing_, attempts[-1]))
+                except LeaseTimeoutError as late:
+                    if ran_out is None:
+                        raise
+                    if not self._may_use_cpu():
+                        raise self._failed(text, len(attempts) - 1, f"Then {late}") from ran_out
+                    leasing.say(f"{text}. Then {late}\nIt runs on the CPU")
+                    break
+                is_done = False
+                try:
+                    value = self._under(held, ticket, environ)
+                    is_done = True
+                    return value
+                except Exception as error:
+                    out = self.told.get("out_of_memory")
+                    if out is None:
+                        raise
+                    leasing_.learn_at_least(out, held)
+                    text = f"{self.label}: {out_of_memory.describe(out, held)}"
+                    others = leasing.who_else(held, out["uuid"])
+                    following = None
+                    if not self._runs_here():
+                        following = out_of_memory.next_attempt(out, held, attempts, self.settings.gpu.on_oom)
+                    then = "again" if following else "on the CPU" if self._may_use_cpu() else "failed"
+                    trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
+                    if then == "failed":
+                        raise self._failed(text, len(attempts), f"Also there: {others}") from error
+                    # Without its frames: they have the arguments, and this one has it.
+                    ran_out = error.with_traceback(None)
+                finally:
+                    if figures := self.told.get("gpu_memory"):
+                        leasing_.learn(figures, held, is_done=is_done)
+            leasing.say(f"{text}. Also there: {others}. It runs {then}")
+            if following is None:
+                break
+            attempts.append(following)
+        return self.once(environment.of_worker(None, environ))
+
+    def _runs_here(self) -> bool:
+        return not self.method.is_own_process  # whose memory no second try gives back
+
+    def _may_use_cpu(self) -> bool:
+        gpu = self.settings.gpu
+        return gpu.on_oom == "cpu" and gpu.policy.gpu != "require" and not self._runs_here()
+
+    def _failed(self, text: str, tries: int, more: str) -> GPUOutOfMemoryError:
+        gpu = self.settings.gpu
+        cpu = (
+            ", or allow the CPU (on_oom='cpu')" if gpu.on_oom != "cpu" and gpu.policy.gpu != "require" else ""
+        )
+        return GPUOutOfMemoryError(
+            f"{text}{f' in {tries} tries' if tries > 1 else ''}. {more}. Use smaller batches, ask for more "
+            f"(gpu_memory=, num_gpus=){cpu}"
+        )
+
+    def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
+        try:
+            with descriptors.passed_on(ticket.descriptor):
+                return self.once(environment.of_worker(held, environ), ticket.descriptor, held)
+        finally:
+            if "no_cuda" in self.told:
+                leasing.say_why_no_cuda(held, self.told["no_cuda"])
+
+    def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
+        """Run it in one worker."""
+        settings = self.settings.worker
+        method = self.workers.choose(settings.start_method, preload=bool(settings.preload))
+        if not method.is_own_process and settings.start_method == "auto":
+            found = lease.Lease.from_environment(gpu_env)
+            # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
+            if found is None or not leasing.is_on_devices_in_use(found):
+                method = start.SPAWN
+        elif not method.is_own_process and held is not None and leasing.is_on_devices_in_use(held) is False:
+            leasing.say_once(
+                f"{self.label}: start_method={method.name!r} runs it on the GPU with which CUDA has "
+                f"started here, and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). "
+                "Use 'auto' or 'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
+            )
+        self.method = method
+        count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
+        env = {**threads.environment(count, settings.env), **gpu_env}
+        around: AbstractContextManager[None] = nullcontext()
+        if method.is_own_process and method.copies_caller:
+            around = threads.prepared({**os.environ, **env})
+        elif method.keeps_settings:
+            around = leasing.taken_back(gpu_env)
+        elif not method.is_own_process:
+            around = threads.restored()
+        record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
+        num_gpus = self.settings.gpu.request.count
+        if num_gpus > 1 and method.is_own_process:
+            env.update(_for_ranks(settings, num_gpus))
+        if held is not None:
+            record["lease"] = held.id
+        # Not self in the functions below: who calls them is freed later than the arguments should be.
+        self.told = told = {}
+        times: dict[str, float | None] = dict.fromkeys(_TIMES.values())
+
+        def on_start(pid: int, used: str) -> None:
+            record.update(pid=pid, start_method=used)
+            trace.write("worker_started", **record)
+
+        def on_event(event: dict[str, Any]) -> None:
+            kind = str(event.get("event"))
+            if kind in ("gpu_memory", "out_of_memory", "no_cuda"):
+                told[kind] = {key: event[key] for key in event if key != "event"}
+            elif kind in _TIMES:
+                times[_TIMES[kind]] = time.time()
+                times.update({name: event[name] for name in times if name in event})
+                trace.write(kind, call=record["call"], pid=record.get("pid"), client=record["client"])
+            else:
+                display.on_event(event)
+
+        call = Call(
+            self.task,
+            self.args,
+            self.kwargs,
+            env=env,
+            setup=leased_worker.SETUP,
+            label=self.label,
+            preload=settings.preload,
+            held=descriptor,
+            log_prefix=_log_prefix(self.fields),
+        )
+        began = time.monotonic()
+        error: BaseException | None = None
+        try:
+            with ProgressDisplay(self.label, record, self.workers.shows_progress) as display, around:
+                return self.workers.run(
+                    call,
+                    method,
+                    timeout_s=settings.timeout_s,
+                    on_event=on_event,
+                    on_start=on_start,
+                    or_spawn=settings.start_method == "auto",
+                )
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if "pid" in record:
+                if "gpu_memory" in told:
+                    record["gpus"] = told["gpu_memory"]["gpus"]
+                trace.write(
+                    "worker_finished",
+                    **record,
+                    **times,
+                    seconds=round(time.monotonic() - began, 4),
+                    outcome=_outcome(error, told),
+                    error=None if error is None else text_of(error),
+                    **_traceback(error),
+                )
+
+
+def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
+    """Return what a worker has to know that starts a worker for each of several GPUs."""
+    env = {RANKS_VARIABLE: str(num_gpus)}
+    if settings.start_method != "auto":
+        env[START_METHOD_VARIABLE] = settings.start_method
+    if settings.timeout_s is not None:
+        env[DEADLINE_VARIABLE] = str(time.monotonic() + settings.timeout_s)
+    return env
+
+
+def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
+    """Run any function in a worker process, for example to build the initial weights on the server.
+
+    Parameters
+    ----------
+    task : callable or str
+        The function, or ``"package.module:function"``: then only the worker imports that module.
+    *args
+        Arguments of the function: numpy arrays, plain values, or anything cloudpickle takes.
+    **kwargs
+        Its keyword arguments, and those of :class:`flower_gpu.CallOptions`, which are not passed on.
+
+    Returns
+    -------
+    object
+        What the function returned.
+
+    Raises
+    ------
+    WorkerError
+        If the worker could not be started, died, or took too long.
+    GPUError
+        If it needs a GPU and there is none for it.
+    Exception
+        What the function raised, with the worker's traceback as its cause.
+
+    Examples
+    --------
+    >>> weights = run_in_worker("task:initial_weights", seed=42)
+    """
+    options, rest = split(kwargs)
+    arrays = [
+        value for value in (*args, *rest.values()) if hasattr(value, "shape") and hasattr(value, "dtype")
+    ]
+    settings = CallSettings.resolve(options)
+    return run_call(task, args, rest, settings=settings, kind=task_name(task), arrays=arrays)
+
+
+def _log_prefix(fields: Mapping[str, Any]) -> str:
+    """Return what is put in front of a worker's log lines: its client and round."""
+    client, server_round = fields["client"], fields["round"]
+    if client == SERVER and leasing.is_worker():  # a worker of a worker, which knows its client
+        return log_lines.current()
+    name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
+    whose = "server" if client == SERVER else f"client {name}"
+    return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "
+
+
+def _round_in(config: Mapping[str, Any]) -> int | None:
+    """Return the round that a server names in its config: Flower's own key, or the one of its examples."""
+    for key in ("server-round", "server_round"):
+        if type(config.get(key)) is int:
+            return int(config[key])
+    return None
+
+
+def _traceback(error: BaseException | None) -> dict[str, str]:
+    text = "" if error is None else outcomes.traceback_of(error)
+    return {"traceback": text} if text else {}
+
+
+def _outcome(error: BaseException | None, told: Mapping[str, Any]) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, WorkerTimeoutError):
+        return "timeout"
+    if isinstance(error, WorkerDiedError):
+        return "died"
+    if "out_of_memory" in told:
+        return "out of memory"
+    return "error" if isinstance(error, Exception) else "cancelled"

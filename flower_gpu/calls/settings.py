@@ -1,0 +1,196 @@
+"""How calls run and what they want of the host's GPUs: from code, environment and Flower's configs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.policy import DevicePolicy, requested
+from flower_gpu.leases.request import Request, memory_bytes
+from flower_gpu.options import (
+    CALL,
+    CallOptions,
+    checked_value,
+    environment,
+    find,
+    in_their_words,
+    value_of,
+    with_new_names,
+)
+from flower_gpu.workers.cores import planned_threads
+from flower_gpu.workers.preload import checked
+
+#: Every keyword that is an option, older names as well.
+OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How the processes of calls are run."""
+
+    start_method: str = "auto"  # one of START_METHODS
+    timeout_s: float | None = None  # that a call may take, from its lease on, its worker's start included
+    env: Mapping[str, str] = field(default_factory=dict)  # set before anything heavy is imported
+    name: str | None = None  # the client's, in the trace and in messages
+    threads: int = 1  # that torch and OpenMP use in a worker
+    preload: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # functions to call once, with their arguments
+
+    def __post_init__(self) -> None:
+        for key, value in self.env.items():
+            if not (isinstance(key, str) and isinstance(value, str)):
+                raise ConfigError(f"env maps names to strings, not {key!r} to {value!r}")
+        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+
+    @classmethod
+    def resolve(cls, options: Mapping[str, Any], *, default_name: str | None = None) -> WorkerSettings:
+        """Check options, and fill what the code left open from the environment."""
+        name, _ = find(["name"], options, os.environ).get("name", (default_name, ""))
+        settings = cls(
+            start_method=checked_value("start_method", options, os.environ),
+            timeout_s=checked_value("timeout_s", options, os.environ),
+            env=options.get("env") or {},
+            name=name,
+            preload=checked(options.get("preload")),
+        )
+        return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
+
+
+@dataclass(frozen=True)
+class GPUSettings:
+    """What a call wants of the host's GPUs."""
+
+    policy: DevicePolicy = field(default_factory=DevicePolicy)  # what this node allows
+    request: Request = field(default_factory=Request)  # how much of a GPU
+    run_config: Mapping[str, Any] = field(default_factory=dict)  # may say `use-gpu` for all calls of the run
+    lease_timeout_s: float = CALL["lease_timeout_s"].default
+    round_timeout_s: float = value_of("FLOWER_GPU_ROUND_TIMEOUT_S", {})  # then calls of a round do not start
+    on_oom: str = "retry"
+    placement: str = "spread"
+    reserve_bytes: int = 256 << 20  # of each GPU, never leased
+
+    @classmethod
+    def resolve(
+        cls,
+        options: Mapping[str, Any] = _NOTHING,
+        *,
+        node_config: Mapping[str, Any] = _NOTHING,
+        run_config: Mapping[str, Any] = _NOTHING,
+        environ: Mapping[str, str] = _NOTHING,
+    ) -> GPUSettings:
+        """Fill what the code left open.
+
+        Raises
+        ------
+        TypeError
+            If a value has the wrong type.
+        ConfigError
+            If a value cannot be used; the message names where it came from.
+        """
+        gpu, gpu_ids, num_gpus, gpu_memory = map(options.get, ("gpu", "gpu_ids", "num_gpus", "gpu_memory"))
+        return cls(
+            policy=DevicePolicy.resolve(gpu, gpu_ids, node_config, environ),
+            request=Request.resolve(num_gpus, gpu_memory, environ, node_config),
+            run_config=run_config,
+            lease_timeout_s=float(checked_value("lease_timeout_s", options, environ)),
+            round_timeout_s=value_of("FLOWER_GPU_ROUND_TIMEOUT_S", environ),
+            on_oom=checked_value("on_oom", options, environ),
+            placement=value_of("FLOWER_GPU_PLACEMENT", environ),
+            reserve_bytes=reserve_bytes(environ),
+        )
+
+    def requested(self, config: Mapping[str, Any]) -> bool | None:
+        """Return whether the server wants a GPU for a call with this config; see :func:`policy.requested`."""
+        return requested(config, self.run_config)
+
+
+def reserve_bytes(environ: Mapping[str, str]) -> int:
+    """Return how much of each GPU is never leased."""
+    variable = "FLOWER_GPU_RESERVE"
+    return memory_bytes(value_of(variable, environ), variable, allow_zero=True)
+
+
+#: What is kept free on each GPU by default, for what other programs take from one moment to the next.
+RESERVE_BYTES: Final = reserve_bytes({})
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """How calls are run: their processes, and what they want of the host's GPUs."""
+
+    worker: WorkerSettings
+    gpu: GPUSettings
+
+    @classmethod
+    def resolve(cls, options: Mapping[str, Any], *, name: str | None = None) -> CallSettings:
+        """Check options and fill what is missing.
+
+        Parameters
+        ----------
+        options : mapping
+            As in :class:`CallOptions`.
+        name : str, optional
+            Name of the client where neither they nor the environment have one.
+
+        Raises
+        ------
+        TypeError
+            If there is no such option, or a value has the wrong type.
+        ConfigError
+            If a value cannot be used.
+        """
+        if unknown := [option for option in options if option not in OPTION_NAMES]:
+            raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(CALL)}")
+        options = with_new_names(options)
+        context = options.get("context")
+        if context is not None and not (hasattr(context, "node_config") and hasattr(context, "run_config")):
+            raise TypeError(f"context must be Flower's Context, not {type(context).__name__}")
+        worker = WorkerSettings.resolve(options, default_name=name)
+        return cls(
+            worker,
+            GPUSettings.resolve(
+                options,
+                node_config=dict(context.node_config) if context is not None else {},
+                run_config=dict(context.run_config) if context is not None else {},
+                environ={**os.environ, **worker.env},
+            ),
+        )
+
+    def named(self, name: str) -> CallSettings:
+        """Return the same for another client."""
+        return replace(self, worker=replace(self.worker, name=name))
+
+
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Take our options out of keyword arguments that also hold a user's own.
+
+    Returns
+    -------
+    tuple of dict
+        The options, and the rest.
+    """
+    return (
+        {name: value for name, value in arguments.items() if name in OPTION_NAMES},
+        {name: value for name, value in arguments.items() if name not in OPTION_NAMES},
+    )
+
+
+def checked_environment(given: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with these call options in it.
+
+    Raises
+    ------
+    ConfigError
+        If an option or a variable cannot be used.
+    """
+    env = environment(given, base)
+    try:
+        GPUSettings.resolve(environ=env)
+    except ConfigError as error:
+        raise ConfigError(in_their_words(str(error), given)) from error
+    return env

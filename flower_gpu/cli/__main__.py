@@ -1,0 +1,10 @@
+"""``python -m flower_gpu.cli``: the ``flower-gpu`` command where it is not on ``PATH``."""
+
+from __future__ import annotations
+
+import sys
+
+from flower_gpu.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""``flower-gpu footprint``: look at what was learned about tasks' GPU memory, or forget it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.leases.footprint import Contexts, Footprints, Peaks, Sizes
+from flower_gpu.leases.footprint_key import Key
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import path_text
+
+HELP = "show or forget how much GPU memory tasks were seen to take"
+
+DESCRIPTION = """\
+A call that names neither num_gpus nor gpu_memory asks for what calls of the same task were seen to take, plus
+a margin. Here is what was learned on this host, by this user. After `clear` the next call of a task has a GPU
+for itself once more, and is measured."""
+
+#: Exit status of `clear --task` when there is no such task.
+EXIT_NO_TASK = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    clear = actions.add_parser(
+        "clear", help="forget all footprints and the sizes of CUDA contexts", allow_abbrev=False
+    )
+    clear.add_argument("--task", metavar="NAME", help="only the footprints of this task")
+    # Only set if it is given: it may stand in front of the action, too.
+    clear.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    footprints = Footprints()
+    if arguments.action == "clear":
+        return _clear(footprints, arguments.task, in_json=arguments.json)
+    entries, contexts = footprints.entries(), footprints.contexts()
+    if arguments.json:
+        print(json.dumps(as_json(entries, contexts), indent=2))
+    elif entries or contexts:
+        print(describe(entries, contexts))
+    elif not is_quiet(arguments):
+        print(
+            f"no footprint was learned yet (they are kept in {path_text(footprints.path)})", file=sys.stderr
+        )
+    return 0
+
+
+def _clear(footprints: Footprints, task: str | None, *, in_json: bool) -> int:
+    tasks = sorted({key.task for key in footprints.entries()})
+    removed = footprints.clear(task)
+    if in_json:
+        print(json.dumps({"cleared": removed}))
+    else:
+        print(f"forgot {removed} footprint{'' if removed == 1 else 's'}")
+    if task is not None and not removed:
+        known = f"there are footprints of {', '.join(tasks)}" if tasks else "there is no footprint at all"
+        print(f"no footprint of the task {task}; {known}", file=sys.stderr)
+        return EXIT_NO_TASK
+    return 0
+
+
+def as_json(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> dict[str, Any]:
+    """Return what `--json` prints: sizes in bytes, times as Unix time."""
+    return {
+        "footprints": [
+            {
+                "task": key.task,
+                "weights": key.weights,
+                "gpu": key.gpu,
+                "sizes": dict(key.sizes),
+                "peak_bytes": peaks.peak_bytes,
+                "needed_bytes": Footprints.needed_bytes(peaks.peak_bytes),
+                "last_bytes": peaks.recent_bytes[-1],
+                "measured": peaks.measured,
+                "updated_s": peaks.updated_s,
+            }
+            for key, peaks in entries.items()
+        ],
+        "contexts": [
+            {
+                "gpu": gpu,
+                "context_bytes": sizes.context_bytes,
+                "measured": sizes.measured,
+                "updated_s": sizes.updated_s,
+            }
+            for gpu, sizes in contexts.items()
+        ],
+    }
+
+
+def describe(entries: Mapping[Key, Peaks], contexts: Mapping[str, Contexts]) -> str:
+    """Return both as tables."""
+    tables = []
+    if entries:
+        rows = [("TASK", "WEIGHTS", "GPU", "SIZES", "PEAK", "ASKS FOR", "MEASURED", "LAST")]
+        for key, peaks in entries.items():
+            rows.append(
+                (
+                    key.task,
+                    key.weights,
+                    key.gpu,
+                    " ".join(f"{name}={value}" for name, value in key.sizes) or "-",
+                    format_bytes(peaks.peak_bytes),
+                    format_bytes(Footprints.needed_bytes(peaks.peak_bytes)),
+                    *_measured(peaks),
+                )
+            )
+        tables.append(_table(rows))
+    if contexts:
+        rows_of_contexts = [("CUDA CONTEXT ON", "SIZE", "MEASURED", "LAST")]
+        for gpu, sizes in contexts.items():
+            rows_of_contexts.append((gpu, format_bytes(sizes.context_bytes), *_measured(sizes)))
+        tables.append(_table(rows_of_contexts))
+    return "\n\n".join(tables)
+
+
+def _measured(peaks: Sizes) -> tuple[str, str]:
+    when = datetime.fromtimestamp(peaks.updated_s).astimezone()
+    return ("once" if peaks.measured == 1 else f"{peaks.measured} times", when.strftime("%Y-%m-%d %H:%M"))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,143 @@
+"""``flower-gpu gpus``: the host's GPUs, how full they are, and why one cannot be used."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU, GPUProcess, Inventory
+from flower_gpu.leases.request import format_bytes
+
+HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
+
+DESCRIPTION = """\
+Lists the GPUs of this machine as NVIDIA's driver tells them: number, model, UUID, memory, who uses it, what
+CUDA_VISIBLE_DEVICES leaves visible, and why one cannot be used, or why there is none. Nothing is started on
+them. What the driver does not tell is "unknown", and a GPU without memory figures is never leased."""
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GIB = 2**30
+_WIDTH = 80
+_MARGIN = " " * 7
+_UNKNOWN = "unknown"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print it as JSON, with all figures in bytes")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command. A machine without GPUs is no failure."""
+    found = inventory.take()
+    inventory.close()
+    variable = os.environ.get(_VARIABLE)
+    if arguments.json:
+        print(json.dumps(as_json(found, variable), indent=2))
+    else:
+        print(as_text(found, variable))
+    return 0
+
+
+def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
+    """Return the inventory as JSON has it. The keys are kept from version to version."""
+    visible = inventory.visible(found, variable)
+    return {
+        "driver_version": found.driver_version,
+        "problem": found.problem,
+        "cuda_visible_devices": variable,
+        "gpus": [_gpu_as_json(gpu, gpu in visible) for gpu in found.gpus],
+    }
+
+
+def _gpu_as_json(gpu: GPU, visible: bool) -> dict[str, Any]:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid or None,
+        "name": gpu.name or None,
+        "mig_parent": gpu.mig_parent,
+        "usable": gpu.is_usable,
+        "visible": visible,
+        "problem": gpu.problem,
+        "total_bytes": gpu.total_bytes,
+        "used_bytes": gpu.used_bytes,
+        "free_bytes": gpu.free_bytes,
+        "reserved_bytes": gpu.reserved_bytes,
+        "utilization_percent": gpu.utilization_percent,
+        "processes": None if gpu.processes is None else [_process_as_json(one) for one in gpu.processes],
+    }
+
+
+def _process_as_json(process: GPUProcess) -> dict[str, Any]:
+    return {"pid": process.pid, "name": process.name or None, "used_bytes": process.used_bytes}
+
+
+def as_text(found: Inventory, variable: str | None) -> str:
+    """Return the inventory as a table for people, at most 80 columns wide where names allow."""
+    visible = inventory.visible(found, variable)
+    driver = f"NVIDIA driver {found.driver_version or _UNKNOWN}"
+    if not found.gpus:
+        text = f"No GPU: {found.problem}."
+        return "\n".join([driver, *_wrapped(text)] if found.driver_version else _wrapped(text))
+    usable = f"{len(found.usable)} of {len(found.gpus)} usable"
+    lines = _wrapped(f"{driver}: {usable}. {_about_variable(variable, visible)}")
+    lines += ["", _row("GPU", "UUID", "MEMORY USED", "BUSY")]
+    for gpu in found.gpus:
+        lines += _gpu_as_text(gpu, visible)
+    return "\n".join(lines)
+
+
+def _about_variable(variable: str | None, visible: Collection[GPU]) -> str:
+    if variable is None:
+        return f"{_VARIABLE} is not set: all are visible."
+    shown = f"{_VARIABLE}={variable if variable.isprintable() else repr(variable)}"
+    if not visible:
+        return f"{shown} hides them all."
+    return f"{shown} leaves {len(visible)} visible."
+
+
+def _row(number: str, uuid: str, memory: str, busy: str) -> str:
+    return f"{number:<5}  {uuid:<40}  {memory:>18}  {busy:>7}"
+
+
+def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
+    number = f"{gpu.index}" if gpu.mig_parent is None else f"{gpu.index} MIG"
+    busy = _UNKNOWN if gpu.utilization_percent is None else f"{gpu.utilization_percent}%"
+    yield _row(number, gpu.uuid or _UNKNOWN, _memory(gpu), busy)
+    about = [gpu.name or "model unknown", "visible" if gpu in visible else "not visible"]
+    if gpu.reserved_bytes:
+        about.append(f"driver reserves {format_bytes(gpu.reserved_bytes)}")
+    yield from _wrapped("; ".join(about), _MARGIN)
+    if gpu.problem is not None:
+        yield from _wrapped(f"not usable ({gpu.problem})", _MARGIN)
+    elif gpu.processes is None:
+        yield f"{_MARGIN}the driver does not tell who uses it"
+    for process in gpu.processes or ():
+        used = _UNKNOWN if process.used_bytes is None else format_bytes(process.used_bytes)
+        # A command line may contain anything, and a terminal obeys some of it.
+        program = process.name.rpartition("/")[2] or "(no such process here)"
+        name = "".join(letter if letter.isprintable() else "?" for letter in program)
+        yield f"{_MARGIN}{used:>10}  pid {process.pid:<8} {name}"
+
+
+def _memory(gpu: GPU) -> str:
+    if gpu.used_bytes is None or gpu.total_bytes is None:
+        return _UNKNOWN
+    return f"{gpu.used_bytes / _GIB:.1f} of {gpu.total_bytes / _GIB:.1f} GiB"
+
+
+def _wrapped(text: str, margin: str = "") -> list[str]:
+    # What may be copied stays in one piece.
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=margin,
+        subsequent_indent=margin + ("  " if margin else ""),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

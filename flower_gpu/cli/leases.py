@@ -1,0 +1,137 @@
+"""``flower-gpu leases``: who holds which share of which GPU, and who waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.gpu import inventory
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.printable import account_name, printable
+
+HELP = "show who holds which share of which GPU, and who waits"
+DESCRIPTION = """\
+Show the leases on this host's GPUs: what each GPU has for leases, who holds a share of it, and who waits for
+one, in which order. Labels are shown for this account's own calls."""
+
+
+# Somebody waits for the answer; held it is for milliseconds.
+_MUTEX_WAIT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
+    ledger = Ledger(folder, reserve_bytes(os.environ))
+    state = ledger.status()
+    if arguments.json:
+        print(json.dumps(describe(ledger, state), indent=2))
+        return 0
+    if ledger.folder.reason and not is_quiet(arguments):
+        print(f"note: {ledger.folder.reason}")
+    for line in _lines(state):
+        print(line)
+    return 0
+
+
+def describe(ledger: Ledger, state: State) -> dict[str, Any]:
+    """Return what ``--json`` prints."""
+    capacity = {card.uuid: card.capacity_bytes for card in state.cards}
+    return {
+        "ledger": str(ledger.folder.root),
+        "ledger_problem": ledger.folder.reason,
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid,
+                "name": gpu.name,
+                "total_bytes": gpu.total_bytes,
+                "capacity_bytes": capacity[gpu.uuid],
+                "leased_bytes": state.leased_bytes(gpu.uuid),
+            }
+            for gpu in state.gpus
+        ],
+        "holders": [
+            {**_owner(entry), "parts": [vars(part) for part in entry.parts]} for entry in state.holders
+        ],
+        "waiting": [
+            {**_owner(entry), "count": entry.count, "options": [vars(option) for option in entry.options]}
+            for entry in state.waiting
+        ],
+    }
+
+
+def _owner(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "label": entry.label(),
+        "pid": entry.pid,
+        "worker_pid": entry.reported()[0] or None,
+        "user": account_name(entry.user),
+        "seconds": round(max(0.0, time.time() - entry.since), 1),
+    }
+
+
+def _lines(state: State) -> list[str]:
+    lines = []
+    if not state.gpus:
+        lines.append(f"no usable GPU: {inventory.take().problem or 'see flower-gpu gpus'}")
+    for gpu, card in zip(state.gpus, state.cards, strict=True):
+        leased = state.leased_bytes(gpu.uuid)
+        percent = 100 * leased / card.capacity_bytes if card.capacity_bytes else 0.0
+        lines.append(
+            f"GPU {gpu.index}  {gpu.name}  {format_bytes(leased)} of {format_bytes(card.capacity_bytes)} "
+            f"leased ({percent:.0f} %)"
+        )
+        lines += _holders(state, gpu.uuid)
+    numbers = {gpu.uuid: gpu.index for gpu in state.gpus}
+    for uuid in sorted({part.uuid for entry in state.holders for part in entry.parts} - set(numbers)):
+        lines += [f"{printable(uuid)}, not usable now", *_holders(state, uuid)]
+    if not state.gpus and not state.holders and not state.waiting:
+        return lines
+    lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
+    for place, entry in enumerate(state.waiting, start=1):
+        gpus = sorted({numbers[option.uuid] for option in entry.options if option.uuid in numbers})
+        on = f"{entry.count} of " if entry.count > 1 else ""
+        where = ", ".join(map(str, gpus)) or "that is not usable now"
+        lines.append(f"  {place}. {_asked(entry)} on {on}GPU {where}  {_line(entry)}")
+    return lines
+
+
+def _holders(state: State, uuid: str) -> Iterator[str]:
+    for entry in state.holders:
+        for part in entry.parts:
+            if part.uuid == uuid:
+                alone = ", alone" if part.alone else ""
+                yield f"  {format_bytes(part.memory_bytes):>9}{alone}  {_line(entry)}"
+
+
+def _asked(entry: Entry) -> str:
+    first = entry.options[0] if entry.options else None
+    if first is None:
+        return "nothing"
+    if first.memory_bytes is not None:
+        return format_bytes(first.memory_bytes)
+    return "all" if first.alone or first.share is None else f"{first.share:g}"
+
+
+def _line(entry: Entry) -> str:
+    user = "" if entry.user == os.getuid() else f", user {account_name(entry.user)}"
+    elsewhere = "" if entry.pid_namespace == pid_namespace() else " in another container"
+    seconds = max(0.0, time.time() - entry.since)
+    return f"{printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"

@@ -1,0 +1,165 @@
+"""The ``flower-gpu`` command.
+
+Only light modules are imported before a command runs, so ``--help`` also answers in a Python that has none of
+the dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, Protocol
+
+from flower_gpu import __version__
+from flower_gpu.cli import (
+    doctor,
+    footprint,
+    gpus,
+    leases,
+    metrics,
+    report,
+    simulate,
+    supernode,
+    top,
+    verbosity,
+    workers,
+)
+from flower_gpu.errors import ConfigError, FlowerGPUError, GPUUnavailableError
+from flower_gpu.launch import options as launch_options
+
+
+class Command(Protocol):
+    """A module of :mod:`flower_gpu.cli`."""
+
+    HELP: str
+    DESCRIPTION: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add its options."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run it and return the exit status."""
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "simulate": simulate,
+        "supernode": supernode,
+        "gpus": gpus,
+        "leases": leases,
+        "top": top,
+        "footprint": footprint,
+        "report": report,
+        "metrics": metrics,
+        "doctor": doctor,
+        "workers": workers,
+    }
+)
+
+#: Older names of commands, which do the same. ``--help`` does not list them.
+OLD_NAMES: Final = MappingProxyType({supernode.OLD_NAME: "supernode", "server": "workers"})
+
+#: Exit status for input that cannot be used.
+EXIT_USAGE = 2
+#: Exit status where the input was fine and something else was not.
+EXIT_FAILED = 1
+
+
+_log = logging.getLogger("flwr.flower_gpu")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, without the whole usage in front; it takes -v and -q."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        verbosity.add_options(self)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command and all its subcommands."""
+    parser = _Parser(
+        prog="flower-gpu",
+        description="GPU work of Flower clients in worker processes that give their memory back.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"flower-gpu {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    launch = commands.add_parser(
+        "launch",
+        help="run a Flower app with several clients on this machine",
+        description=launch_options.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    launch_options.add_arguments(launch)
+    for name, command in [*COMMANDS.items(), *((old, COMMANDS[new]) for old, new in OLD_NAMES.items())]:
+        listed: dict[str, Any] = {"help": command.HELP} if name in COMMANDS else {}
+        added = commands.add_parser(
+            name,
+            **listed,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(added)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        Arguments without the program's name; default: those of the process.
+
+    Returns
+    -------
+    int
+        0: done. 1: something that was started failed. 2: the input cannot be used.
+        128 + n: ended by signal n.
+    """
+    try:
+        arguments, unknown = build_parser().parse_known_args(argv)
+        try:
+            if unknown:
+                raise ConfigError(
+                    f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
+                )
+            return _run(arguments)
+        except FlowerGPUError as error:
+            print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
+            # Of a GPU that this node requires: neither the node nor the option is as it has to be.
+            return EXIT_USAGE if isinstance(error, ConfigError | GPUUnavailableError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output is gone (`| head`): Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    value = verbosity.verbosity(arguments)
+    # Processes of these commands have log files, which -q leaves as they are.
+    has_log_files = arguments.command == "launch" or getattr(arguments, "count", None) is not None
+    with verbosity.applied(value, to_children=value > 0 or not has_log_files):
+        _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
+        command = OLD_NAMES.get(arguments.command, arguments.command)
+        if command in COMMANDS:
+            return COMMANDS[command].run(arguments)
+        options = launch_options.from_arguments(arguments)
+        from flower_gpu.launch import run
+
+        return run.launch(options)

@@ -1,0 +1,53 @@
+"""``flower-gpu metrics``: what GPUs, leases and runs do, for Prometheus."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from flower_gpu.calls.settings import reserve_bytes
+
+HELP = "serve figures of GPUs, leases and runs for Prometheus"
+DESCRIPTION = """\
+Answer Prometheus, over HTTP and until Ctrl-C: what the GPUs of this host do, how much of them is leased, and
+what the runs of this account do. It looks when it is asked, and changes nothing.
+
+    flower-gpu metrics --port 9460
+    curl http://127.0.0.1:9460/metrics"""
+
+_ADDRESS = "127.0.0.1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument(
+        "--port", metavar="N", type=int, required=True, help="port to listen on; 0: a free one"
+    )
+    parser.add_argument(
+        "--address",
+        metavar="HOST",
+        default=_ADDRESS,
+        help=f"address of this host to listen on; others are seen by other hosts, too (default: {_ADDRESS})",
+    )
+    parser.add_argument(
+        "--per-client",
+        action="store_true",
+        help="count workers for each client: as many time series more as there are clients",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal ends this process.
+
+    Returns
+    -------
+    int
+        128 + n: ended by signal n.
+    """
+    from flower_gpu.watch.metrics.collector import Collector
+    from flower_gpu.watch.metrics.host import Host
+    from flower_gpu.watch.metrics.runs import Runs
+    from flower_gpu.watch.metrics.server import serve
+
+    collector = Collector(Host(reserve_bytes(os.environ)), Runs(), per_client=arguments.per_client)
+    return serve(collector, arguments.address, arguments.port, lambda url: print(url, flush=True))

@@ -1,0 +1,334 @@
+"""``flower-gpu simulate``: a Flower app with many virtual clients on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tomllib
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu import options
+from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.config_values import ConfigValue, flatten, parse_pairs
+from flower_gpu.apps.failures import FILE_NAME
+from flower_gpu.apps.folder import check_log_dir, short
+from flower_gpu.calls.settings import checked_environment
+from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError, shortened
+from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind
+from flower_gpu.launch.options import given_calls
+from flower_gpu.leases.request import memory_bytes
+from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, Option, options_of
+from flower_gpu.printable import path_text
+from flower_gpu.workers.interrupts import ended_by_signals
+from flower_gpu.workers.preload import check_modules, checked
+
+if TYPE_CHECKING:
+    from flower_gpu.simulation.run import SimulationResult
+
+HELP = "run a Flower app with up to thousands of virtual clients on this machine"
+DESCRIPTION = """\
+Run a Flower app in a simulation: its ServerApp in this process, and each message to one of its virtual
+clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
+
+    flower-gpu simulate my-app --num-supernodes 1000 --run-config "num-server-rounds=5"
+
+Metrics, the final model and a summary are left in a folder under --log-dir."""
+
+_INTERRUPTED: Final = 128 + signal.SIGINT
+_AUTO: Final = "auto"
+_CALLS: Final = Kind(
+    f"{COUNT.what}, or {_AUTO}",
+    "N|auto",
+    lambda text: text if text == _AUTO else int(text),
+    lambda calls: calls == _AUTO or calls >= 1,
+)
+_STATE_MEMORY: Final = "1GiB"
+_DEFAULTS: Final = {
+    "calls_per_worker": _AUTO,
+    "state_memory": _STATE_MEMORY,
+    "progress": True,
+    "log_dir": Path("runs"),
+    "report": True,
+}
+#: The command's own options.
+_OPTIONS: Final = {
+    "num_supernodes": Option(
+        "how many virtual clients (with --resume by default as many as before)", COUNT, group="federation"
+    ),
+    "seed": Option(
+        "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
+        NON_NEGATIVE,
+        group="federation",
+    ),
+    "max_workers": Option(
+        "how many messages are handled at a time, at most (default: the number of cores, or the shares of "
+        "GPUs if these are more)",
+        COUNT,
+        group="workers",
+    ),
+    "calls_per_worker": Option(
+        "how many clients one worker may run in a row before it exits; with a GPU it exits at the end of the "
+        "round at the latest (default: auto, which is 1 without a GPU)",
+        replace(
+            _CALLS,
+            read=lambda text: text if text == _AUTO else int(text),
+            allows=lambda n: n == _AUTO or n >= 1,
+        ),
+        group="workers",
+    ),
+    "verify_recycling": Option(
+        "run a few clients in fresh workers as well, and compare the weights", SWITCH, group="workers"
+    ),
+    "preload": Option(
+        "function that loads data, called once, with these arguments, where workers are forked from: all of "
+        "them find what it keeps in its module; may be repeated",
+        replace(PAIRS, metavar="'MODULE:FUNCTION K=V ...'"),
+        group="workers",
+    ),
+    "state_memory": Option(
+        f"memory for the clients' states, such as 500MiB; what does not fit goes to files (default: "
+        f"{_STATE_MEMORY})",
+        SIZE,
+        group="workers",
+    ),
+    "keep_going": KEEP_GOING,
+    **options_of("simulate"),
+    "log_dir": replace(LOG_DIR, excludes="where"),
+    "resume": Option(
+        "folder of an earlier run of the same app: go on after the last round that it finished",
+        FOLDER,
+        group="output",
+        excludes="where",
+    ),
+    "progress": Option("show no bars and no summary", SWITCH, group="output"),
+    "report": REPORT,
+}
+_GROUPS: Final = {
+    "GPUs": "Which GPUs messages may use, and what each of them leases there: so many run at a time as fit."
+}
+_MORE: Final = {
+    "gpu": "; it holds for every client and for the server's own calls",
+    "gpu_ids": ": all of the clients may use them (default: every GPU)",
+    "timeout_s": "; then the client is dropped",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    parser.add_argument("app_dir", metavar="APP_DIR", type=FOLDER, help="folder of the Flower app")
+    parser.add_argument(
+        "-c",
+        "--run-config",
+        metavar="'K=V ...'",
+        action="append",
+        default=[],
+        help="keys of the app's run config (TOML values), or a TOML file; may be repeated",
+    )
+    options.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the simulation.
+
+    Returns
+    -------
+    int
+        0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C. 143: SIGTERM.
+        129: SIGHUP.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used; then nothing was started or written. Only ``--preload`` has to be tried.
+    """
+    with ended_by_signals() as received:
+        try:
+            status = _run(arguments)
+        except KeyboardInterrupt:
+            status = _INTERRUPTED
+    return 128 + received[0] if received and status == _INTERRUPTED else status
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    app = FlowerApp.load(arguments.app_dir)
+    num_supernodes, run_config = _federation(arguments)
+    app.simulated(run_config, num_supernodes)
+    memory_bytes(arguments.state_memory, "--state-memory")
+    if arguments.verify_recycling and arguments.calls_per_worker == 1:
+        raise ConfigError(
+            "--verify-recycling compares nothing with --calls-per-worker 1: no worker is recycled"
+        )
+    preload = given_preload(arguments.preload, app.path)
+    calls = given_calls(arguments)
+    _set_environment({name: value for name, value in calls.items() if name != "timeout_s"})
+    if arguments.resume is None:
+        check_log_dir(arguments.log_dir)
+    result = _simulate(
+        app.path,
+        num_supernodes,
+        # With bars the run itself shows the summary below them.
+        summary=arguments.progress and is_quiet(arguments),
+        run_config=run_config,
+        max_workers=arguments.max_workers,
+        calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
+        verify_recycling=arguments.verify_recycling,
+        seed=arguments.seed,
+        log_dir=arguments.log_dir,
+        resume=arguments.resume,
+        progress=arguments.progress and not is_quiet(arguments),
+        state_memory=arguments.state_memory,
+        keep_going=arguments.keep_going,
+        preload=preload,
+        **calls,
+    )
+    if isinstance(result, int):
+        return result
+    if arguments.report and result.folder is not None:
+        _write_report(result.folder, is_told=arguments.progress)
+    return 0
+
+
+def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
+    """Return the number of nodes, by default that of the run that goes on, and the values of a run config."""
+    given = given_run_config(arguments.run_config)
+    if arguments.resume is None:
+        if arguments.num_supernodes is None:
+            raise ConfigError("--num-supernodes N is missing: how many virtual clients are there?")
+        return arguments.num_supernodes, given
+    _check_resume(arguments.resume)
+    from flower_gpu.simulation.results import ResultFolder
+
+    before = ResultFolder.reopen(arguments.resume).read_config()
+    return arguments.num_supernodes or before["num_supernodes"], given
+
+
+def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
+    """Read ``--run-config``: pairs, or the name of a TOML file, as ``flwr run`` takes them.
+
+    Raises
+    ------
+    ConfigError
+        If that is neither.
+    """
+    values: dict[str, ConfigValue] = {}
+    for text in texts:
+        if text.endswith(".toml") and "=" not in text:
+            try:
+                values.update(flatten(tomllib.loads(Path(text).expanduser().read_text(encoding="utf-8"))))
+            except OSError as error:
+                raise ConfigError(f"--run-config {text}: {error.strerror}") from None
+            except ValueError as error:
+                raise ConfigError(f"--run-config {text}: {error}") from None
+        else:
+            values.update(parse_pairs("--run-config", [text]))
+    return values
+
+
+def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:
+    """Read ``--preload``: functions, each with its arguments.
+
+    Raises
+    ------
+    ConfigError
+        If one is not of the form ``package.module:function key=value ...``, or its module is neither in the
+        app's folder nor installed.
+    """
+    found: list[tuple[str, dict[str, ConfigValue]]] = []
+    for text in texts:
+        name, _, pairs = text.strip().partition(" ")
+        arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
+        try:
+            functions = checked((name, arguments))
+            check_modules(functions, [str(app)])
+            found += functions
+        except ConfigError as error:
+            raise ConfigError(f"--preload: {error}") from None
+    return found
+
+
+def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
+    # Here: what they import takes a second, and an error in an option is there at once.
+    from flower_gpu.simulation.results import SimulationStoppedError
+    from flower_gpu.simulation.run import simulate
+    from flower_gpu.simulation.summary import summary_lines
+
+    try:
+        result = simulate(app, num_supernodes, **settings)
+    except SimulationStoppedError as stopped:
+        _say(_how_to_go_on(stopped.folder, stopped.can_resume))
+        return _INTERRUPTED
+    except ClientsFailedError as failed:
+        _say(str(failed))
+        _say(_once_mended(failed.folder, failed.can_resume))
+        return 1
+    except (ConfigError, GPUUnavailableError):
+        raise
+    except Exception as error:
+        print(shortened(traceback.format_exc()), end="", file=sys.stderr)
+        _say(f"{_first_line(error)} (the traceback is above)")
+        return 1
+    if summary:
+        where = None if result.folder is None else short(result.folder)
+        print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
+    return result
+
+
+def _write_report(path: Path, *, is_told: bool) -> None:
+    from flower_gpu.watch.report.write import write_at_end  # matplotlib takes a second
+
+    report = write_at_end(path)
+    if report is not None and is_told:
+        print(f"report  {short(report)}", file=sys.stderr, flush=True)
+
+
+def _how_to_go_on(path: Path | None, can_resume: bool) -> str:
+    if path is None:
+        return "interrupted"
+    if can_resume:
+        return (
+            "interrupted; to go on after the last finished round, add this to the same command: "
+            f"--resume {short(path)}"
+        )
+    return f"interrupted; its results are in {short(path)}, and there is no checkpoint to go on from"
+
+
+def _once_mended(path: Path | None, can_resume: bool) -> str:
+    more = "--keep-going lets such a run go on"
+    if path is None:
+        return more
+    more = f"all failures are in {short(path / FILE_NAME)}; {more}"
+    if can_resume:
+        more += f"; once the app is mended, add this to the same command: --resume {short(path)}"
+    return more
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return shortened(f"{type(error).__name__}: {lines[0]}") if lines else type(error).__name__
+
+
+def _say(text: str) -> None:
+    print(f"flower-gpu simulate: {text}", file=sys.stderr, flush=True)
+
+
+def _set_environment(calls: Mapping[str, Any]) -> None:
+    """Let the options hold for the server's own calls as well, whatever the variables were."""
+    env = checked_environment(calls, os.environ)
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)
+
+
+def _check_resume(path: Path) -> None:
+    if not path.is_dir():
+        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
+    from flower_gpu.simulation.results import ResultFolder
+
+    ResultFolder.reopen(path)

@@ -1,0 +1,248 @@
+"""``flower-gpu supernode``: SuperNodes whose every message runs under a lease, whatever the app is.
+
+Without ``--count`` this process becomes Flower's SuperNode. With it, this process starts that many, each with
+a log and a port of its own, and starts again the ones that end. What is ours in a SuperNode is its
+environment alone: our ``flwr-clientapp`` is the first on its ``PATH``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import frameworks, options
+from flower_gpu.apps.config_values import format_pairs, parse_pairs
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.apps.recording import recorded_run
+from flower_gpu.calls.settings import checked_environment
+from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import node_slots as slots
+from flower_gpu.kinds import COUNT, FOLDER
+from flower_gpu.launch import ports
+from flower_gpu.launch.environment import script_folders
+from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
+from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
+from flower_gpu.options import (
+    CLIENT_VARIABLE,
+    CONCURRENCY_VARIABLE,
+    RUN_DIR_VARIABLE,
+    CallOptions,
+    Option,
+    options_of,
+)
+
+HELP = "run SuperNodes whose messages get leases, whatever the app is"
+DESCRIPTION = """\
+Run Flower's SuperNode so that each message is handled in a worker that first gets a lease on a GPU, and is
+held to it. Apps need not be changed for that, and cannot change it. Messages start in milliseconds: Flower
+and torch are imported already in the process that workers are forked from.
+
+    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101
+
+With --count N it runs N SuperNodes until Ctrl-C. They get ports of their own, and partition-id and
+num-partitions in their node configs. A SuperNode that ends is started again.
+
+    flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092"""
+COMMAND: Final = "flower-supernode"
+OLD_NAME: Final = "supernodes"  # of this command with --count
+
+_OPTIONS: Final = {
+    "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
+    "log_dir": Option("with --count: where a folder with a log of each is made (default: runs)", FOLDER),
+    **options_of("supernode"),
+    "max_concurrent": Option(
+        "how many messages are handled at a time, also without a GPU (default: as many as come)",
+        COUNT,
+        group="workers",
+    ),
+}
+_GROUPS: Final = {
+    "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code says."
+}
+_MORE: Final = {
+    "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every GPU "
+    "of the host)"
+}
+_NODE_CONFIG = "--node-config"
+_PAUSE_S = 5.0  # before one that has ended is started again
+_EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
+_EARLY_ENDS = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    options.add_arguments(parser, _OPTIONS, _GROUPS, _MORE)
+    parser.add_argument(
+        "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {COMMAND}, after two dashes"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Become the SuperNode, or run several until the user ends them."""
+    if arguments.count is not None:
+        return _run_several(arguments)
+    if arguments.command == OLD_NAME:
+        raise ConfigError("--count N is missing: how many SuperNodes?")
+    if arguments.log_dir is not None:
+        raise ConfigError("--log-dir goes with --count: one SuperNode writes its log to this terminal")
+    from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
+
+    env = environment(arguments, os.environ)
+    commands.warm_up_in_background(env)
+    os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
+
+
+def _run_several(arguments: argparse.Namespace) -> int:
+    from flower_gpu.flower import commands
+
+    count = arguments.count
+    given, node_config = without_option(arguments.flower, _NODE_CONFIG)
+    if without_option(given, "--port")[1]:
+        raise ConfigError("--port is another one for each SuperNode: leave it out, they get free ones")
+    calls = given_calls(arguments)
+    pairs = parse_pairs(_NODE_CONFIG, node_config)
+    check_node_config(calls, pairs)
+    env = environment(arguments, os.environ, count)
+    logs = RunFolder.create(arguments.log_dir or Path("runs"))
+    env[RUN_DIR_VARIABLE] = str(logs.path)
+    if not is_quiet(arguments):
+        print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
+    with (
+        recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
+        Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
+    ):
+        commands.warm_up()
+        nodes = [Node(number, count, given, pairs, calls, env, logs) for number in range(count)]
+        try:
+            while True:
+                for each in nodes:
+                    each.look(supervisor)
+                supervisor.wait(0.5)
+        except LaunchStoppedError:
+            run.outcome = "interrupted"
+        except _NeverStartsError as error:
+            run.outcome = "failed"
+            print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+class _NeverStartsError(Exception):
+    """A SuperNode ends again and again, soon after its start."""
+
+
+class Node:
+    """One SuperNode, which is started again when it ends."""
+
+    def __init__(
+        self,
+        number: int,
+        count: int,
+        given: Sequence[str],
+        pairs: Mapping[str, bool | float | int | str],
+        calls: CallOptions,
+        env: Mapping[str, str],
+        logs: RunFolder,
+    ) -> None:
+        config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
+        self.options = [*given, _NODE_CONFIG, format_pairs(config)]
+        self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
+        self._name = f"SuperNode {number}"
+        self._log = logs.log(f"supernode-{number}")
+        self._service: Service | None = None
+        self._began = 0.0
+        self._again_at = 0.0
+        self._early_ends = 0
+
+    def look(self, supervisor: Supervisor) -> None:
+        """Start it if it does not run, and its pause is over."""
+        if self._service is not None and self._service.runs:
+            return
+        now = time.monotonic()
+        if self._service is not None:
+            self._note_end(self._service, now)
+        if now >= self._again_at:
+            port = ports.free_ports(1)[0]
+            command = [COMMAND, "--port", str(port), *self.options]
+            self._service = Service(self._name, command, self.env, self._log)
+            self._began = now
+            supervisor.start(self._service)
+
+    def _note_end(self, service: Service, now: float) -> None:
+        self._service = None
+        self._early_ends = self._early_ends + 1 if now - self._began < _EARLY_S else 0
+        how = service.describe_end()
+        if self._early_ends >= _EARLY_ENDS:
+            raise _NeverStartsError(
+                f"{how}, {self._early_ends} times in a row. The end of {self._log}:\n{service.tail()}"
+            )
+        print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
+        self._again_at = now + _PAUSE_S
+
+
+def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:
+    """Return the environment of this many SuperNodes with these options.
+
+    Raises
+    ------
+    ConfigError
+        If an option or variable cannot be used.
+    """
+    from flower_gpu.flower import commands
+
+    check(arguments.flower)
+    env = checked_environment(given_calls(arguments), base)
+    if arguments.max_concurrent is not None:
+        env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
+    if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each
+        env[CONCURRENCY_VARIABLE] = str(min(nodes, arguments.max_concurrent or nodes))
+    env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
+    env = {**frameworks.UNTOUCHED_CUDA, **env}  # an app's import does not start CUDA
+    path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])
+    return commands.fast_start({**env, "PATH": path}, with_lease=True, nodes=nodes)
+
+
+def check(flower: Sequence[str]) -> None:
+    """Refuse options of Flower with which it starts no process that could be ours.
+
+    Raises
+    ------
+    ConfigError
+        If there is such an option.
+    """
+    _, isolation = without_option(flower, "--isolation")
+    if "process" in isolation:
+        raise ConfigError(
+            "with --isolation process somebody else starts the processes of messages, so they would have no "
+            "lease: leave it out, flower-supernode then starts them itself"
+        )
+
+
+def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
+    """Split Flower's options into those without one of them, and its values.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Names and values as on a command line.
+    name : str
+        The option, such as ``"--node-config"``; as Flower does, this takes abbreviations for it, too.
+    """
+    rest: list[str] = []
+    values: list[str] = []
+    left = iter(options)
+    for option in left:
+        given, sign, value = option.partition("=")
+        if len(given) <= 2 or not name.startswith(given):
+            rest.append(option)
+        elif sign:
+            values.append(value)
+        else:
+            values.append(next(left, ""))
+    return rest, values

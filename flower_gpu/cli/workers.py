@@ -1,0 +1,83 @@
+"""``flower-gpu workers``: look at this user's fork servers, or end them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+
+from flower_gpu.cli.verbosity import is_quiet
+from flower_gpu.workers.forkserver import control
+
+HELP = "look at the processes that workers are forked from, or end them"
+DESCRIPTION = """\
+Workers are forked from a process that has imported torch and other libraries already: one for each user and
+Python environment of this machine, shared by all clients. It is started with the first call, ends when nobody
+has used it for a while, and never touches a GPU."""
+
+_STOP_WAIT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions.add_parser(
+        "status",
+        help="list the fork servers of this user, what they have loaded and who uses them",
+        allow_abbrev=False,
+    )
+    stop = actions.add_parser(
+        "stop",
+        help="end them; calls that run are finished, the next one starts a new server",
+        allow_abbrev=False,
+    )
+    stop.add_argument("--if-unused", action="store_true", help="only those that no process may still use")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    if arguments.action == "stop":
+        pids = control.stop(if_unused=arguments.if_unused, wait_s=_STOP_WAIT_S)
+        running = control.still_running(pids)
+        for pid in pids:
+            print(f"fork server {pid} {'ends with its last worker' if pid in running else 'ended'}")
+        if not pids:
+            print("no fork server was ended" if arguments.if_unused else "no fork server is running")
+        return 0
+    found = control.status()
+    for status in found:
+        print(describe(status))
+    if not found and not is_quiet(arguments):
+        print("no fork server is running", file=sys.stderr)
+    return 0
+
+
+def describe(status: control.Status) -> str:
+    """Return a few lines of text about one fork server."""
+    up = timedelta(seconds=round(status.uptime_s))
+    counts = f"{_count(status.calls, 'call')}, {_count(len(status.workers), 'running', plural='running')}"
+    lines = [
+        f"fork server {status.pid}, up {up}, {status.memory_bytes / 1e6:.0f} MB: {counts}, "
+        f"used by {_count(status.users, 'process', plural='processes')}",
+        f"    python   {status.python} (flower-gpu {status.version})",
+    ]
+    for title, names in (
+        ("learned", status.libraries),
+        ("refused", status.refused),
+        ("preload", status.preload),
+        ("running", status.workers),
+    ):
+        if names:
+            lines.append(f"    {title:8} {_joined(names)}")
+    return "\n".join(lines)
+
+
+def _count(number: int, word: str, plural: str | None = None) -> str:
+    return f"{number} {word if number == 1 else plural or word + 's'}"
+
+
+def _joined(names: Iterable[str], most: int = 20) -> str:
+    listed = list(names)
+    rest = len(listed) - most
+    return ", ".join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,1 +1,0 @@
-"""The subcommands of ``flower-gpu`` that look at this host."""

@@ -1,0 +1,132 @@
+"""Files that processes share: replaced at once, locked, in folders that only their account can change."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+@contextmanager
+def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = False) -> Iterator[Path]:
+    """Yield a new, empty file to write to; it takes the place of ``path`` after the block.
+
+    A reader sees the old file or the new one, and nothing in between. After an error, or where the block
+    removes the new file, the old one stays.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    mode : int, optional
+        Its permissions; by default those that any new file has. The block cannot change them by accident:
+        safetensors makes files that only their owner can read.
+    has_one_writer : bool
+        Whether no other process or thread writes it. What a killed process has left is overwritten then.
+    """
+    unique = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+    new = path.with_name(f"{path.name}.tmp" if has_one_writer else unique)
+    try:
+        new.unlink(missing_ok=True)
+        try:
+            os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno, "the folder does not exist", str(path.parent)) from None
+        if mode is not None:
+            new.chmod(mode)
+        wanted = new.stat().st_mode
+        yield new
+        with suppress(FileNotFoundError):
+            if new.stat().st_mode != wanted:
+                new.chmod(wanted)
+            new.replace(path)
+    finally:
+        with suppress(OSError):
+            new.unlink()
+
+
+def is_own_folder(path: Path, *, user: int | None = None, forbidden: int = 0o022) -> bool:
+    """Tell whether this is a folder, and no link, that belongs to an account and that no other can change.
+
+    Parameters
+    ----------
+    path : Path
+        The folder. An OSError is raised where it cannot be looked at.
+    user : int, optional
+        The account's number; by default this process's.
+    forbidden : int
+        Permissions that it must not have.
+    """
+    found = path.lstat()
+    owner = os.getuid() if user is None else user
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == owner and not found.st_mode & forbidden
+
+
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file unless another process has; tell whether that is done."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock(
+    descriptor: int,
+    deadline: float | None,
+    *,
+    pauses_s: tuple[float, float] = (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+    late: str = "another process has locked the file",
+    before_try: Callable[[], object] = lambda: None,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Lock an open file.
+
+    ``flock`` itself does not wait here: it would wait for ever, and in a thread nothing could end it.
+
+    Parameters
+    ----------
+    descriptor : int
+        The file.
+    deadline : float, optional
+        On the clock of ``time.monotonic``.
+    pauses_s : tuple of float
+        The first pause between two tries, and the longest one.
+    late : str
+        The text of the TimeoutError.
+    before_try : callable
+        Called before each try.
+    sleep : callable
+        Makes a pause.
+
+    Raises
+    ------
+    TimeoutError
+        If another process holds the lock until ``deadline``.
+    """
+    pause_s, longest_s = pauses_s
+    while True:
+        before_try()
+        if try_lock(descriptor):
+            return
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(late)
+        sleep(pause_s * random.uniform(0.5, 1.5))  # hundreds of processes may wait for one file
+        pause_s = min(pause_s * 1.5, longest_s)
+
+
+def still_has_name(descriptor: int, path: Path) -> bool:
+    """Tell whether an open file or folder is still found at ``path``: not removed, and not made anew.
+
+    To be asked after a lock was taken: the process that had it may have removed the file.
+    """
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    return False

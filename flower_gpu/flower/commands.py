@@ -1,0 +1,172 @@
+"""Our commands of Flower's names: how Flower comes to start them, and what they do.
+
+::
+
+    flower-gpu supernode, flower-gpu launch
+      │  PATH begins with the folder of our commands; FLOWER_GPU_SUPERNODE is "lease" or "start" (here)
+      ▼
+    flower-supernode: Flower's own, which waits less between two messages (supernode.py)
+      │  Flower starts a "flwr-clientapp" for each message, by its name
+      ▼
+    flwr-clientapp: asks the host's fork server for a child, and waits for it (flwr_clientapp.py)
+      │
+      ▼
+    the child, with Flower imported already: Flower's flwr-clientapp, which pulls the message from the
+      │  SuperNode and pushes the reply (clientapp.py)
+      ├── "start": it loads the app and runs it; the app takes leases by gpu_mod or GPUClient, or takes none
+      └── "lease": it waits for a slot (node_slots.py) and a lease
+            ▼
+          a worker, which loads the app and runs it; no app can change that
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from flower_gpu import files, frameworks
+from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, WITHOUT_LEASE
+from flower_gpu.options import POLL_VARIABLE, value_of
+from flower_gpu.printable import path_text
+from flower_gpu.workers.forkserver import client, identity, sockets
+
+#: Our commands, by the module with the ``main`` of each.
+COMMANDS: Final = MappingProxyType(
+    {
+        "flwr-clientapp": "flower_gpu.flower.flwr_clientapp",
+        "flower-supernode": "flower_gpu.flower.supernode",
+    }
+)
+
+_MOST_QUESTIONS_PER_S: Final = 40.0  # to a SuperLink that may be on this host as well
+
+# What the fork server imports before the first message: what our flwr-clientapp runs, and what Flower and
+# PyTorch import there when they are used.
+_MODULES: Final = (
+    "flower_gpu.flower.clientapp",  # left out where it is not an installed package: it may be edited
+    "flwr.supernode.cli",
+    "flwr.clientapp",
+    "flwr.compat.common.recorddict_compat",
+    "httpcore",
+    *frameworks.imported_in_use("torch"),
+)
+
+_STARTER = """\
+#!/bin/sh
+exec {interpreter} {program} "$@"
+"""
+_PROGRAM = """\
+import sys; sys.path[:] = {path}
+from {module} import main; main()
+"""
+
+
+class CommandFolder:
+    """The folder of this Python environment's commands, which goes first on ``PATH``.
+
+    Its commands use the interpreter that made them. ``commands`` are their modules by their names.
+    Raises ConfigError if the state folder cannot be used.
+    """
+
+    def __init__(self, commands: Mapping[str, str] = COMMANDS) -> None:
+        self._commands = commands
+        interpreter = shlex.join([sys.executable, *identity.interpreter_flags()])
+        path = ascii([entry for entry in sys.path if entry])
+        texts = {name: _PROGRAM.format(path=path, module=module) for name, module in commands.items()}
+        name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
+        self.path = sockets.folder() / "commands" / name
+        # The program beside its starter, under the same name: that is what is seen of a process.
+        programs = self.path / "python"
+        self._files = {programs / name: text for name, text in texts.items()}
+        for name in texts:
+            program = shlex.quote(str(programs / name))
+            self._files[self.path / name] = _STARTER.format(interpreter=interpreter, program=program)
+
+    def make(self) -> Path:
+        """Make what is missing of it, and return its path; raises ConfigError if that cannot be done."""
+        if all(path.exists() for path in self._files):
+            return self.path
+        try:
+            for folder in (sockets.folder() / "commands", self.path, self.path / "python"):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for path, text in self._files.items():
+                if not path.exists():
+                    with files.replaced(path, mode=0o700) as new:  # others may be about to start it
+                        new.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"{path_text(self.path)} cannot be made: {error}") from error
+        return self.path
+
+    def first_on(self, path: str | None) -> str:
+        """Make what is missing of it, and return a ``PATH`` by which its commands are found first.
+
+        Raises ConfigError if they would not be found, or cannot be made.
+        """
+        folder = self.make()
+        path = os.pathsep.join([str(folder), path or os.defpath])
+        for command in self._commands:
+            # Else Flower's own would be found, later on the path, and messages would have no lease.
+            if shutil.which(command, path=path) != str(folder / command):
+                raise ConfigError(
+                    f"no command can be started in {path_text(folder)}: it is on a file system without "
+                    f"exec, or its name has a {os.pathsep!r}. Set FLOWER_GPU_STATE_DIR to another folder of "
+                    "this user"
+                )
+        return path
+
+
+def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> dict[str, str]:
+    """Return an environment in which ``flower-supernode`` is ours, and starts our ``flwr-clientapp``.
+
+    ``with_lease``: a lease is taken for each message before any code of the app is imported. ``nodes`` is the
+    number of SuperNodes on this host. Raises ConfigError if our commands would not be found, or
+    ``FLOWER_GPU_POLL_S`` is no number.
+    """
+    seconds = value_of(POLL_VARIABLE, env)
+    if POLL_VARIABLE not in env:
+        seconds = max(seconds, nodes / _MOST_QUESTIONS_PER_S)
+    return {
+        **env,
+        RULE_VARIABLE: "lease" if with_lease else WITHOUT_LEASE,
+        POLL_VARIABLE: f"{seconds:g}",
+        "PATH": CommandFolder().first_on(env.get("PATH")),
+    }
+
+
+def warm_up() -> None:
+    """Start the fork server if there is none, and have it import what each message needs.
+
+    A failure is not told here: the first message meets it as well.
+    """
+    if client.is_supported():
+        with suppress(FlowerGPUError):
+            client.learn(_MODULES)
+
+
+def warm_up_command() -> list[str]:
+    """Build the command line of a program that does that."""
+    path = [entry for entry in sys.path if entry]
+    program = f"import sys; sys.path[:] = {path!r}; from flower_gpu.flower.commands import warm_up; warm_up()"
+    return [sys.executable, *identity.interpreter_flags(), "-c", program]
+
+
+def warm_up_in_background(env: Mapping[str, str]) -> None:
+    """Do that in a process of its own, which the caller's program need not know."""
+    with suppress(OSError):
+        # Twice removed: a program that replaces this one would have to reap it.
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" >/dev/null 2>&1 &', "sh", *warm_up_command()],
+            stdin=subprocess.DEVNULL,
+            env=env,
+            check=False,
+        )

@@ -1,0 +1,321 @@
+"""Counts messages and replies, and tells which round and which kind of message they belong to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, Final
+
+from flwr.app import Message, MetricRecord
+
+from flower_gpu import trace
+from flower_gpu.apps.failures import AllFailed
+from flower_gpu.errors import ClientsFailedError
+from flower_gpu.flower.recording.metrics import Metric, Metrics, finite, plain
+from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, Event
+
+OnEvent = Callable[[Event], None]
+#: The reason for the failure of messages whose replies the app has not asked for until its end.
+NOT_PULLED: Final = f"{NO_REPLY} was pulled"
+
+
+def write_event(event: Event) -> None:
+    """Append an event of a recorder to the trace of the current run."""
+    if folder := os.environ.get(RUN_DIR_VARIABLE):
+        metrics = {"metrics": finite(event["metrics"])} if "metrics" in event else {}
+        trace.append(folder, {**event, **metrics})
+
+
+class Phase:
+    """Messages of one kind, which is what comes before the dot in their type, sent for one round."""
+
+    def __init__(self, server_round: int | None, kind: str, announced: bool) -> None:
+        self.server_round = server_round
+        self.kind = kind
+        #: Whether a strategy has said that these messages come, and will say what it made of the replies.
+        self.announced = announced
+        self.total: int | None = None
+        self.is_shown = False
+        self.sent = 0
+        self.ended = 0
+        self.succeeded: set[int] = set()
+        self.failed: set[int] = set()
+        #: Clients whose reply was an error, and not only late.
+        self.refused: set[int] = set()
+        #: How many messages a strategy has said that there will be.
+        self.announced_total: int | None = None
+        self.is_judged = False
+        self._began_s = time.monotonic()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all messages are answered."""
+        return self.sent == self.ended
+
+    def event(self, name: str, **fields: Any) -> Event:
+        """Return an event of this round and kind."""
+        return trace.make(name, round=self.server_round, task=self.kind, **fields)
+
+    def finished(self, metrics: Metrics) -> Event:
+        """Return the event of its end."""
+        return self.event(
+            "round_finished",
+            clients=len(self.succeeded - self.failed),
+            failed=len(self.failed),
+            messages=self.sent,
+            seconds=round(time.monotonic() - self._began_s, 3),
+            metrics=metrics,
+        )
+
+
+class Recorder:
+    """Makes the events of a run's rounds. Safe to use from several threads.
+
+    ``on_event`` gets every event, one at a time. ``partition_of`` returns a node's partition; without it a
+    node is known by its id. ``pointer`` returns where the first failure can be read, for the error that ends
+    a run in which all clients fail; without it such a run goes on.
+    """
+
+    def __init__(
+        self,
+        on_event: OnEvent,
+        partition_of: Callable[[int], int] | None = None,
+        pointer: Callable[[], str] | None = None,
+    ) -> None:
+        #: The latest global model: ArrayRecord, Parameters or None. Only this one is kept.
+        self.model: Any = None
+        self._on_event = on_event
+        #: How many messages are handled at a time, where that is known.
+        self.concurrency: int | None = None
+        self._partition_of = partition_of
+        self._lock = threading.RLock()
+        self._announced: dict[str, Phase] = {}
+        self._others: dict[tuple[str, Any], Phase] = {}
+        self._told: set[tuple[str, int | None]] = set()
+        self._resumed_round = -1
+        self._pointer = pointer
+        self._rule = AllFailed()
+        self._refused = 0
+        self._why_over: str | None = None
+
+    def check(self) -> None:
+        """Raise an exception if the run is over since all clients fail.
+
+        Raises
+        ------
+        ClientsFailedError
+            Each time: an app that catches it gets no further.
+        """
+        if self._why_over is not None and self._pointer is not None:
+            raise ClientsFailedError(f"{self._why_over}; {self._pointer()}")
+
+    # What a strategy does
+
+    def run_started(self, strategy: str, num_rounds: int | None, can_resume: bool = False) -> None:
+        """Note that a strategy starts."""
+        with self._lock:
+            self._told.clear()
+            self._resumed_round = -1
+            self._on_event(
+                trace.make(
+                    "strategy_started", strategy=strategy, num_rounds=num_rounds, can_resume=can_resume
+                )
+            )
+
+    def run_resumed(self, server_round: int) -> None:
+        """Note that it goes on after a round."""
+        with self._lock:
+            self._resumed_round = server_round
+            self._on_event(trace.make("strategy_resumed", round=server_round))
+
+    def phase_opened(self, kind: str, server_round: int | None) -> None:
+        """Note that messages of a kind will be sent for a round."""
+        with self._lock:
+            self._close_others()
+            if (left := self._announced.pop(kind, None)) is not None:
+                self._close(left, {})
+            self._announced[kind] = Phase(server_round, kind, announced=True)
+
+    def phase_announced(self, kind: str, total: int | None) -> None:
+        """Note how many messages that will be; None where this shows when they are sent."""
+        with self._lock:
+            phase = self._announced.get(kind)
+            if phase is not None and total:
+                phase.total = phase.announced_total = total
+                self._show(phase)
+
+    def phase_closed(self, kind: str, server_round: int | None, metrics: Metrics) -> None:
+        """Note what a strategy has made of the replies."""
+        with self._lock:
+            phase = self._announced.pop(kind, None)
+            if phase is None:
+                for key, other in self._others.items():
+                    if other.kind == kind and other.server_round in (None, server_round):
+                        phase = self._others.pop(key)
+                        phase.server_round = server_round
+                        break
+            self._close(phase or Phase(server_round, kind, announced=True), metrics)
+
+    def evaluated(
+        self,
+        server_round: int | None,
+        metrics: Metrics,
+        seconds: float | None = None,
+        kind: str = SERVER_EVALUATE,
+    ) -> None:
+        """Note metrics that no message has to do with, unless they are known."""
+        with self._lock:
+            is_old = server_round is not None and server_round <= self._resumed_round
+            if not is_old and (kind, server_round) not in self._told:
+                self._told.add((kind, server_round))
+                phase = Phase(server_round, kind, announced=True)
+                self._on_event({**phase.finished(metrics), "seconds": seconds})
+
+    # What a grid does
+
+    def sent(self, message: Message, batch: object) -> Phase:
+        """Note that a message is sent, together with others."""
+        kind = message.metadata.message_type.partition(".")[0]
+        with self._lock:
+            phase = self._announced.get(kind)
+            if phase is None:
+                phase = self._other(message, kind, batch)
+            phase.sent += 1
+            if phase.is_shown and phase.total is not None and phase.sent > phase.total:
+                phase.total = phase.sent
+                self._on_event(phase.event("round_grew", messages=phase.total))
+            elif not phase.is_shown:
+                phase.total = phase.sent
+                self._show(phase)
+        return phase
+
+    def asked(self, kind: str) -> Phase:
+        """Note that a client is asked for what a strategy has announced, without a grid."""
+        with self._lock:
+            phase = self._announced.setdefault(kind, Phase(None, kind, announced=True))
+            phase.sent += 1
+            self._show(phase)
+        return phase
+
+    def answered(self, phase: Phase, client: int, error: str | None) -> None:
+        """Note that it has answered, or failed."""
+        with self._lock:
+            if error is not None and not error.startswith(NO_REPLY):
+                phase.refused.add(client)
+                self._refused += 1
+            self._ended(phase, client, error if error is None else error.strip() or "no reason given")
+
+    def replied(self, phase: Phase, reply: Message) -> None:
+        """Note a reply."""
+        node_id = reply.metadata.src_node_id
+        if reply.has_error():
+            reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
+            with self._lock:
+                phase.refused.add(node_id)
+                self._refused += 1
+                self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
+        else:
+            self._ended(phase, node_id, None, {} if phase.announced else _metrics_in(reply))
+
+    def missed(self, phase: Phase, node_id: int, why: str) -> None:
+        """Note that there will be no reply."""
+        self._ended(phase, node_id, why)
+
+    def may_be_settled(self, phase: Phase) -> None:
+        """Note that all messages are sent that were to be sent together, and a reply is there."""
+        with self._lock:
+            if phase.is_idle and not phase.announced:
+                self._judge(phase)
+
+    def batch_ended(self, batch: object) -> None:
+        """Note that nothing more is sent with these messages, and all replies are there."""
+        with self._lock:
+            for key in [key for key in self._others if key[1] is batch]:
+                self._close(self._others.pop(key), {})
+
+    def close(self) -> None:
+        """Tell of what is still open."""
+        with self._lock:
+            for phase in [*self._others.values(), *self._announced.values()]:
+                self._close(phase, {})
+            self._others.clear()
+            self._announced.clear()
+            self._over(self._rule.never_succeeded(self._refused))
+
+    def _other(self, message: Message, kind: str, batch: object) -> Phase:
+        server_round = round_of(message)
+        # Without a round, messages belong together that are sent together.
+        key = (kind, batch if server_round is None else server_round)
+        if key not in self._others:
+            self._close_others()
+            self._others[key] = Phase(server_round, kind, announced=False)
+        return self._others[key]
+
+    def _ended(
+        self,
+        phase: Phase,
+        node_id: int,
+        reason: str | None,
+        metrics: Metrics = MappingProxyType({}),
+        traceback: str = "",
+    ) -> None:
+        with self._lock:
+            phase.ended += 1
+            (phase.succeeded if reason is None else phase.failed).add(node_id)
+            told = {"traceback": traceback} if traceback else {}
+            node = self._partition(node_id)
+            self._on_event(phase.event("reply", node=node, error=reason, metrics=metrics, **told))
+            if phase.announced_total is not None and phase.ended >= phase.announced_total:
+                self._judge(phase)
+
+    def _judge(self, phase: Phase) -> None:
+        """Find out whether the run is over, now that all replies of a phase are there."""
+        if not phase.is_judged:
+            phase.is_judged = True
+            self._over(
+                self._rule.replied(phase.kind, phase.server_round, len(phase.succeeded), len(phase.refused))
+            )
+
+    def _over(self, why: str | None) -> None:
+        if why is not None and self._why_over is None:
+            self._why_over = why
+            self._on_event(trace.make("all_failed", reason=why))
+
+    def _partition(self, node_id: int) -> int | None:
+        if self._partition_of is None:
+            return node_id
+        try:
+            return self._partition_of(node_id)
+        except KeyError:
+            return None
+
+    def _show(self, phase: Phase) -> None:
+        if not phase.is_shown:
+            phase.is_shown = True
+            self._on_event(phase.event("round_started", messages=phase.total))
+
+    def _close_others(self) -> None:
+        for key in [key for key, phase in self._others.items() if phase.is_idle]:
+            self._close(self._others.pop(key), {})
+
+    def _close(self, phase: Phase, metrics: Metrics) -> None:
+        # A strategy that asks nobody to evaluate still aggregates: that is nothing to tell.
+        self._judge(phase)
+        if phase.sent or metrics:
+            self._told.add((phase.kind, phase.server_round))
+            self._on_event(phase.finished(metrics))
+
+
+def _metrics_in(reply: Message) -> dict[str, Metric]:
+    records = records_in(reply, MetricRecord)
+    alone = len(records) == 1
+    return {
+        key if alone else f"{name}.{key}": plain(value)
+        for name, record in records.items()
+        for key, value in record.items()
+    }

@@ -1,0 +1,334 @@
+"""Learns from any Flower strategy of this process what its rounds give.
+
+An app makes its strategy itself and calls ``start`` on it, or hands it to Flower's ``Server``: nobody is
+asked. So for the time of a run the base classes of Flower's strategies and its ``Server`` have a
+``__getattribute__`` that hands out the methods below in a wrapper. That holds for every subclass, also one
+that overrides them all and never calls ``super()``, and for objects made before. What a method calls by
+``super()`` is not wrapped, so it is told once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from flwr.app import ArrayRecord
+from flwr.common import Code
+from flwr.server import Server
+from flwr.server import strategy as legacy
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.workflow import DefaultWorkflow
+from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
+from flwr.serverapp.strategy import Strategy
+
+from flower_gpu.flower.evaluate import GPUEvaluate
+from flower_gpu.flower.recording.metrics import clean
+from flower_gpu.flower.recording.recorder import OnEvent, Recorder
+from flower_gpu.flower.records import records_of
+from flower_gpu.flower.strategy import FedAvg
+from flower_gpu.trace import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN
+
+#: Makes the wrapper of an object's method.
+_Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def recorded_rounds(
+    on_event: OnEvent,
+    partition_of: Callable[[int], int] | None = None,
+    pointer: Callable[[], str] | None = None,
+    *,
+    has_grid: bool = True,
+) -> Iterator[Recorder]:
+    """Record what Flower's strategies do in this process, while in the context.
+
+    ``on_event`` gets every event of the rounds, one at a time, in the thread where it happens; an exception
+    of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. Without a grid, as
+    with ``start_server``, each request to a client is noted here; else a :class:`.RecordedGrid` does that.
+    """
+    recorder = Recorder(on_event, partition_of, pointer)
+    hooks = _Hooks(recorder)
+    with ExitStack() as stack:
+        stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
+        stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
+        stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
+        if not has_grid:
+            stack.enter_context(_wrapped(ClientProxy, hooks.of_clients))
+        stack.enter_context(_replaced(DefaultWorkflow, "__call__", hooks.workflow(DefaultWorkflow.__call__)))
+        stack.enter_context(_replaced(GPUEvaluate, "__call__", hooks.gpu_evaluate(GPUEvaluate.__call__)))
+        stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # the run's display shows its rounds
+        try:
+            yield recorder
+        finally:
+            recorder.close()
+
+
+@contextmanager
+def _wrapped(cls: type, wraps: Mapping[str, _Wrap]) -> Iterator[None]:
+    get: Any = cls.__getattribute__
+
+    def get_wrapped(self: Any, name: str) -> Any:
+        value = get(self, name)
+        wrap = wraps.get(name)
+        return value if wrap is None else wrap(self, value)
+
+    with _replaced(cls, "__getattribute__", get_wrapped):
+        yield
+
+
+@contextmanager
+def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
+    had, before = name in vars(cls), vars(cls).get(name)
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(cls, name, before)
+        else:
+            delattr(cls, name)
+
+
+class _Hooks:
+    """The wrappers. Of calls within each other, as in a strategy around another one, the outer one counts."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._inside = threading.local()
+        self._numbers: dict[str, int] = {}  # of clients that have no node
+        self.of_clients: Mapping[str, _Wrap] = {"fit": self._ask(TRAIN), "evaluate": self._ask(EVALUATE)}
+        self.of_strategies: Mapping[str, _Wrap] = {
+            "start": self._start,
+            "configure_train": self._configure(TRAIN),
+            "configure_evaluate": self._configure(EVALUATE),
+            "aggregate_train": self._aggregate(TRAIN, self._trained),
+            "aggregate_evaluate": self._aggregate(EVALUATE, dict),
+        }
+        self.of_legacy_strategies: Mapping[str, _Wrap] = {
+            "configure_fit": self._configure(TRAIN),
+            "configure_evaluate": self._configure(EVALUATE),
+            "aggregate_fit": self._aggregate(TRAIN, self._trained),
+            "aggregate_evaluate": self._aggregate(EVALUATE, _with_loss),
+            "evaluate": self._evaluate,
+        }
+
+    def fit(self, server: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def fit(*args: Any, **kwargs: Any) -> Any:
+            with self._outermost("start") as is_first:
+                if is_first:
+                    num_rounds = _Arguments(method, args, kwargs).get("num_rounds")
+                    self._recorder.run_started(type(server.strategy).__name__, num_rounds)
+                    if server.max_workers is None:  # it has one thread for each message that is on its way
+                        server.set_max_workers(self._recorder.concurrency)
+                result = method(*args, **kwargs)
+                if server.parameters.tensors:
+                    self._recorder.model = server.parameters
+                return result
+
+        return fit
+
+    def workflow(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def call(workflow: Any, grid: Any, context: Any) -> Any:
+            with self._outermost("start") as is_first:
+                if is_first and hasattr(context, "strategy"):
+                    self._recorder.run_started(type(context.strategy).__name__, context.config.num_rounds)
+                result = method(workflow, grid, context)
+                model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
+                self._recorder.model = self._recorder.model if model is None else model
+                return result
+
+        return call
+
+    def gpu_evaluate(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def call(evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._evaluate(evaluate, functools.partial(method, evaluate))(*args, **kwargs)
+
+        return call
+
+    def _start(self, strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def start(*args: Any, **kwargs: Any) -> Any:
+            with self._outermost("start") as is_first:
+                if not is_first:
+                    return method(*args, **kwargs)
+                arguments = _Arguments(method, args, kwargs)
+                name, can_resume = type(strategy).__name__, isinstance(strategy, FedAvg)
+                self._recorder.run_started(name, arguments.get("num_rounds"), can_resume)
+                self._recorder.model = arguments.get("initial_arrays")
+                evaluate = arguments.get("evaluate_fn")
+                # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
+                if callable(evaluate) and not isinstance(strategy, FedAvg):
+                    arguments.set("evaluate_fn", self._evaluate(strategy, evaluate))
+                result = method(*arguments.args, **arguments.kwargs)
+                self._ended(result)
+                return result
+
+        return start
+
+    def _ended(self, result: Any) -> None:
+        if getattr(result, "arrays", None):
+            self._recorder.model = result.arrays
+        # What an own start() has got in other ways than by the methods that are known here.
+        for kind, name in (
+            (TRAIN, "train_metrics_clientapp"),
+            (EVALUATE, "evaluate_metrics_clientapp"),
+            (SERVER_EVALUATE, "evaluate_metrics_serverapp"),
+        ):
+            for server_round, metrics in dict(getattr(result, name, None) or {}).items():
+                self._recorder.evaluated(server_round, clean(metrics), kind=kind)
+
+    def _configure(self, kind: str) -> _Wrap:
+        def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+            @_like(method)
+            def configure(*args: Any, **kwargs: Any) -> Any:
+                with self._outermost(f"configure {kind}") as is_first:
+                    if not is_first:
+                        return method(*args, **kwargs)
+                    self._recorder.phase_opened(kind, _round(args, kwargs))
+                    messages = method(*args, **kwargs)
+                    self._recorder.phase_announced(
+                        kind, len(messages) if hasattr(messages, "__len__") else None
+                    )
+                    return messages
+
+            return configure
+
+        return wrap
+
+    def _aggregate(self, kind: str, metrics_in: Callable[[Any], Mapping[str, Any]]) -> _Wrap:
+        def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+            @_like(method)
+            def aggregate(*args: Any, **kwargs: Any) -> Any:
+                with self._outermost(f"aggregate {kind}") as is_first:
+                    # Flower's legacy server takes what is raised in its threads for the failure of a client.
+                    self._recorder.check()
+                    result = method(*args, **kwargs)
+                    if is_first:
+                        metrics = {} if result is None else clean(metrics_in(result))
+                        self._recorder.phase_closed(kind, _round(args, kwargs), metrics)
+                    return result
+
+            return aggregate
+
+        return wrap
+
+    def _trained(self, result: Any) -> Mapping[str, Any]:
+        model, metrics = result
+        if model is not None:
+            self._recorder.model = model
+        return metrics or {}
+
+    def _evaluate(self, _: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        @_like(method)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            with self._outermost("evaluate on the server") as is_first:
+                began_s = time.monotonic()
+                result = method(*args, **kwargs)
+                if is_first and result is not None:
+                    seconds = round(time.monotonic() - began_s, 3)
+                    metrics = _with_loss(result) if isinstance(result, tuple) else result
+                    self._recorder.evaluated(_round(args, kwargs), clean(metrics), seconds)
+                return result
+
+        return evaluate
+
+    def _ask(self, kind: str) -> _Wrap:
+        def wrap(client: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+            @_like(method)
+            def ask(*args: Any, **kwargs: Any) -> Any:
+                number = self._numbers.setdefault(client.cid, len(self._numbers))
+                phase = self._recorder.asked(kind)
+                try:
+                    result = method(*args, **kwargs)
+                except BaseException as error:
+                    # The connection is gone: what the client raises comes as a result that is none.
+                    self._recorder.answered(
+                        phase, number, f"{NO_REPLY}: {type(error).__name__} {error}".rstrip()
+                    )
+                    raise
+                is_good = result.status.code == Code.OK
+                self._recorder.answered(phase, number, None if is_good else result.status.message)
+                return result
+
+            return ask
+
+        return wrap
+
+    @contextmanager
+    def _outermost(self, what: str) -> Iterator[bool]:
+        inside: set[str] = self._inside.__dict__.setdefault("names", set())
+        if what in inside:
+            yield False
+            return
+        inside.add(what)
+        try:
+            yield True
+        finally:
+            inside.discard(what)
+
+
+class _Arguments:
+    """The arguments of a call, by name."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._bound: inspect.BoundArguments | None = None
+        self._args, self._kwargs = args, kwargs
+        try:
+            self._bound = inspect.signature(function).bind(*args, **kwargs)
+        except TypeError:  # the call will fail, and says why
+            return
+        self._bound.apply_defaults()
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self._args if self._bound is None else self._bound.args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self._kwargs if self._bound is None else self._bound.kwargs
+
+    def get(self, name: str) -> Any:
+        return self._table(name).get(name)
+
+    def set(self, name: str, value: Any) -> None:
+        self._table(name)[name] = value
+
+    def _table(self, name: str) -> dict[str, Any]:
+        if self._bound is None:
+            return self._kwargs
+        arguments: dict[str, Any] = self._bound.arguments
+        for parameter in self._bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD and name in arguments[parameter.name]:
+                extra: dict[str, Any] = arguments[parameter.name]
+                return extra
+        return arguments
+
+
+def _like(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+        functools.update_wrapper(wrapper, method, updated=())
+        # Strategies look there whether a class derived from them has a method of its own.
+        for name in ("__func__", "__self__"):
+            if hasattr(method, name):
+                setattr(wrapper, name, getattr(method, name))
+        return wrapper
+
+    return decorate
+
+
+def _round(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    value = kwargs.get("server_round", args[0] if args else None)
+    return value if isinstance(value, int) else None
+
+
+def _with_loss(result: Any) -> Mapping[str, Any]:
+    loss, metrics = result
+    return {**({} if loss is None else {"loss": loss}), **(metrics or {})}

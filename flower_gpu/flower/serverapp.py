@@ -1,0 +1,78 @@
+"""What runs in place of Flower's ``flwr-serverapp``: that, with rounds and replies in the trace of the run.
+
+An app need not know of it: its ServerApp gets Flower's own grid, of which two methods note what goes through.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from types import SimpleNamespace
+from typing import Any, Final
+
+from flwr.app import Message
+from flwr.serverapp import Grid, ServerApp
+
+from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.recording.recorder import Recorder, write_event
+from flower_gpu.flower.recording.strategies import recorded_rounds
+
+_NAME: Final = "flwr-serverapp"
+
+
+def main() -> None:
+    """Run Flower's command."""
+    (command,) = entry_points(group="console_scripts", name=_NAME)
+    ServerApp.__call__ = _recorded(ServerApp.__call__)  # type: ignore[method-assign]
+    sys.argv[0] = _NAME
+    command.load()()
+
+
+def _recorded(call: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(call)
+    def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
+        with recorded_rounds(write_event) as recorder:
+            record(grid, recorder)
+            call(app, grid, context)
+
+    return recorded
+
+
+def record(grid: Grid, recorder: Recorder) -> None:
+    """Note from now on what is sent through a grid of Flower's.
+
+    Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
+    each reply is noted when it comes.
+    """
+    push, send_and_receive = grid.push_messages, grid.send_and_receive
+    recorded = RecordedGrid(
+        SimpleNamespace(
+            # Flower's goes through them more than once.
+            push_messages=lambda messages: push(list(messages)),
+            pull_messages=grid.pull_messages,
+        ),
+        recorder,
+    )
+    of_thread = threading.local()
+
+    def push_messages(messages: Iterable[Message]) -> Iterable[str]:
+        ids = recorded.push_messages(messages)
+        of_thread.ids = ids
+        return ids
+
+    def send_and_wait(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        of_thread.ids = []
+        replies = send_and_receive(messages, timeout=timeout)
+        recorded.give_up(of_thread.ids, "no reply" if timeout is None else f"no reply within {timeout:g} s")
+        return replies
+
+    replaced = {
+        "push_messages": push_messages,
+        "pull_messages": recorded.pull_messages,
+        "send_and_receive": send_and_wait,
+    }
+    for name, method in replaced.items():
+        setattr(grid, name, method)

@@ -1,0 +1,148 @@
+"""What the engine must know of PyTorch, TensorFlow (with Keras) and JAX: one file for each.
+
+Other rooms ask here; only the fork server names torch, which it imports in any case::
+
+    fork server   read_at_import, comes_before, seed_fork ───┐
+    worker        environment, held_to, figures, threads ────┼──>  ALL = (PyTorch, TensorFlow, JAX)
+    second try    says_out_of_memory ────────────────────────┤          │
+    simulation    seed, settings (set back between calls) ───┘          └──> those loaded in this process
+
+Nothing here imports a framework: a task that uses JAX need not load PyTorch. To add one, answer the questions
+of :class:`~flower_gpu.frameworks.framework.Framework` in a file here, and add it to :data:`ALL`. What users
+call, such as ``get_weights``, is in the rooms ``pytorch``, ``keras`` and ``jax`` above.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final
+
+from flower_gpu.frameworks.after_import import AfterImport
+from flower_gpu.frameworks.framework import Cap, Figures, Framework, Hold, Rule, fraction_of
+from flower_gpu.frameworks.jax import JAX
+from flower_gpu.frameworks.pytorch import NVML_CHECK, PyTorch
+from flower_gpu.frameworks.tensorflow import TensorFlow
+
+ALL: Final[tuple[Framework, ...]] = (PyTorch(), TensorFlow(), JAX())
+
+#: Variables of a process that may import frameworks, but is not to start CUDA.
+UNTOUCHED_CUDA: Final = {NVML_CHECK: "1"}
+
+
+def loaded() -> list[Framework]:
+    """Return the frameworks that this process has imported."""
+    return [framework for framework in ALL if framework.is_loaded()]
+
+
+def with_threads() -> str | None:
+    """Name the framework whose threads this process has started: a fork would wait for them for ever."""
+    return next((framework.name for framework in ALL if framework.has_threads()), None)
+
+
+def read_at_import(modules: Collection[str]) -> set[str]:
+    """Return the variables that C++ code reads while these modules are imported, unseen by ``os.environ``."""
+    return {name for framework in ALL if framework.native in modules for name in framework.read_by_native}
+
+
+def comes_before(module: str) -> str:
+    """Return the library that must be imported before a module; empty where there is none."""
+    return next((framework.comes_after for framework in ALL if framework.module == module), "")
+
+
+def imported_in_use(module: str) -> tuple[str, ...]:
+    """Return what a framework imports only when it is used: taking seconds, in each worker anew."""
+    return next((framework.imported_in_use for framework in ALL if framework.module == module), ())
+
+
+def set_by_modules() -> set[str]:
+    """Return the variables of a worker that the task's module may set: frameworks join them with ours."""
+    return {name for framework in ALL for name in framework.set_by_modules}
+
+
+def seed_fork() -> None:
+    """Give a fork random numbers of its own: numpy's and those of frameworks would be the same in each."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    for framework in loaded():
+        framework.seed_fork()
+
+
+def use_one_thread() -> None:
+    """Have frameworks compute in one thread here: with more of them, forks of this process would hang."""
+    for framework in loaded():
+        if (own := framework.threads()) is not None:
+            own.set(1)
+
+
+def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which frameworks of a worker keep to caps, whichever it imports.
+
+    The user's settings of allocators in ``environ`` stay, a smaller cap too.
+
+    Raises
+    ------
+    ConfigError
+        If a user's own cap is no number.
+    """
+    fraction = fraction_of(caps)
+    return {
+        name: value for framework in ALL for name, value in framework.cap_variables(fraction, environ).items()
+    }
+
+
+def rules(caps: Sequence[Cap], fixed: Container[str]) -> dict[str, Rule]:
+    """Return what a variable becomes when code of the worker sets it; other ``fixed`` variables stay."""
+    fraction = fraction_of(caps)
+    return {name: rule for framework in ALL for name, rule in framework.cap_rules(fraction, fixed).items()}
+
+
+@contextmanager
+def held_to(caps: Sequence[Cap], on_start: Callable[[], None]) -> Iterator[list[Hold]]:
+    """Hold each framework to caps in the block, as soon as it is imported.
+
+    ``on_start`` is called when one starts CUDA and can tell. The list has what holds a framework by then.
+    """
+    holds: list[Hold] = []
+    finders = []
+
+    def hold(framework: Framework, *, is_new: bool) -> None:
+        if (found := framework.hold(caps, on_start, is_new=is_new)) is not None:
+            holds.append(found)
+
+    try:
+        for framework in ALL:
+            if framework.is_loaded():
+                hold(framework, is_new=False)
+            else:
+                finders.append(AfterImport.begin(framework.module, partial(hold, framework, is_new=True)))
+        yield holds
+    finally:
+        for finder in finders:
+            finder.end()
+        for each in holds:
+            with suppress(Exception):  # it must not take the place of the task's own error
+                each.release()
+
+
+def reserved_bytes() -> list[int] | None:
+    """Return what a framework's allocator has of each GPU; None where none has started CUDA and tells."""
+    return next((found for each in loaded() if (found := each.reserved_bytes()) is not None), None)
+
+
+def figures() -> tuple[Figures, ...] | None:
+    """Return the figures of a framework's allocator, one of each GPU; None like :func:`reserved_bytes`."""
+    return next((found for each in loaded() if (found := each.figures()) is not None), None)
+
+
+def reset_peaks() -> None:
+    """Let the highest figures of allocators be those from now on: a process may do several calls."""
+    for framework in loaded():
+        framework.reset_peaks()
+
+
+def no_cuda() -> dict[str, Any] | None:
+    """Return why a framework that is loaded cannot use a GPU; None where none says so."""
+    return next((found for each in loaded() if (found := each.no_cuda()) is not None), None)

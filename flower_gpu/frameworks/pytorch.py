@@ -1,0 +1,238 @@
+"""PyTorch: the settings of its allocator, its random numbers, its threads, and its flags.
+
+Its memory, and the cap on that in this process, are in :mod:`.pytorch_memory`.
+
+Sources: "Optimizing memory usage" in PyTorch's CUDA notes, and c10/cuda/CUDAAllocatorConfig.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Final
+
+from flower_gpu.frameworks.framework import (
+    Cap,
+    Figures,
+    Framework,
+    Hold,
+    Rule,
+    Setting,
+    Threads,
+    is_of,
+    smaller_fraction,
+)
+
+#: Where PyTorch reads its allocator's settings. Where both are set the old name wins, and as a whole.
+SETTINGS: Final = "PYTORCH_ALLOC_CONF"
+OLD_SETTINGS: Final = "PYTORCH_CUDA_ALLOC_CONF"
+
+#: The setting that caps what PyTorch's allocator takes of a GPU.
+FRACTION: Final = "per_process_memory_fraction"
+
+#: Set to 1, ``is_available()`` asks NVML and does not start CUDA, as long as NVML works.
+NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+# An unknown setting makes PyTorch raise an error when CUDA starts. This one came with 2.10 (pytorch#161035).
+_FRACTION_SINCE: Final = (2, 10)
+
+# Flags of torch.backends and below. Not everything is there in every version.
+_PRECISION: Final = ("fp32_precision",)
+_FLAGS: Final = (
+    ("backends", _PRECISION),
+    ("backends.cuda.matmul", ("fp32_precision", "allow_tf32", "allow_fp16_reduced_precision_reduction")),
+    ("backends.cuda.matmul", ("allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")),
+    ("backends.cudnn", ("enabled", "benchmark", "benchmark_limit", "deterministic")),
+    ("backends.cudnn", ("fp32_precision", "allow_tf32")),
+    ("backends.cudnn.conv", _PRECISION),
+    ("backends.cudnn.rnn", _PRECISION),
+    ("backends.mkldnn", ("enabled", "deterministic", "fp32_precision", "allow_tf32")),
+    ("backends.mkldnn.matmul", _PRECISION),
+    ("backends.mkldnn.conv", _PRECISION),
+    ("backends.mkldnn.rnn", _PRECISION),
+    ("utils.deterministic", ("fill_uninitialized_memory",)),
+)
+
+
+class PyTorch(Framework):
+    """PyTorch."""
+
+    name, module, last = "PyTorch", "torch", "cuda"
+    imported_in_use = ("torch._dynamo",)  # by its optimizers, at their first step
+    set_by_modules = (SETTINGS, OLD_SETTINGS)
+
+    def says_out_of_memory(self, error: BaseException, text: str) -> bool:
+        """Tell by its class. Other errors of CUDA that it raises have CUDA's text, which all have."""
+        return is_of(error, "torch", "OutOfMemoryError")
+
+    def cap_variables(self, fraction: str, environ: Mapping[str, str]) -> dict[str, str]:
+        """Set the cap where this PyTorch reads it; an older one gets it only when CUDA starts."""
+        # In a client 1 keeps is_available() from starting CUDA; a worker must know whether CUDA works.
+        variables = {NVML_CHECK: "0"}
+        if knows_fraction(installed_version()):
+            variables[SETTINGS] = settings_with_cap(fraction, environ)
+            if OLD_SETTINGS in environ:  # it would win; PyTorch does not mind both when they say the same
+                variables[OLD_SETTINGS] = variables[SETTINGS]
+        return variables
+
+    def cap_rules(self, fraction: str, fixed: Container[str]) -> dict[str, Rule]:
+        """Put settings of the user's own together with the cap."""
+        return {name: partial(_with_cap, fraction, name) for name in self.set_by_modules if name in fixed}
+
+    def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
+        """Hold its allocator to caps from the moment on in which CUDA starts."""
+        from flower_gpu.frameworks.pytorch_memory import AllocatorHold
+
+        hold = AllocatorHold(caps, on_start)
+        hold.apply()
+        if not is_new:  # it may have read another process's environment: the fork server's, or the client's
+            hold.follow_settings()
+        return hold
+
+    def figures(self) -> tuple[Figures, ...] | None:
+        """Return its allocator's figures."""
+        from flower_gpu.frameworks import pytorch_memory
+
+        return pytorch_memory.figures()
+
+    def reset_peaks(self) -> None:
+        """Let its allocator count its highest figures anew."""
+        for index in range(len(self.reserved_bytes() or ())):
+            sys.modules["torch"].cuda.reset_peak_memory_stats(index)
+
+    def reserved_bytes(self) -> list[int] | None:
+        """Ask the allocator and not the driver: that works at any time, also while CUDA captures a graph."""
+        cuda = sys.modules["torch"].cuda
+        if not cuda.is_initialized():
+            return None
+        return [cuda.memory_reserved(index) for index in range(cuda.device_count())]
+
+    def no_cuda(self) -> dict[str, Any] | None:
+        """Ask it, and let it say why not; may start NVML, or the CUDA driver."""
+        from flower_gpu.frameworks import pytorch_memory
+
+        reason = pytorch_memory.no_cuda_reason()
+        torch: Any = sys.modules["torch"]
+        versions = {"torch": str(torch.__version__), "torch_cuda": torch.version.cuda}
+        return None if reason is None else {"reason": reason, **versions}
+
+    def threads(self) -> Threads:
+        """Return its OpenMP threads; it begins with the count of MKL, where it has that."""
+        torch: Any = sys.modules["torch"]
+        has_mkl = bool(torch.backends.mkl.is_available())
+        variables = ("MKL_NUM_THREADS",) if has_mkl else ()
+        return Threads(torch.get_num_threads, torch.set_num_threads, variables, at_most_cores=has_mkl)
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators of the CPU and of all GPUs."""
+        torch: Any = sys.modules["torch"]
+        # Not torch.manual_seed: where CUDA has not started that writes down the stack for each kind of
+        # device, which takes longer than a small client trains.
+        number = seed & (1 << 63) - 1
+        torch.default_generator.manual_seed(number)
+        if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            torch.cuda.manual_seed_all(number)
+
+    def seed_fork(self) -> None:
+        """Seed the CPU's generator; CUDA's is made in the worker."""
+        sys.modules["torch"].default_generator.seed()
+
+    def settings(self) -> Iterator[Setting]:
+        """Yield its flags: precision, determinism, gradients, default device and type, autocast."""
+        torch: Any = sys.modules["torch"]
+        yield Setting(torch.get_default_dtype, torch.set_default_dtype)
+        yield Setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+        for place, names in _FLAGS:
+            owner = torch
+            for part in place.split("."):
+                owner = getattr(owner, part, None)
+            yield from (
+                Setting(partial(getattr, owner, name), partial(setattr, owner, name))
+                for name in names
+                if hasattr(owner, name)
+            )
+        yield Setting(
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        )
+        yield Setting(torch.get_num_threads, torch.set_num_threads)
+        yield Setting(torch.is_grad_enabled, torch.set_grad_enabled)
+        yield Setting(torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
+        if hasattr(torch, "get_default_device"):
+            yield Setting(torch.get_default_device, torch.set_default_device)
+        for kind in ("flash", "mem_efficient", "math", "cudnn"):
+            get = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
+            if get is not None:
+                yield Setting(get, getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+        for device in ("cpu", "cuda"):
+            for name in ("enabled", "dtype"):
+                get = getattr(torch, f"is_autocast_{name}" if name == "enabled" else f"get_autocast_{name}")
+                yield Setting(partial(get, device), partial(getattr(torch, f"set_autocast_{name}"), device))
+        multiprocessing: Any = sys.modules.get("torch.multiprocessing")
+        if multiprocessing is not None:
+            yield Setting(multiprocessing.get_sharing_strategy, multiprocessing.set_sharing_strategy)
+
+
+def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
+    """Return the user's settings of PyTorch's allocator in ``environ`` with the cap in them.
+
+    Raises
+    ------
+    ConfigError
+        If the user's own cap is not a number from 0 to 1.
+    """
+    name = OLD_SETTINGS if OLD_SETTINGS in environ else SETTINGS
+    text = environ.get(name, "")
+    entries = _entries(text)
+    if any((key, value) == ("backend", "cudaMallocAsync") for _, key, value in entries):
+        # It ignores the cap of its settings, and warns; it has the one that is set when CUDA starts.
+        return text
+    own = [value for _, key, value in entries if key == FRACTION]
+    others = [entry for entry, key, _ in entries if key != FRACTION]
+    cap = smaller_fraction(fraction, own[-1] if own else None, name)
+    return ",".join([*others, f"{FRACTION}:{cap}"])
+
+
+def users_fraction(fraction: str, environ: Mapping[str, str]) -> float | None:
+    """Return the cap that a user has set to less than ``fraction``; None where nobody has."""
+    entries = _entries(environ.get(OLD_SETTINGS, environ.get(SETTINGS, "")))
+    own = [float(value) for _, key, value in entries if key == FRACTION]
+    return own[-1] if own and own[-1] < float(fraction) else None
+
+
+def _entries(text: str) -> list[tuple[str, str, str]]:
+    """Return each entry of settings, its name and its value; commas inside of brackets belong to an entry."""
+    entries = (entry.strip() for entry in re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", text))
+    split = ((entry, *entry.partition(":")[::2]) for entry in entries if entry)
+    return [(entry, key.strip(), value.strip()) for entry, key, value in split]
+
+
+def knows_fraction(version: str) -> bool:
+    """Tell whether this version of PyTorch takes its cap from the environment."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.?dev)?", version)
+    if not found:
+        return False
+    number = int(found[1]), int(found[2])
+    # A pre-release of that very version may be older than the setting.
+    return number > _FRACTION_SINCE or (number == _FRACTION_SINCE and not found[3])
+
+
+@cache
+def installed_version() -> str:
+    """Return the version of PyTorch that is installed; empty where there is none."""
+    from importlib import metadata  # slow to import
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _with_cap(fraction: str, name: str, text: str) -> str:
+    return settings_with_cap(fraction, {name: text})

@@ -1,0 +1,179 @@
+"""GPU memory as PyTorch sees it in this process: the cap on it, and the figures. PyTorch is imported by now.
+
+Nothing here starts CUDA, except for :func:`no_cuda_reason`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of
+from flower_gpu.frameworks.pytorch import (
+    FRACTION,
+    OLD_SETTINGS,
+    SETTINGS,
+    knows_fraction,
+    settings_with_cap,
+    users_fraction,
+)
+
+_IN_FORCE = re.compile(FRACTION + r"\s*:\s*([^,\s]+)")
+
+
+class AllocatorHold(Hold):
+    """The cap on PyTorch's allocator."""
+
+    def __init__(self, caps: Sequence[Cap], on_start: Callable[[], None]) -> None:
+        self._caps = caps
+        self._fraction = fraction_of(caps)
+        self._on_start = on_start
+        self._is_awaited = False
+        self._before: str | None = None
+        self._fractions: dict[int, float] = {}
+
+    def apply(self) -> None:
+        """Apply the cap now, or as soon as CUDA starts."""
+        torch = _torch()
+        if torch.cuda.is_initialized():
+            self.when_started()
+        else:
+            # The very first thing that Python does on a GPU. It is needed although there are the settings:
+            # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
+            # code often changes the settings in os.environ when the environment is long set.
+            self._is_awaited = True
+            torch.cuda._lazy_call(self.when_started)
+
+    def follow_settings(self) -> None:
+        """Give PyTorch the settings of the environment, cap included, where it does not have them.
+
+        PyTorch reads the environment once, when its settings are first used. A fork of a process that has
+        done so has that process's settings.
+        """
+        torch = _torch()
+        wanted = self._settings()
+        if wanted is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+            return
+        try:
+            present = torch._C._accelerator_getAllocatorSettings()
+            if present != wanted:
+                self._before = present if self._before is None else self._before
+                torch._C._accelerator_setAllocatorSettings(wanted)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"PyTorch does not take PYTORCH_ALLOC_CONF={wanted!r} ({reason}). Correct it; the backend "
+                "can only be chosen with start_method='spawn', before PyTorch is loaded"
+            ) from error
+
+    def when_started(self) -> None:
+        """Set each GPU's cap; CUDA has started."""
+        torch = _torch()
+        if self._is_awaited:
+            self._is_awaited = False
+            self._on_start()
+        self.follow_settings()
+        own = users_fraction(self._fraction, os.environ)
+        for index, cap in enumerate(self._caps[: torch.cuda.device_count()]):
+            fraction = largest_fraction(cap.cap_bytes, torch.cuda.get_device_properties(index).total_memory)
+            self._fractions[index] = fraction if own is None else min(own, fraction)
+            torch._C._cuda_setMemoryFraction(self._fractions[index], index)
+
+    def in_force_bytes(self) -> list[int | None]:
+        """Read back how much of each GPU the allocator takes at most; None where it cannot tell."""
+        torch = _torch()
+        if torch.cuda.is_initialized():
+            return [_in_force(index) for index in range(min(len(self._caps), torch.cuda.device_count()))]
+        if self._settings() is None:
+            return [None] * len(self._caps)
+        found = _IN_FORCE.findall(torch._C._accelerator_getAllocatorSettings())
+        return [int(float(found[-1]) * cap.total_bytes) if found else None for cap in self._caps]
+
+    def release(self) -> None:
+        """Take the cap away again, where this process goes on without the lease."""
+        torch = _torch()
+        calls: list[Any] = torch.cuda._queued_calls
+        calls[:] = [call for call in calls if call[0] != self.when_started]
+        for index in self._fractions:
+            torch._C._cuda_setMemoryFraction(1.0, index)
+        if self._before is not None:
+            # A setting that is not named keeps its value.
+            named = "" if _IN_FORCE.search(self._before) else f"{FRACTION}:1.0"
+            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [self._before, named])))
+
+    def _settings(self) -> str | None:
+        """Return the settings of the environment with the cap in them; None where PyTorch takes no cap so."""
+        # To ask for an installed package's version takes several milliseconds.
+        if not knows_fraction(str(_torch().__version__)):
+            return None
+        merged = settings_with_cap(self._fraction, os.environ)
+        # The task's module may have set the old name, which wins; processes of the task get the cap, too.
+        os.environ[OLD_SETTINGS if OLD_SETTINGS in os.environ else SETTINGS] = merged
+        return merged
+
+
+def largest_fraction(cap_bytes: int, total_bytes: int) -> float:
+    """Return the largest fraction with which PyTorch allows no more than ``cap_bytes``."""
+    fraction = min(1.0, max(0, cap_bytes) / total_bytes) if total_bytes > 0 else 0.0
+    # PyTorch multiplies and cuts off (setMemoryFraction in CUDACachingAllocator.cpp).
+    while fraction > 0 and int(fraction * total_bytes) > cap_bytes:
+        fraction -= 2**-53
+    return fraction
+
+
+def figures() -> tuple[Figures, ...] | None:
+    """Return the memory figures of each GPU this process sees; None where CUDA has not started."""
+    cuda = _torch().cuda
+    return tuple(map(_figures, range(cuda.device_count()))) if cuda.is_initialized() else None
+
+
+def _figures(index: int) -> Figures:
+    torch = _torch()
+    stats = torch.cuda.memory_stats(index)
+    free = None
+    if torch._C._cuda_hasPrimaryContext(index):  # to ask for the free memory would make one
+        free = torch.cuda.mem_get_info(index)[0]
+    return Figures(
+        reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+        peak_reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
+        allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+        peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
+        free_bytes=free,
+        total_bytes=torch.cuda.get_device_properties(index).total_memory,
+        num_ooms=stats.get("num_ooms", 0),
+        num_alloc_retries=stats.get("num_alloc_retries", 0),
+    )
+
+
+def _in_force(index: int) -> int | None:
+    torch = _torch()
+    get = getattr(torch._C, "_cuda_getMemoryFraction", None)  # from 2.6 on
+    if get is None:
+        return None
+    try:
+        return int(get(index) * torch.cuda.get_device_properties(index).total_memory)
+    except RuntimeError:  # an allocator that cannot tell
+        return None
+
+
+def no_cuda_reason() -> str | None:
+    """Return why this PyTorch cannot use a GPU; None where it can. May start NVML, or the CUDA driver."""
+    torch = _torch()
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is a build without CUDA"
+    if torch.cuda.is_initialized() or torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        return f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: {text}"
+    return None
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]

@@ -1,1 +1,0 @@
-"""Run one call in one worker process that then exits."""

@@ -1,1 +1,0 @@
-"""The host's pre-imported process that workers are forked from: one per user and Python environment."""

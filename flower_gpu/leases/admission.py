@@ -1,0 +1,263 @@
+"""Decide which request gets which share of which GPU: one pure function over all that is known.
+
+Every process of a host runs it for itself and must come to the same result: it depends on its arguments only.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+#: Of what is free on a GPU, the part that shares divide: other programs' use goes up and down a little.
+SHARED_PART = 0.99
+
+#: A share smaller than this could hardly hold a CUDA context; the GPU counts as full.
+LEAST_SHARE_BYTES = 640 << 20
+
+_SAME_BUDGET = 0.05  # a new lease that comes this near to the budget of present leases shares that budget
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU as admission sees it."""
+
+    uuid: str
+    # What leases may take of it: its memory, without the reserve and what other programs use
+    capacity_bytes: int
+    # Part of other programs' use that may belong to workers with a lease: they have not reported it yet
+    untold_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a claim asks for on one GPU."""
+
+    uuid: str
+    memory_bytes: int | None = None  # so much memory, or ...
+    share: float | None = None  # ... this part of what the GPU has left for leases
+    alone: bool = False  # nobody else may have a lease on the GPU at the same time
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A request that waits."""
+
+    id: str  # its ticket
+    order: int  # its place in the line; smaller ones came first
+    options: tuple[Option, ...]  # one for each GPU it may be on
+    count: int = 1  # how many of these GPUs it needs, all at once
+    pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
+
+
+@dataclass(frozen=True)
+class Part:
+    """A granted share of one GPU."""
+
+    uuid: str
+    memory_bytes: int  # memory granted
+    budget_bytes: int  # what shares of this GPU were parts of, when it was granted
+    alone: bool = False  # whether nobody else gets a lease there meanwhile
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A lease that somebody holds: its place in the line that it came from, and its parts."""
+
+    id: str
+    order: int
+    parts: tuple[Part, ...]
+
+
+def plan(
+    cards: Iterable[Card], holdings: Iterable[Holding], claims: Iterable[Claim]
+) -> dict[str, tuple[Part, ...]]:
+    """Decide which claims can be granted now.
+
+    First come, first served. A claim that cannot be granted yet reserves the GPUs that become free for it
+    soonest: later claims get there only what it cannot use. While the use of other programs does not change,
+    a claim waits for earlier claims only. So later, smaller claims never starve it, however many they are.
+
+    Parameters
+    ----------
+    cards : iterable of Card
+        The usable GPUs.
+    holdings : iterable of Holding
+        The leases that are held.
+    claims : iterable of Claim
+        The requests that wait, in any order.
+
+    Returns
+    -------
+    dict
+        The parts of each claim that is granted, all at once. The other claims wait.
+    """
+    room = _Room(cards, holdings)
+    granted: dict[str, tuple[Part, ...]] = {}
+    # All processes must use the same order, also if a broken ticket repeats an order.
+    line = sorted(claims, key=lambda claim: (claim.order, claim.id))
+    least_bytes = min((_least_bytes(option) for claim in line for option in claim.options), default=0)
+    for claim in line:
+        if room.most_bytes() < least_bytes:  # saves time with a long line: nothing after this fits
+            break
+        parts = room.grant(claim)
+        if parts is None:
+            room.reserve(claim)
+        else:
+            room.take(Holding(claim.id, claim.order, parts))
+            granted[claim.id] = parts
+    return granted
+
+
+class _Spot:
+    """One GPU while ``plan`` goes through the claims."""
+
+    def __init__(self, card: Card) -> None:
+        self.capacity = card.capacity_bytes
+        self.most = card.capacity_bytes + card.untold_bytes  # once all workers have told what they use
+        self.held: list[tuple[int, Part]] = []  # by the order of their holders
+        self.held_bytes = 0
+        self.reservations = 0
+        # Memory for claims that are later than every reservation here
+        self._open_bytes = self.capacity
+
+    def take(self, order: int, part: Part) -> None:
+        insort(self.held, (order, part), key=itemgetter(0))
+        self.held_bytes += part.memory_bytes
+        self._open_bytes -= part.memory_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that the next claim can get."""
+        left = self.capacity - self.held_bytes
+        return min(left, self._open_bytes) if self.reservations else left
+
+    def part(self, option: Option, order: int) -> Part | None:
+        """Return the share that an option comes to on this GPU; None if it is too small to be of use."""
+        budget = self._budget(order)
+        if option.memory_bytes is not None:
+            return Part(option.uuid, option.memory_bytes, budget, option.alone)
+        memory_bytes = int(budget * (1.0 if option.share is None else option.share))
+        if memory_bytes < LEAST_SHARE_BYTES:
+            return None
+        return Part(option.uuid, memory_bytes, budget, option.alone)
+
+    def fits(self, part: Part) -> bool:
+        """Tell whether a part fits beside the leases and the reservations of earlier claims."""
+        if part.alone and (self.held or self.reservations):
+            return False
+        if any(other.alone for _, other in self.held):
+            return False
+        return part.memory_bytes <= self.free_bytes
+
+    def needs(self, part: Part) -> int:
+        """Return how much to reserve for a part: the whole GPU if its claim must be alone there."""
+        return max(self.capacity, part.memory_bytes) if part.alone else part.memory_bytes
+
+    def in_the_way(self, part: Part, order: int) -> tuple[int, int]:
+        """Return the bytes leased by earlier claims, and by later claims beyond what they could have."""
+        before = sum(other.memory_bytes for at, other in self.held if at < order)
+        after = self.held_bytes - before
+        if any(other.alone for at, other in self.held if at > order):
+            after = self.capacity
+        return before, max(0, after + self.needs(part) - self.most)
+
+    def reserve(self, part: Part, order: int) -> None:
+        after = sum(other.memory_bytes for at, other in self.held if at > order)
+        open_bytes = self.capacity - self.needs(part) - after
+        self._open_bytes = min(self._open_bytes, open_bytes) if self.reservations else open_bytes
+        self.reservations += 1
+
+    def _budget(self, order: int) -> int:
+        """Return the bytes that shares are parts of: the same for all shares held at one time.
+
+        Only earlier leases count. If later ones did, what a claim needs would change with them, and its
+        reservation would be wrong.
+        """
+        budget = int(self.capacity * SHARED_PART)
+        for at, part in self.held:
+            if at >= order:
+                break
+            near = abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget
+            if near and part.budget_bytes <= self.capacity:
+                return part.budget_bytes
+        return budget
+
+
+class _Room:
+    """What is left of all GPUs while ``plan`` goes through the claims."""
+
+    def __init__(self, cards: Iterable[Card], holdings: Iterable[Holding]) -> None:
+        self._spots = {card.uuid: _Spot(card) for card in cards}
+        for holding in holdings:
+            self.take(holding)
+
+    def most_bytes(self) -> int:
+        """Return the most that a claim could still get of one GPU."""
+        return max((spot.free_bytes for spot in self._spots.values()), default=-1)
+
+    def take(self, holding: Holding) -> None:
+        for part in holding.parts:
+            if part.uuid in self._spots:
+                self._spots[part.uuid].take(holding.order, part)
+
+    def grant(self, claim: Claim) -> tuple[Part, ...] | None:
+        """Return what the claim can have now, or None."""
+        fitting = [(spot, part) for spot, part in self._parts(claim) if spot.fits(part)]
+        if len(fitting) < claim.count:
+            return None
+        fitting.sort(key=lambda found: found[0].capacity - found[0].held_bytes, reverse=not claim.pack)
+        return tuple(part for _, part in fitting[: claim.count])
+
+    def reserve(self, claim: Claim) -> None:
+        """Reserve for a claim that has to wait the GPUs that become free for it soonest.
+
+        GPUs where only earlier claims are in its way come first. The GPU that it reserved in the last plan is
+        always one of them, so the claim never waits for a later one.
+        """
+        found = []
+        for spot, part in self._parts(claim):
+            # Where other programs are in the way, a reservation would not help.
+            if part.memory_bytes <= spot.most:
+                before, after = spot.in_the_way(part, claim.order)
+                found.append(((after > 0, spot.reservations, before + after), spot, part))
+        if len(found) >= claim.count:
+            found.sort(key=itemgetter(0))
+            for _, spot, part in found[: claim.count]:
+                spot.reserve(part, claim.order)
+
+    def _parts(self, claim: Claim) -> list[tuple[_Spot, Part]]:
+        found = []
+        for option in claim.options:
+            spot = self._spots.get(option.uuid)
+            part = spot.part(option, claim.order) if spot else None
+            if spot and part:
+                found.append((spot, part))
+        return found
+
+
+def _least_bytes(option: Option) -> int:
+    return LEAST_SHARE_BYTES if option.memory_bytes is None else option.memory_bytes
+
+
+def possible(sizes: Mapping[str, int], options: Sequence[Option]) -> list[Option]:
+    """Return the options that could be granted on an otherwise empty host.
+
+    Parameters
+    ----------
+    sizes : mapping
+        Memory of each GPU without the reserve, in bytes.
+    options : sequence of Option
+        Those of one request.
+    """
+    return [
+        option
+        for option in options
+        if option.uuid in sizes
+        and (
+            option.memory_bytes <= sizes[option.uuid]
+            if option.memory_bytes is not None
+            else sizes[option.uuid] * SHARED_PART * (option.share or 1.0) >= LEAST_SHARE_BYTES
+        )
+    ]

@@ -1,0 +1,374 @@
+"""Learned footprints: how much memory a task took on a GPU, kept for its next calls and runs.
+
+One file for each user and host. Many processes read it and learn at the same time: a writer holds a lock and
+replaces the file as a whole, so that a reader finds the old one or the new one, without a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.leases import descriptors, footprint_rule
+from flower_gpu.leases.footprint_key import Key
+from flower_gpu.leases.footprint_rule import LEAST_SPARE, MOST_SPARE, Measured, is_context
+from flower_gpu.workers import state_folder
+
+FILE_NAME: Final = "footprints.json"
+VERSION: Final = 1
+
+#: A footprint is the highest of so many last measurements: growth is known at once, a task that shrank after
+#: so many calls.
+REMEMBERED: Final = 32
+#: Size of a CUDA context where none was measured: more than the 0.3 to 0.5 GiB seen with current drivers.
+DEFAULT_CONTEXT_BYTES: Final = 512 << 20
+_MOST_ENTRIES = 500  # the oldest are forgotten
+_LOCK_WAIT_S = 10.0  # it is held for a few ms; one that was stopped may hold it for ever
+
+# What a file of ours does not exceed: 1 EiB, the year 5138.
+_MOST_BYTES, _LATEST_S = 1 << 60, 1e11
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What was measured of one thing."""
+
+    recent_bytes: tuple[int, ...]  # the last measurements, oldest first, at most :data:`REMEMBERED`
+    measured: int  # how many there were in all
+    updated_s: float  # when the last one was taken, Unix time
+
+    def and_now(self, number_bytes: int, **fields: Any) -> Self:
+        """Return it with one more measurement, and other fields changed."""
+        recent = (*self.recent_bytes, number_bytes)[-REMEMBERED:]
+        return replace(self, recent_bytes=recent, measured=self.measured + 1, updated_s=time.time(), **fields)
+
+
+@dataclass(frozen=True)
+class Peaks(Sizes):
+    """The footprints of the calls of one task."""
+
+    # What an allocator needs for a byte of tensors, see :func:`footprint_rule.spare_after`
+    spare: float = LEAST_SPARE
+    # What the last call had outside of its allocator: the context, and what other libraries took
+    outside_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest of the recent ones."""
+        return max(self.recent_bytes)
+
+    def after(self, call: Measured) -> Peaks:
+        """Return it with one more call."""
+        return self.and_now(
+            footprint_rule.footprint_bytes(call, self.spare),
+            spare=footprint_rule.spare_after(call, self.spare),
+            outside_bytes=call.outside_bytes,
+        )
+
+    def after_out_of_memory(self, needed_bytes: int, in_allocator: tuple[int, int] | None) -> Peaks:
+        """Return it with one more call, which needed so much; see :meth:`Footprints.learn_need`."""
+        spare = self.spare
+        if in_allocator is not None:
+            spare = footprint_rule.spare_after_out_of_memory(spare, *in_allocator)
+        return self.and_now(needed_bytes, spare=spare)
+
+
+@dataclass(frozen=True)
+class Contexts(Sizes):
+    """The sizes of CUDA contexts on one model of GPU."""
+
+    @property
+    def context_bytes(self) -> int:
+        """The smallest of the recent ones that can be a context: others had something else counted in."""
+        plausible = [one for one in self.recent_bytes if is_context(one)]
+        return min(plausible, default=DEFAULT_CONTEXT_BYTES)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """All that is in the file."""
+
+    peaks: Mapping[Key, Peaks] = field(default_factory=dict)
+    contexts: Mapping[str, Contexts] = field(default_factory=dict)
+
+
+class Footprints:
+    """The footprints of this user's tasks on this host.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The file; default: ``footprints.json`` in the state folder. It is made when something is
+        learned, readable by its owner only.
+
+    Notes
+    -----
+    A file that is not ours, or torn by a crash, is renamed with a warning, and a new one is begun: nothing is
+    lost that cannot be measured again. A file that cannot be written is a warning, too.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path or state_folder.state_dir() / FILE_NAME
+        self._read: tuple[object, _Known] = (None, _Known())
+
+    def get(self, key: Key) -> int | None:
+        """Return the highest recent footprint in bytes, context included; None where there is none yet."""
+        found = self._load().peaks.get(key)
+        return found.peak_bytes if found else None
+
+    def learn(self, key: Key, peak_bytes: int) -> None:
+        """Keep what a call has taken at most, its context included.
+
+        Raises
+        ------
+        ConfigError
+            If it is no number of bytes from 1 on, or the folder is not this user's alone.
+        """
+        self._learn(key, lambda known: known.and_now(peak_bytes), peak_bytes)
+
+    def learn_call(self, key: Key, call: Measured, *, is_done: bool = True) -> None:
+        """Keep the footprint of a call; errors as for :meth:`learn`.
+
+        Parameters
+        ----------
+        key : Key
+            What it is of.
+        call : Measured
+            What it took.
+        is_done : bool
+            Whether the task has come to its end. One that failed before is kept only if it took more than
+            is known.
+        """
+        known = self._load().peaks.get(key, _NEW)
+        number = footprint_rule.footprint_bytes(call, known.spare)
+        if not is_done and number <= max(known.recent_bytes, default=number):
+            return
+
+        self._learn(key, lambda known: known.after(call), number)
+
+    def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
+        """Keep what a call would have needed that ran out of memory; errors as for :meth:`learn`.
+
+        Parameters
+        ----------
+        key : Key
+            What it is of.
+        needed_bytes : int
+            What it would have needed to go on, context included.
+        in_allocator : tuple of int, or None
+            What of that the allocator would have had, and tensors in it; None where no allocator tells.
+        """
+        self._learn(key, lambda known: known.after_out_of_memory(needed_bytes, in_allocator), needed_bytes)
+
+    def _learn(self, key: Key, change: Callable[[Peaks], Peaks], number_bytes: int) -> None:
+        _check_bytes(number_bytes)
+
+        def change_all(known: _Known) -> _Known:
+            peaks = {**known.peaks, key: change(known.peaks.get(key, _NEW))}
+            kept = sorted(peaks, key=lambda one: peaks[one].updated_s)[-_MOST_ENTRIES:]
+            return _Known({one: peaks[one] for one in kept}, known.contexts)
+
+        self._change(change_all)
+
+    def outside(self, key: Key) -> int:
+        """Return what the last call of a task had outside of its allocator, in bytes; 0 where not known."""
+        return self._load().peaks.get(key, _NEW).outside_bytes
+
+    def context(self, gpu: str) -> int:
+        """Return how large a CUDA context is on this model of GPU, in bytes."""
+        return self._load().contexts.get(gpu, _NO_CONTEXT).context_bytes
+
+    def learn_context(self, gpu: str, context_bytes: int) -> None:
+        """Keep how large a CUDA context was on this model of GPU; errors as for :meth:`learn`.
+
+        What cannot be the size of a context is not kept, see :data:`footprint_rule.MOST_CONTEXT_BYTES`.
+        """
+        _check_bytes(context_bytes)
+        if not is_context(context_bytes):
+            return
+
+        def change(known: _Known) -> _Known:
+            measured = known.contexts.get(gpu, _NO_CONTEXT).and_now(context_bytes)
+            return _Known(known.peaks, {**known.contexts, gpu: measured})
+
+        self._change(change)
+
+    @staticmethod
+    def needed_bytes(peak_bytes: int) -> int:
+        """Return what to ask for where the footprint is ``peak_bytes``: with a margin."""
+        return footprint_rule.needed_bytes(peak_bytes)
+
+    def entries(self) -> dict[Key, Peaks]:
+        """Return all footprints, those measured last at the end."""
+        known = self._load().peaks
+        return dict(sorted(known.items(), key=lambda item: item[1].updated_s))
+
+    def contexts(self) -> dict[str, Contexts]:
+        """Return what contexts were measured, by model of GPU."""
+        return dict(sorted(self._load().contexts.items()))
+
+    def clear(self, task: str | None = None) -> int:
+        """Forget the footprints of a task, or all of them and the contexts. Return how many footprints."""
+        removed = 0
+
+        def change(known: _Known) -> _Known:
+            nonlocal removed
+            kept = {key: one for key, one in known.peaks.items() if task is not None and key.task != task}
+            removed = len(known.peaks) - len(kept)
+            return _Known(kept, {} if task is None else known.contexts)
+
+        if self.path.exists() and not self._change(change):
+            raise ConfigError(f"{self.path} could not be changed; the warning says why")
+        return removed
+
+    def version(self) -> tuple[int, ...] | None:
+        """Return something that changes when the file does; None where there is none. One system call."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        # Replaced files differ in their inode, until the number is used again: then in the time, most likely.
+        return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+    def _load(self) -> _Known:
+        version = self.version()
+        if version is None:
+            return _Known()
+        if self._read[0] != version:
+            self._check_folder()
+            try:
+                self._read = (version, _parse(self.path.read_bytes()))
+            except FileNotFoundError:  # just cleared or put aside
+                return _Known()
+            except (OSError, ValueError):
+                self._change(lambda known: known)  # under the lock: another process may be doing the same
+                return self._read[1]
+        return self._read[1]
+
+    def _change(self, change: Callable[[_Known], _Known]) -> bool:
+        """Replace the file by what ``change`` makes of its content. False, after a warning, if that fails."""
+        try:
+            self._check_folder()
+            with _locked(self.path.with_name(f"{self.path.name}.lock")):
+                before = self._read_or_put_aside()
+                known = change(before)
+                if known != before:
+                    # One name will do: the lock is held.
+                    with files.replaced(self.path, mode=0o600, has_one_writer=True) as new:
+                        new.write_bytes(_format(known))
+                self._read = (self.version(), known)
+        except OSError as error:
+            warnings.warn(f"footprints cannot be kept in {self.path}: {error}", RuntimeWarning, stacklevel=3)
+            return False
+        return True
+
+    def _read_or_put_aside(self) -> _Known:
+        try:
+            return _parse(self.path.read_bytes())
+        except FileNotFoundError:
+            return _Known()
+        except (OSError, ValueError) as error:
+            aside = self.path.with_name(f"{self.path.name}.unreadable")
+            self.path.replace(aside)
+            warnings.warn(
+                f"{self.path} could not be read ({error}); it is {aside.name} now, and all is learned anew",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return _Known()
+
+    def _check_folder(self) -> None:
+        folder = self.path.parent
+        if folder == state_folder.state_dir():
+            state_folder.made_state_dir()
+            return
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        if not files.is_own_folder(folder):
+            raise ConfigError(
+                f"{folder} must be a folder of this user that nobody else can write to; remove it, or set "
+                "FLOWER_GPU_STATE_DIR to another folder"
+            )
+
+
+_NEW = Peaks((), 0, 0.0)
+_NO_CONTEXT = Contexts((), 0, 0.0)
+
+
+def _check_bytes(number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
+        raise ConfigError(f"a measured size must be a number of bytes from 1 on, not {number!r}")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = descriptors.opened(path, flags)
+    try:
+        late = f"another process has locked {path.name} for {_LOCK_WAIT_S:g} s"
+        files.lock(descriptor, time.monotonic() + _LOCK_WAIT_S, late=late)
+        try:
+            yield
+        finally:
+            # Said, not left to close: a fork in another thread may have a copy for a moment.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        descriptors.close(descriptor)
+
+
+def _format(known: _Known) -> bytes:
+    peaks = [{**vars(key), **vars(one)} for key, one in known.peaks.items()]
+    contexts = [{"gpu": gpu, **vars(one)} for gpu, one in known.contexts.items()]
+    return json.dumps({"v": VERSION, "peaks": peaks, "contexts": contexts}).encode()
+
+
+def _parse(data: bytes) -> _Known:
+    """Read a file; ValueError if it is not one of ours."""
+    try:
+        content = json.loads(data)
+        if content["v"] != VERSION:
+            raise ValueError(f"version {content['v']!r} instead of {VERSION}")
+        return _Known(
+            {_parse_key(one): _parse_peaks(one) for one in content["peaks"]},
+            {_a(str, one["gpu"]): Contexts(*_parse_sizes(one)) for one in content["contexts"]},
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a file of footprints, {type(error).__name__}: {error}") from None
+
+
+def _parse_key(one: dict[str, Any]) -> Key:
+    sizes = tuple((_a(str, name), _a((int, str), value)) for name, value in one["sizes"])
+    return Key(_a(str, one["task"]), _a(str, one["weights"]), _a(str, one["gpu"]), sizes)
+
+
+def _parse_peaks(one: dict[str, Any]) -> Peaks:
+    # Entries of earlier versions have neither: what they hold are peaks of reserved memory, which is enough.
+    spare, outside_bytes = float(one.get("spare", LEAST_SPARE)), _a(int, one.get("outside_bytes", 0))
+    if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= outside_bytes <= _MOST_BYTES):
+        raise ValueError("a share or a size that cannot be")
+    return Peaks(*_parse_sizes(one), spare, outside_bytes)
+
+
+def _parse_sizes(one: dict[str, Any]) -> tuple[tuple[int, ...], int, float]:
+    recent = tuple(_a(int, number) for number in one["recent_bytes"])
+    updated_s = float(one["updated_s"])
+    if not (recent and 0 < min(recent) <= max(recent) <= _MOST_BYTES and 0 <= updated_s <= _LATEST_S):
+        raise ValueError("a size or a time that cannot be")
+    return recent[-REMEMBERED:], _a(int, one["measured"]), updated_s
+
+
+def _a(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind}")
+    return value

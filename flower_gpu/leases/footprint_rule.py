@@ -1,0 +1,122 @@
+"""How much of a GPU a task is taken to need, from what its calls took: pure functions.
+
+A caching allocator keeps what tensors give back: with a whole GPU it takes far more than the task needs, and
+never trims. With less it gives the cache back when it comes to its cap, and goes on. So what tensors had at
+most counts, and a share on top for memory in pieces; docs/explanation/footprint.md has the rule in words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+#: What is asked for beyond a footprint: a tenth of it, and at least 64 MiB. Calls of the same task differ a
+#: little, and the allocator takes memory in blocks of 2 to 20 MiB
+#: (PyTorch's CUDACachingAllocator: kSmallBuffer, kLargeBuffer).
+MARGIN: Final = 0.10
+LEAST_MARGIN_BYTES: Final = 64 << 20
+
+#: What the allocator may need for tensors of one byte, at the beginning: an eighth is lost in pieces with
+#: tensors of few sizes. A task for which that was not enough gets a larger share, for good.
+LEAST_SPARE: Final = 1.125
+#: More is not believed: memory that is in pieces to that degree needs `expandable_segments`, not more memory.
+MOST_SPARE: Final = 4.0
+#: A block of either of the allocator's pools may be nearly empty (kLargeBuffer).
+_BLOCKS_BYTES: Final = 2 * (20 << 20)
+#: A call asks for at least so much of what the allocator had in an earlier one: a task that needs more of its
+#: cache than others is slowed down first, which is seen, and does not run out of memory at once.
+_LARGEST_STEP: Final = 0.85
+
+# Signs that a call was near its cap. Each retry of the allocator has given back all that it kept: one or two
+# are how it trims, many slow the call down.
+_MANY_RETRIES: Final = 10
+_NEARLY_ALL: Final = 0.95
+
+#: Sizes of a context that are believed, with room to spare for all kernels of PyTorch loaded at once
+#: (CUDA_MODULE_LOADING=EAGER, or CUDA before 11.7); not measured. A process that has more memory outside of
+#: PyTorch's allocator has another library there (JAX, CuPy), and less is a figure of something else.
+LEAST_CONTEXT_BYTES: Final = 64 << 20
+MOST_CONTEXT_BYTES: Final = 2 << 30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one call took of one GPU."""
+
+    peak_bytes: int  # the most that it had, the CUDA context included
+    # What of it is outside of the allocator: the context, and what other libraries took
+    outside_bytes: int = 0
+    # The most that the allocator had of the driver, and that tensors had of the allocator; None where no
+    # allocator tells (frameworks other than PyTorch)
+    reserved_bytes: int | None = None
+    allocated_bytes: int | None = None
+    cap_bytes: int = 0  # what the allocator might have
+    num_retries: int = 0  # how often the allocator gave back what it kept, to go on
+    # Whether the allocator had nothing when the call began. What it keeps of an earlier call of the same
+    # worker says nothing about this one.
+    is_first: bool = True
+
+    @property
+    def is_near_cap(self) -> bool:
+        """Whether a little more memory would have made the call faster, or it had nearly run out."""
+        is_full = (self.allocated_bytes or 0) > _NEARLY_ALL * self.cap_bytes
+        return self.allocated_bytes is not None and (is_full or self.num_retries > _MANY_RETRIES)
+
+
+def footprint_bytes(call: Measured, spare: float = LEAST_SPARE) -> int:
+    """Return the footprint of one call, without the margin.
+
+    Parameters
+    ----------
+    call : Measured
+        What it took.
+    spare : float
+        What the allocator needs for a byte of tensors, as far as calls of the task have shown.
+    """
+    if call.allocated_bytes is None or call.reserved_bytes is None:
+        return call.peak_bytes
+    if call.is_near_cap:
+        return call.outside_bytes + max(call.reserved_bytes, call.cap_bytes)
+    needed = call.outside_bytes + int(call.allocated_bytes * spare) + _BLOCKS_BYTES
+    if call.is_first:
+        # With the margin, which comes on top of it, the next call has this step less.
+        step = call.outside_bytes + int(call.reserved_bytes * _LARGEST_STEP)
+        needed = max(needed, step - max(int(step * MARGIN / (1 + MARGIN)), LEAST_MARGIN_BYTES))
+    # What it had was enough, whatever the shares say.
+    return min(needed, call.outside_bytes + call.reserved_bytes)
+
+
+def spare_after(call: Measured, spare: float) -> float:
+    """Return what the allocator needs for a byte of tensors, after one more call. Never less than before."""
+    if not call.is_near_cap or not call.allocated_bytes:
+        return spare
+    return _more_spare(spare, call.cap_bytes, call.allocated_bytes)
+
+
+def spare_after_out_of_memory(spare: float, needed_bytes: int, tensors_bytes: int) -> float:
+    """Return the same after a call that ran out of memory.
+
+    Parameters
+    ----------
+    spare : float
+        As it was.
+    needed_bytes : int
+        What the allocator would have needed to go on. It had given back all that it could.
+    tensors_bytes : int
+        What tensors would have had of it.
+    """
+    return _more_spare(spare, needed_bytes, tensors_bytes) if tensors_bytes > 0 else spare
+
+
+def needed_bytes(footprint: int) -> int:
+    """Return what to ask for where the footprint is ``footprint``: with a margin."""
+    return footprint + max(int(footprint * MARGIN), LEAST_MARGIN_BYTES)
+
+
+def _more_spare(spare: float, not_enough_bytes: int, tensors_bytes: int) -> float:
+    return max(spare, min(MOST_SPARE, not_enough_bytes / tensors_bytes))
+
+
+def is_context(number_bytes: int) -> bool:
+    """Tell whether a CUDA context can be so large."""
+    return LEAST_CONTEXT_BYTES <= number_bytes <= MOST_CONTEXT_BYTES

@@ -1,0 +1,399 @@
+"""The host-wide record of leases: asking, waiting, letting go. There is no daemon.
+
+Each process decides for itself, by :func:`flower_gpu.leases.admission.plan` over all tickets with the mutex
+held, and grants leases to itself only. A process that changes the ledger wakes the waiting processes that can
+go on. The first in line also looks by itself: holders may have been killed, and other programs come and go.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.leases import admission, tickets
+from flower_gpu.leases.admission import Card, Option, Part
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.leases.tickets import Entry, Reader, Ticket
+
+_FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
+_NEXT_LOOKS_S = 0.1  # how often the second looks whether the first is still there; later ones more rarely
+_OTHERS_LOOK_S = 5.0  # how often the others do so at least
+_STEP_IN_S = 2.0  # after so long the second does the work of the first as well; later ones after longer
+_ASK_S = 0.5  # how often a deadline that may change is read, at least
+_VERIFY_EVERY_S = 0.5  # how often the first in line checks which waiting processes are dead
+_FRESH_S = 1.0  # a measurement this old is repeated before the mutex is taken
+_COARSE_BYTES = 16 << 20  # a change of a GPU's use by less is no reason to decide anew
+
+#: When a wait ends, on the clock of ``time.monotonic``; or a function that returns that; or None: never.
+Deadline = float | Callable[[], float] | None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request to the ledger."""
+
+    # Returns the options for these GPUs (all usable and allowed ones) as of now: the footprint of a task may
+    # change while the request waits
+    options: Callable[[Sequence[GPU]], tuple[Option, ...]]
+    version: Callable[[], object] = lambda: None  # returns a value that differs after such a change
+    count: int = 1  # how many GPUs
+    pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
+    label: str = ""  # what it is for; shown to this account only
+
+
+@dataclass(frozen=True)
+class State:
+    """What the ledger says at one moment."""
+
+    gpus: tuple[GPU, ...]  # those that can be used
+    cards: tuple[Card, ...]  # the same, as admission sees them
+    holders: tuple[Entry, ...]  # leases
+    waiting: tuple[Entry, ...]  # requests that wait, in the order of the line
+    # When something was changed in the ledger, see :meth:`LedgerFolder.stamps`
+    stamps: tuple[object, ...] = field(default=(), repr=False, compare=False)
+
+    def granted(self) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of each waiting request that can be granted now."""
+        holdings = [entry.holding for entry in self.holders]
+        return admission.plan(self.cards, holdings, [entry.claim for entry in self.waiting])
+
+    def leased_bytes(self, uuid: str) -> int:
+        """Memory of a GPU that is leased."""
+        return sum(part.memory_bytes for entry in self.holders for part in entry.parts if part.uuid == uuid)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What NVML says, asked before the mutex is taken: the answer may take seconds, or never come.
+
+    Leases come and go between the answer and the decision. So the decision reads leases from the tickets as
+    they are now, and takes only the use of other programs from the older answer. That use may come out too
+    high: the next look corrects it. It must not come out too low, or memory would be leased that other
+    programs have.
+
+    The use of other programs is all that NVML counted, less what workers used *at that time*:
+
+    - what a worker had reported before NVML was asked, or what NVML reported of it; no later report counts;
+    - nothing for leases that are newer than the answer: their workers had reported nothing;
+    - nothing for leases that have ended since: their memory counts as another program's until the next look.
+    """
+
+    found: Inventory  # the GPUs
+    # By ticket the last report of its worker before that, see :meth:`Entry.reported`
+    told: Mapping[str, tuple[int, dict[str, int]]]
+    fresh_until: float  # On the clock of ``time.monotonic``. Other programs' use may have grown by then.
+
+
+class Ledger:
+    """The ledger, for one process or one thread.
+
+    Parameters
+    ----------
+    folder : LedgerFolder, optional
+        Where it is; default: the host's.
+    reserve_bytes : int
+        Memory of each GPU that is never leased.
+    """
+
+    def __init__(self, folder: LedgerFolder | None = None, reserve_bytes: int = 256 << 20) -> None:
+        self.folder = folder or LedgerFolder.find()
+        self._reserve_bytes = reserve_bytes
+        self._reader = Reader()
+        self._pid_namespace = tickets.pid_namespace()
+        self._verified_at = 0.0
+
+    def acquire(self, wish: Wish, *, deadline: Deadline = None) -> Ticket:
+        """Wait until a request is granted.
+
+        Parameters
+        ----------
+        wish : Wish
+            What is asked for.
+        deadline : float or callable, optional
+            On the clock of ``time.monotonic``. A callable is asked again and again; an error that it raises
+            ends the wait.
+
+        Returns
+        -------
+        Ticket
+            With the granted parts in ``entry.parts``. Give it back by :meth:`release` once the worker has
+            ended. The kernel does so when this process and the worker have both ended.
+
+        Raises
+        ------
+        LeaseError
+            If no GPU of this host can ever grant it, or the ledger cannot be used.
+        LeaseTimeoutError
+            If it was not granted by the deadline. The message names who holds what.
+        """
+        with self._clear_errors():
+            ticket, state, version = self._enqueue(wish)
+            try:
+                if not ticket.entry.parts:
+                    self._wait(ticket, wish, version, state, deadline)
+            except BaseException:
+                self.release(ticket)
+                raise
+        return ticket
+
+    def _enqueue(self, wish: Wish) -> tuple[Ticket, State, object]:
+        """Write a ticket, granted if that is possible at once."""
+        version = wish.version()
+        with self._locked() as measured:
+            _check(measured, wish)
+            own = self.folder.own()
+            state = self._look(measured, verify=True)
+            alive = (*state.holders, *state.waiting)
+            tickets.clean(own, [entry for entry in alive if entry.user == os.getuid()])
+            options = self._options(wish, state)
+            order = 1 + max((entry.order for entry in alive), default=0)
+            entry = tickets.new_entry(own, order, options, wish.count, wish.pack)
+            granted = replace(state, waiting=(*state.waiting, entry)).granted()
+            ticket = Ticket.create(own, replace(entry, parts=granted.get(entry.id, ())), wish.label)
+        return ticket, state, version
+
+    def release(self, ticket: Ticket) -> None:
+        """Remove a ticket, held or waiting, and wake the processes that can go on without it."""
+        try:
+            with self._clear_errors():
+                with self.folder.locked():  # first, so that it is free whatever becomes of the rest
+                    ticket.remove()
+                    entries = self._reader.read(self.folder.all())
+                if any(not entry.parts for entry in entries):
+                    with self._locked() as measured:
+                        state = self._look(measured)
+                        _wake(state.waiting, self._ready(state))
+        except LeaseError:  # the ledger cannot be used; a removed ticket is enough
+            ticket.remove()
+
+    def status(self) -> State:
+        """Return what the ledger says now. It waits for the mutex, so that it sees no half-done change."""
+        with self._clear_errors(), self._locked() as measured:
+            return self._look(measured, verify=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[_Measured]:
+        """Hold the mutex, with what was measured just before."""
+        # The tickets are read here once more: then little is left to read while others wait for the mutex.
+        measured = self._measure(self._reader.read(self.folder.all()))
+
+        def measure_again() -> None:
+            nonlocal measured
+            if time.monotonic() > measured.fresh_until:
+                measured = self._measure(self._reader.read(self.folder.all()))
+
+        with self.folder.locked(measure_again):
+            yield measured
+
+    def _measure(self, entries: Sequence[Entry]) -> _Measured:
+        told = {entry.id: entry.reported() for entry in entries if entry.parts}
+        found = inventory.take()  # after the reports, see _Measured
+        return _Measured(found, told, time.monotonic() + _FRESH_S)
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except GPUError:  # of which some are OSErrors, too
+            raise
+        except OSError as error:
+            raise LeaseError(f"the ledger in {self.folder.root} cannot be used: {error}") from error
+
+    def _look(self, measured: _Measured, *, verify: bool = False) -> State:
+        """Read all tickets, with the mutex held.
+
+        ``verify`` also checks which waiting processes are dead. With hundreds of them that takes most of the
+        time.
+        """
+        folders = self.folder.all()
+        stamps = self.folder.stamps(folders)
+        entries = self._reader.read(folders)
+        alive = [entry for entry in entries if not (entry.parts or verify) or self._is_alive(entry)]
+        if verify:
+            self._verified_at = time.monotonic()
+        holders = tuple(entry for entry in alive if entry.parts)
+        waiting = tuple(entry for entry in alive if not entry.parts)
+        return State(measured.found.usable, self._cards(measured, holders), holders, waiting, stamps)
+
+    def _is_old(self, state: State) -> bool:
+        """Tell whether anything may have changed, without the mutex and without reading all tickets."""
+        return (
+            self.folder.stamps(self.folder.all()) != state.stamps
+            or not all(entry.is_alive() for entry in state.holders)
+            or _roughly(self._cards(self._measure(state.holders), state.holders)) != _roughly(state.cards)
+        )
+
+    def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:
+        return tuple(self._card(gpu, holders, measured.told) for gpu in measured.found.usable)
+
+    def _is_alive(self, entry: Entry) -> bool:
+        if entry.is_alive():
+            return True
+        self._reader.forget(entry)
+        return False
+
+    def _ready(self, state: State) -> dict[str, tuple[Part, ...]]:
+        """Return the parts of each waiting request that can be granted now and whose process lives."""
+        granted = state.granted()
+        if all(self._is_alive(entry) for entry in state.waiting if entry.id in granted):
+            return granted
+        return replace(state, waiting=tuple(filter(self._is_alive, state.waiting))).granted()
+
+    def _card(
+        self, gpu: GPU, holders: Sequence[Entry], reports: Mapping[str, tuple[int, dict[str, int]]]
+    ) -> Card:
+        """Return how much of a GPU can be leased: all but what other programs use.
+
+        Our workers' use is known as far as they or NVML report it. The rest counts as other programs' use, so
+        that unknown use is never leased.
+        """
+        assert gpu.total_bytes is not None and gpu.used_bytes is not None
+        listed = {process.pid: process.used_bytes for process in gpu.processes or ()}
+        ours = untold = 0
+        for entry in holders:
+            leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
+            if leased:
+                pid, told = reports.get(entry.id, (0, {}))
+                used = min(told.get(gpu.uuid, 0), leased)
+                is_seen = entry.pid_namespace == self._pid_namespace
+                if is_seen and pid and not Path(f"/proc/{pid}").exists():
+                    used = 0  # its worker is gone, and what it used may be another program's by now
+                elif is_seen and listed.get(pid) is not None:
+                    used = min(listed[pid] or 0, leased)
+                else:
+                    untold += leased - used
+                ours += used
+        others = max(0, gpu.used_bytes - ours)
+        most = gpu.total_bytes - (gpu.reserved_bytes or 0) - self._reserve_bytes
+        return Card(gpu.uuid, max(0, most - others), min(untold, others, max(0, most)))
+
+    def sizes(self, gpus: Sequence[GPU]) -> dict[str, int]:
+        """Return how many bytes of each GPU leases could have if nothing else ran there."""
+        return {
+            gpu.uuid: (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self._reserve_bytes for gpu in gpus
+        }
+
+    def _options(self, wish: Wish, state: State) -> tuple[Option, ...]:
+        options = wish.options(state.gpus)
+        sizes = self.sizes(state.gpus)
+        possible = admission.possible(sizes, options)
+        if len(possible) < wish.count:
+            raise LeaseError(_impossible(wish, options, state.gpus, sizes))
+        return tuple(possible)
+
+    def _wait(self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline) -> None:
+        """Wait until the ticket is granted."""
+        while True:
+            news, verify = self._pause(ticket, wish, version, state, deadline)
+            with self._locked() as measured:
+                _check(measured, wish)
+                state = self._look(measured, verify=verify)
+                if ticket.entry.id not in [entry.id for entry in state.waiting]:
+                    raise LeaseError(f"{wish.label or 'a call'}: its ticket {ticket.entry.path} was removed")
+                if news != version:
+                    version = news
+                    ticket.write(replace(ticket.entry, options=self._options(wish, state)))
+                    waiting = [ticket.entry if e.id == ticket.entry.id else e for e in state.waiting]
+                    state = replace(state, waiting=tuple(waiting))
+                ready = self._ready(state)
+                parts = ready.pop(ticket.entry.id, None)
+                if parts:
+                    ticket.write(replace(ticket.entry, parts=parts, since=time.time()))
+                _wake(state.waiting, ready)
+            if parts:
+                return
+
+    def _pause(
+        self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline
+    ) -> tuple[object, bool]:
+        """Wait until another look is worth it; return the wish's version and whether to verify who lives."""
+        elder = [entry for entry in state.waiting if entry.order < ticket.entry.order]
+        if elder and not self._is_alive(elder[-1]):
+            return version, True
+        # Earlier ones look as well, but may have been stopped (Ctrl-Z).
+        look_every_s = _STEP_IN_S * len(elder)
+        look_at = time.monotonic() + look_every_s
+        while True:
+            pause_s = min(_NEXT_LOOKS_S * len(elder), _OTHERS_LOOK_S) if elder else _FIRST_LOOKS_S
+            if callable(deadline):
+                pause_s = min(pause_s, _ASK_S)
+            woken = ticket.wait(min(pause_s, _at(deadline) - time.monotonic()))
+            now = time.monotonic()
+            if now >= _at(deadline):
+                raise LeaseTimeoutError(self._what_is_held(wish))
+            news = wish.version()
+            if woken or news != version:
+                return news, False
+            if elder and not elder[-1].is_alive():
+                return news, elder[-1].path.exists()  # killed, and not only gone
+            if now >= look_at:
+                look_at = now + look_every_s
+                if self._is_old(state):
+                    return news, now >= self._verified_at + _VERIFY_EVERY_S
+
+    def _what_is_held(self, wish: Wish) -> str:
+        state = self.status()
+        lines = []
+        for gpu, card in zip(state.gpus, state.cards, strict=True):
+            free = card.capacity_bytes - state.leased_bytes(gpu.uuid)
+            lines.append(f"GPU {gpu.index} ({gpu.name}): {format_bytes(max(0, free))} can be leased")
+            for entry in state.holders:
+                for part in entry.parts:
+                    if part.uuid == gpu.uuid:
+                        lines.append(f"  {format_bytes(part.memory_bytes)} held by {describe(entry)}")
+        text = "\n".join(lines)
+        return f"{wish.label or 'a call'} got no GPU in time; {len(state.waiting)} were waiting.\n{text}"
+
+
+def _check(measured: _Measured, wish: Wish) -> None:
+    """Fail if NVML hangs: a process that kept its place in the line would keep the others waiting."""
+    if measured.found.hangs:
+        raise LeaseError(f"{wish.label or 'a call'} gets no lease: {measured.found.problem}")
+
+
+def describe(entry: Entry) -> str:
+    """Name the owner of a ticket."""
+    user = "" if entry.user == os.getuid() else f" of user {entry.user}"
+    seconds = max(0.0, time.time() - entry.since)
+    return f"{entry.label() or 'process'} (pid {entry.pid}{user}) for {seconds:.0f} s"
+
+
+def _at(deadline: Deadline) -> float:
+    if deadline is None:
+        return math.inf
+    return deadline() if callable(deadline) else deadline
+
+
+def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:
+    for entry in waiting:
+        if entry.id in ready:
+            entry.wake()
+
+
+def _roughly(cards: Sequence[Card]) -> list[tuple[str, int]]:
+    return [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in cards]
+
+
+def _impossible(wish: Wish, options: Sequence[Option], gpus: Sequence[GPU], sizes: dict[str, int]) -> str:
+    what = wish.label or "a request"
+    if not gpus:
+        return f"{what}: this host has no usable GPU (see flower-gpu gpus)"
+    room = ", ".join(
+        f"GPU {gpu.index} ({gpu.name}) has {format_bytes(max(0, sizes[gpu.uuid]))} for leases" for gpu in gpus
+    )
+    if wish.count > 1 and len(options) < wish.count:
+        return f"{what} asks for {wish.count} GPUs and may use {len(options)}: {room}"
+    asked = max((option.memory_bytes or 0 for option in options), default=0)
+    if asked:
+        return f"{what} asks for {format_bytes(asked)} of one GPU, which none can ever give: {room}"
+    least = format_bytes(admission.LEAST_SHARE_BYTES)
+    return f"{what} asks for a share that would be less than {least}, too little for CUDA itself: {room}"

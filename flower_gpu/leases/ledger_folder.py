@@ -1,0 +1,181 @@
+"""Where the host's leases are written down: a folder for each account, and one mutex for all of them.
+
+An account writes into its own folder only, and no other account can change it: the folders lie in a sticky
+folder of the system, such as ``/tmp``. Every account reads all of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError, LeaseError
+from flower_gpu.leases import descriptors
+from flower_gpu.workers import state_folder
+
+_PREFIX = "flower-gpu-leases-"
+_MUTEX = "flower-gpu-leases.mutex"
+_CLOCK_STEP_NS = 30_000_000  # of the kernel's clock for files; most have 1 to 10 ms
+_PAUSES_S = (0.0002, 0.02)  # between two tries to get the mutex: the first, the longest
+
+
+@dataclass(frozen=True)
+class LedgerFolder:
+    """The ledger of a host."""
+
+    root: Path  # the folder that all users of the ledger share
+    reason: str | None = None  # why it is not the host's, if it is this account's alone
+    # How long to wait for the mutex, in seconds. It is held for milliseconds; a process that was stopped
+    # may hold it for ever.
+    mutex_wait_s: float = 60.0
+
+    @classmethod
+    def find(cls) -> LedgerFolder:
+        """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``), or this account's own where that fails.
+
+        Raises
+        ------
+        LeaseError
+            If the folder of the variable is not there, or no folder can be used.
+        """
+        asked = os.environ.get("FLOWER_GPU_LEDGER_DIR")
+        root = Path(asked or "/tmp").absolute()
+        if asked and not root.is_dir():
+            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not a folder; make it, with mode 1777")
+        if os.access(root, os.W_OK | os.X_OK | os.R_OK):
+            return cls(root)
+        reason = f"{root} cannot be written to by this account"
+        try:
+            own = state_folder.made_state_dir() / "ledger"
+            own.mkdir(mode=0o700, exist_ok=True)
+        except (ConfigError, OSError) as error:
+            raise LeaseError(f"{reason}, and it can have no ledger of its own: {error}") from error
+        return cls(own, f"{reason}: its leases do not see those of others")
+
+    def own(self) -> Path:
+        """Return this account's folder; make it where it is missing.
+
+        Raises
+        ------
+        LeaseError
+            If another account has made it.
+        """
+        path = self.root / f"{_PREFIX}{os.getuid()}"
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o755)
+            path.chmod(0o755)  # whatever the umask is
+        if not _belongs_to(path, os.getuid()):
+            raise LeaseError(
+                f"{path} must be a folder of this account that nobody else can write to; remove it"
+            )
+        return path
+
+    def all(self) -> list[tuple[int, Path]]:
+        """Return the folders of all accounts, with their user ids."""
+        found = []
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                if entry.name.startswith(_PREFIX):
+                    user = entry.name.removeprefix(_PREFIX)
+                    if user.isdecimal() and _belongs_to(Path(entry.path), int(user)):
+                        found.append((int(user), Path(entry.path)))
+        return sorted(found)
+
+    @staticmethod
+    def stamps(folders: Iterable[tuple[int, Path]]) -> tuple[object, ...]:
+        """Return values that differ from earlier ones if a ticket was made, changed or removed since."""
+        found: list[object] = []
+        for _, path in folders:
+            try:
+                changed_ns = path.stat().st_mtime_ns
+            except OSError:
+                changed_ns = 0
+            # The kernel's clock for files goes in steps. Another change may follow within the same step, so a
+            # young stamp equals nothing.
+            is_young = abs(time.time_ns() - changed_ns) < _CLOCK_STEP_NS
+            found.append((path, object() if is_young else changed_ns))
+        return tuple(found)
+
+    @contextmanager
+    def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Hold the mutex: no other process changes the ledger.
+
+        Parameters
+        ----------
+        before_try : callable
+            Called before each try to get it.
+
+        Raises
+        ------
+        LeaseError
+            If another process does not give it back.
+        """
+        descriptor = self._lock(before_try)
+        try:
+            yield
+        finally:
+            # Not left to close: a fork in another thread may have a copy of the descriptor for a moment.
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            descriptors.close(descriptor)
+
+    def _lock(self, before_try: Callable[[], object]) -> int:
+        path = self.root / _MUTEX
+        deadline = time.monotonic() + self.mutex_wait_s
+        while True:
+            descriptor = _open(path)
+            try:
+                files.lock(descriptor, deadline, pauses_s=_PAUSES_S, before_try=before_try)
+                if files.still_has_name(descriptor, path):
+                    return descriptor
+            except TimeoutError:
+                holder = _holder(descriptor)
+                descriptors.close(descriptor)
+                raise LeaseError(
+                    f"{path} has been locked for {self.mutex_wait_s:g} s by {holder}; "
+                    "if it was stopped (Ctrl-Z), let it go on or end it"
+                ) from None
+            except BaseException:
+                descriptors.close(descriptor)
+                raise
+            descriptors.close(descriptor)  # another process has removed the file and made a new one
+
+
+def _open(path: Path) -> int:
+    # Not with O_CREAT at once: fs.protected_regular forbids that for another account's file in /tmp.
+    while True:
+        try:
+            return descriptors.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                made = descriptors.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                os.fchmod(made, 0o644)  # to lock it, others need to read it only
+                descriptors.close(made)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.ELOOP):
+                raise LeaseError(f"{path} is not a file that everybody can read; remove it") from error
+            raise LeaseError(f"the ledger cannot be used: {error}") from error
+
+
+def _belongs_to(path: Path, user: int) -> bool:
+    with suppress(OSError):
+        return files.is_own_folder(path, user=user)
+    return False
+
+
+def _holder(descriptor: int) -> str:
+    """Name the process that holds the lock of a file, as far as this account can see it."""
+    inode = f":{os.fstat(descriptor).st_ino} "
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()
+            if inode in line and "->" not in line and len(fields) > 4:
+                return f"process {fields[4]}"
+    return "another process"

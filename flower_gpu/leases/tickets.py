@@ -1,0 +1,362 @@
+"""Tickets: one file for each request that waits and for each lease, locked by its owner while that lives.
+
+Nothing needs to be given back: the kernel lets go of a ``flock`` when the last process that has the file open
+is gone, whatever ended it. A ticket whose lock is free counts for nothing. Only its owner writes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import select
+import stat
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import files
+from flower_gpu.leases import descriptors
+from flower_gpu.leases.admission import Claim, Holding, Option, Part
+from flower_gpu.leases.lease import Lease
+
+_VERSION = 1
+_TICKET, _WAKE, _LABEL, _NEW = ".ticket", ".wake", ".label", ".new"
+# Far behind the request. The hole between the two takes no room on the disk.
+_REPORT_AT = 1 << 16
+_REPORT_BYTES = 8192
+_LABEL_BYTES = 4096
+
+#: The last place in the line. Tickets that share it are in the order of their names.
+LAST_ORDER = 10**15 - 1
+
+# Errors from reading a file that may contain anything at all.
+_NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What every process can read of a ticket."""
+
+    id: str
+    order: int  # its place in the line; smaller ones came first
+    path: Path  # its file
+    user: int  # the account it belongs to
+    pid: int  # the process that waits or has asked
+    pid_namespace: int  # where that process id is valid
+    since: float  # when the request was made, or granted; seconds since the epoch
+    options: tuple[Option, ...]  # the GPUs it may be on
+    count: int = 1  # how many of them it needs
+    pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
+    parts: tuple[Part, ...] = ()  # what it holds; empty while it waits
+
+    @property
+    def claim(self) -> Claim:
+        """The request, for admission."""
+        return Claim(self.id, self.order, self.options, self.count, self.pack)
+
+    @property
+    def holding(self) -> Holding:
+        """The lease, for admission."""
+        return Holding(self.id, self.order, self.parts)
+
+    def label(self) -> str:
+        """Return what the request is for; empty where it is another account's."""
+        if self.user != os.getuid():  # text of other accounts is never shown
+            return ""
+        with suppress(OSError), _opened(self.path.parent / f"{self.id}{_LABEL}") as descriptor:
+            return os.pread(descriptor, _LABEL_BYTES, 0).decode(errors="replace")
+        return ""
+
+    def is_alive(self) -> bool:
+        """Tell whether a process still has the file open."""
+        return _is_locked(self.path)
+
+    def wake(self) -> None:
+        """Make its owner look again."""
+        with suppress(OSError):  # the owner is gone, or its pipe is full of such messages
+            path = self.path.parent / f"{self.id}{_WAKE}"
+            with _opened(path, os.O_WRONLY) as descriptor:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # not a link of another account
+                    os.write(descriptor, b"1")
+
+    def reported(self) -> tuple[int, dict[str, int]]:
+        """Return the last report of its worker: process id (0: none), and the bytes it uses by GPU."""
+        try:
+            with _opened(self.path) as descriptor:
+                data = os.pread(descriptor, _REPORT_BYTES, _REPORT_AT)
+            checksum, _, text = data.partition(b"\n")[0].partition(b" ")
+            if int(checksum, 16) != zlib.crc32(text):  # read while it was being written
+                return 0, {}
+            told = json.loads(text)
+            used = {str(uuid): _amount(nbytes) for uuid, nbytes in told["used"].items()}
+            return _amount(told["pid"]), used
+        except (OSError, *_NOT_OURS):
+            return 0, {}
+
+
+class Ticket:
+    """A ticket of this process, made and changed with the ledger's mutex held."""
+
+    def __init__(self, entry: Entry, descriptor: int, wake: int) -> None:
+        self.entry = entry
+        self.descriptor = descriptor
+        self._wake = wake
+        self._revision = 0
+
+    @classmethod
+    def create(cls, folder: Path, entry: Entry, label: str) -> Ticket:
+        """Write a ticket into ``folder``. It is locked before any process can see it."""
+        new = folder / f"{entry.id}{_NEW}"
+        wake_path = folder / f"{entry.id}{_WAKE}"
+        made: list[int] = []
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(folder / f"{entry.id}{_LABEL}", flags, 0o600), "wb") as file:
+                file.write(label.encode(errors="replace")[:_LABEL_BYTES])
+            os.mkfifo(wake_path, 0o622)
+            os.chmod(wake_path, 0o622)  # whatever the umask is: others may wake, not read
+            # Open for writing as well: otherwise poll reports the missing writer all the time.
+            made.append(descriptors.opened(wake_path, os.O_RDWR | os.O_NONBLOCK))
+            made.append(descriptors.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            fcntl.flock(made[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(made[1], 0o644)  # after the lock, so that no other process can lock it first
+            ticket = cls(replace(entry, path=new), made[1], made[0])
+            ticket.write(entry)
+            return ticket
+        except BaseException:
+            for descriptor in made:
+                descriptors.close(descriptor)
+            remove(folder, entry.id)
+            raise
+
+    def write(self, entry: Entry) -> None:
+        """Change the content under a new name: readers that know the old name read the file again."""
+        fields = {
+            "v": _VERSION,
+            "pid": entry.pid,
+            "pid_namespace": entry.pid_namespace,
+            "since": entry.since,
+            "count": entry.count,
+            "pack": entry.pack,
+            "options": [asdict(option) for option in entry.options],
+            "parts": [asdict(part) for part in entry.parts],
+        }
+        data = json.dumps(fields).encode() + b"\n"
+        self._revision += 1
+        path = self.entry.path.parent / f"{entry.order:015d}-{self._revision}-{entry.id}{_TICKET}"
+        # No process reads it meanwhile: the mutex is held. If this process ends here, the ticket is free.
+        os.pwrite(self.descriptor, data, 0)
+        self.entry.path.rename(path)
+        self.entry = replace(entry, path=path)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for another process to wake this one; tell whether one did."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        if not poll.poll(max(0.0, timeout_s) * 1000):
+            return False
+        with suppress(BlockingIOError):
+            os.read(self._wake, 4096)
+        return True
+
+    def remove(self) -> None:
+        """Remove it. The lock ends with the last process that has it, which may be a worker."""
+        remove(self.entry.path.parent, self.entry.id, self.entry.path)
+        for descriptor in (self._wake, self.descriptor):
+            if descriptor >= 0:
+                descriptors.close(descriptor)
+        self._wake = self.descriptor = -1
+
+
+def remove(folder: Path, id_: str, path: Path | None = None) -> None:
+    """Remove the files of a ticket."""
+    for file in (path, *(folder / f"{id_}{suffix}" for suffix in (_NEW, _WAKE, _LABEL))):
+        if file is not None:
+            with suppress(OSError):
+                file.unlink()
+
+
+class Reader:
+    """Reads the tickets of all accounts, each file once."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Entry | None] = {}
+
+    def read(self, folders: Iterable[tuple[int, Path]]) -> list[Entry]:
+        """Return the tickets in these folders, in the order of the line, also of processes that have ended.
+
+        Raises
+        ------
+        OSError
+            If this process can open no more files: a ticket must not be overlooked.
+        """
+        known: dict[str, Entry | None] = {}
+        for user, folder in folders:
+            try:
+                names = os.listdir(folder)
+            except (FileNotFoundError, PermissionError):
+                continue
+            for name in names:
+                if name.endswith(_TICKET):
+                    path = f"{folder}/{name}"
+                    known[path] = self._known[path] if path in self._known else _read(Path(path), user)
+        self._known = known
+        found = [entry for entry in known.values() if entry is not None]
+        return sorted(found, key=lambda entry: (entry.order, entry.id))
+
+    def forget(self, entry: Entry) -> None:
+        """Leave out a ticket from now on: its process has ended."""
+        self._known[str(entry.path)] = None
+
+
+def clean(folder: Path, alive: Iterable[Entry]) -> None:
+    """Remove files of this account's ended processes. The mutex must be held."""
+    kept = {entry.id for entry in alive}
+    left = []
+    for name in os.listdir(folder):
+        stem, suffix = os.path.splitext(name)
+        id_ = stem.rpartition("-")[2]
+        if suffix in (_TICKET, _WAKE, _LABEL, _NEW) and id_ not in kept:
+            if suffix == _TICKET and _is_locked(folder / name):
+                kept.add(id_)  # another version of this package has written it
+            else:
+                left.append((id_, folder / name))
+    for id_, path in left:
+        if id_ not in kept:
+            with suppress(OSError):
+                path.unlink()
+
+
+@contextmanager
+def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file that another account may have made: never wait for it, never follow a link."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError):
+        return False
+    except OSError as error:
+        # Links and pipes are no tickets. Without a free descriptor this process takes the owner for alive.
+        return error.errno not in (errno.ELOOP, errno.ENXIO)
+    try:
+        return not files.try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path, user: int) -> Entry | None:
+    """Return the content of a ticket; None if the file is no ticket, or is gone."""
+    try:
+        order, _, id_ = path.stem.split("-")
+        with _opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
+                return None
+            data = os.pread(descriptor, _REPORT_AT, 0)
+        fields = json.loads(data.partition(b"\n")[0])
+        if fields["v"] != _VERSION:
+            return None
+        return Entry(
+            id=id_,
+            order=min(_amount(int(order)), LAST_ORDER),
+            path=path,
+            user=user,
+            pid=_amount(fields["pid"]),
+            pid_namespace=_amount(fields["pid_namespace"]),
+            since=float(fields["since"]),
+            options=tuple(_option(**option) for option in fields["options"]),
+            count=max(1, _amount(fields["count"])),
+            pack=bool(fields["pack"]),
+            parts=tuple(_part(**part) for part in fields["parts"]),
+        )
+    except _NOT_OURS:
+        return None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise
+        return None
+
+
+def _amount(value: object) -> int:
+    """Return a whole number from 0 on. A negative one would make room for leases that do not fit."""
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _option(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> Option:
+    share = None if share is None else float(share)
+    if share is not None and not 0 < share <= 1:
+        raise ValueError
+    return Option(str(uuid), None if memory_bytes is None else _amount(memory_bytes), share, bool(alone))
+
+
+def _part(uuid: str, memory_bytes: int, budget_bytes: int, alone: bool) -> Part:
+    return Part(str(uuid), _amount(memory_bytes), _amount(budget_bytes), bool(alone))
+
+
+def new_entry(folder: Path, order: int, options: tuple[Option, ...], count: int, pack: bool) -> Entry:
+    """Return the content of a new ticket of this process."""
+    return Entry(
+        id=os.urandom(8).hex(),
+        order=min(order, LAST_ORDER),
+        path=folder,
+        user=os.getuid(),
+        pid=os.getpid(),
+        pid_namespace=pid_namespace(),
+        since=time.time(),
+        options=options,
+        count=count,
+        pack=pack,
+    )
+
+
+def pid_namespace() -> int:
+    """Return a number for this process's pid namespace; 0 where it is not known.
+
+    NVML returns process ids of the asking process's namespace, and leaves out processes outside of it
+    (``os_find_ns_pid`` in NVIDIA's open GPU kernel modules).
+    """
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def report(used_bytes: Mapping[str, int]) -> None:
+    """Report, in a worker, how much memory it uses of each GPU in its lease.
+
+    Other processes then know which use is not ours. Unreported use counts as another program's.
+
+    Parameters
+    ----------
+    used_bytes : mapping
+        By UUID, the CUDA context included.
+    """
+    lease = Lease.from_environment(os.environ)
+    if lease is None:
+        return
+    told: dict[str, Any] = {"pid": os.getpid(), "used": dict(used_bytes)}
+    text = json.dumps(told).encode()
+    data = b"%08x %s\n" % (zlib.crc32(text), text)
+    if len(data) > _REPORT_BYTES:
+        return
+    with suppress(OSError):  # the ticket is gone, or the disk is full
+        descriptor = os.open(lease.ticket, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            os.pwrite(descriptor, data, _REPORT_AT)
+        finally:
+            os.close(descriptor)

@@ -1,1 +1,0 @@
-"""Seeing what a run does: live, as a report, as metrics. Reads only."""

@@ -1,1 +1,0 @@
-"""What this host's GPUs, leases and runs do, for Prometheus."""

@@ -1,1 +1,0 @@
-"""``flower-gpu top``: what runs on this host's GPUs now."""

@@ -1,0 +1,483 @@
+"""The one table of options: types, help, defaults, environment variables, and the commands that have them.
+
+    CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
+      |-> add_arguments()     argparse: names, types, choices and help of a command
+      |-> find()              the value for a call: node config, code, environment; with its source
+      |-> environment()       what a command passes on to the processes that it starts
+      '-> docs/reference      tests hold the pages to the table
+
+Values are refused with what they must be, and with where they come from: a variable, an option, a keyword, or
+a key of the node config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hints
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import (
+    COUNT,
+    FOLDER,
+    GPU_IDS,
+    GPUS,
+    SECONDS,
+    SECONDS_OR_0,
+    SIZE,
+    SWITCH,
+    Kind,
+    words,
+)
+
+if TYPE_CHECKING:
+    import argparse  # it takes milliseconds to import, and workers need none
+
+#: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
+START_METHODS: Final = ("auto", "forkserver", "spawn", "fork", "inline", "in-process")
+#: What a node can say; docs/explanation/device-policy.md has the table.
+POLICIES: Final = ("never", "offer", "force", "require")
+#: What can follow when a call runs out of GPU memory. ``retry``: it runs again with more of a GPU, at last
+#: alone on one, and then fails. ``cpu``: and then it runs on the CPU. ``fail``: it fails at once.
+ON_OOM: Final = ("retry", "cpu", "fail")
+#: How leases are placed. ``spread``: on the GPU with the most room. ``pack``: on the one with the least that
+#: is enough, which leaves others free for large requests.
+PLACEMENTS: Final = ("spread", "pack")
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option."""
+
+    help: str
+    kind: Kind | None = None  # None: checked where it is used
+    variable: str | None = None
+    default: Any = None  # with neither code nor variable
+    group: str = ""  # its heading in --help
+    commands: tuple[str, ...] = ()  # that have it
+    node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
+    is_nodes: bool = False  # the node has the last word: the variable goes before the code
+    old_names: tuple[str, ...] = ()  # keywords and options that mean the same
+    excludes: str = ""  # options with the same word exclude each other
+    run_config_key: str = ""  # it stands for this key of the app's run config
+    hint: str = ""  # for the author of an app that does not declare the key
+
+    @property
+    def words(self) -> tuple[str, ...] | None:
+        """The only values it has."""
+        return self.kind.words or None if self.kind else None
+
+
+_EVERYWHERE: Final = ("launch", "simulate", "supernode")
+
+
+class CallOptions(TypedDict, total=False):
+    """Options of ``gpu_mod``, ``GPUClient``, ``gpu_client``, ``gpu_evaluate`` and ``run_in_worker``.
+
+    What is left out is taken from the environment (docs/reference/environment.md), else the default.
+
+    Parameters
+    ----------
+    start_method : str
+        One of :data:`START_METHODS`; default ``"auto"``. ``"in-process"`` runs everything in the calling
+        process, for debugging with breakpoints.
+    timeout_s : float
+        Seconds a call may take, counted from its lease; then its worker and the worker's children are ended.
+        Default: no limit.
+    env : mapping of str to str
+        Environment variables of the worker.
+    name : str
+        The client's name in messages and in the trace.
+    preload : str, tuple or list
+        What all workers need and takes long to load: ``"package.module:function"``, a pair of that and its
+        keyword arguments, or a list of these. The function is called once where workers are forked from, on
+        the CPU; what it leaves in the globals of its module is there in every worker, without a copy.
+    num_gpus : float
+        How many GPUs a call gets: a share of one (0.25: four calls fit), or a whole number.
+    gpu_memory : int or str
+        Memory of one GPU that a call gets, CUDA's context included: ``"2GiB"``, or bytes. Default, if
+        ``num_gpus`` is not given either: what earlier calls of the task were seen to need.
+    lease_timeout_s : float
+        Seconds a call may wait for its lease; default 1800, half of what Flower gives a round.
+    on_oom : str
+        What follows when a call runs out of GPU memory: ``"retry"`` (default) with more of a GPU, ``"cpu"``
+        if that fails too, or ``"fail"``.
+    gpu : str
+        This node's device policy where neither the node config nor the environment has one: ``"never"``,
+        ``"offer"`` (default), ``"force"`` or ``"require"``.
+    gpu_ids : int or str
+        This node's GPUs likewise: a number, a UUID, or several of them in one text, ``"0,1"``.
+    gpu_num : int or str
+        The older name of ``gpu_ids``.
+    context : flwr.app.Context
+        What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu``, ``gpu-ids``,
+        ``num-gpus`` and ``gpu-memory``, its run config ``use-gpu``.
+    """
+
+    start_method: Annotated[
+        str | None,
+        Option(
+            "how worker processes are started (default: auto)",
+            words(*START_METHODS),
+            "FLOWER_GPU_START_METHOD",
+            "auto",
+            "workers",
+            ("launch",),
+        ),
+    ]
+    timeout_s: Annotated[
+        float | None,
+        Option(
+            "seconds a call in a worker may take, counted from its lease (default: no limit)",
+            SECONDS,
+            "FLOWER_GPU_TIMEOUT_S",
+            None,
+            "workers",
+            _EVERYWHERE,
+        ),
+    ]
+    env: Annotated[Mapping[str, str] | None, Option("environment variables of the worker")]
+    name: Annotated[
+        str | None,
+        Option("name of this process's client in the trace and in log lines", None, "FLOWER_GPU_CLIENT"),
+    ]
+    preload: Annotated[Any, Option("functions that load data once for all workers")]
+    gpu: Annotated[
+        str | None,
+        Option(
+            "device policy of a node: never a GPU; offer one, if the run wants it; force one; require one, "
+            "or fail (default: offer)",
+            words(*POLICIES),
+            "FLOWER_GPU_POLICY",
+            "offer",
+            "GPUs",
+            _EVERYWHERE,
+            ("gpu",),
+            is_nodes=True,
+        ),
+    ]
+    gpu_ids: Annotated[
+        int | str | None,
+        Option(
+            "GPU numbers or UUIDs of a node, such as 0,1",
+            GPU_IDS,
+            "FLOWER_GPU_NUM",
+            None,
+            "GPUs",
+            _EVERYWHERE,
+            ("gpu-ids", "gpu-num"),
+            is_nodes=True,
+            old_names=("gpu_num",),
+        ),
+    ]
+    gpu_num: int | str | None
+    num_gpus: Annotated[
+        float | None,
+        Option(
+            "GPUs of a call: a share of one, such as 0.25, or 1, 2, ... (default: what the task was seen to "
+            "need)",
+            GPUS,
+            "FLOWER_GPU_NUM_GPUS",
+            None,
+            "GPUs",
+            _EVERYWHERE,
+            ("num-gpus",),
+            excludes="amount",
+        ),
+    ]
+    gpu_memory: Annotated[
+        int | str | None,
+        Option(
+            "GPU memory of a call, such as 2GiB, CUDA's own included",
+            SIZE,
+            "FLOWER_GPU_MEMORY",
+            None,
+            "GPUs",
+            _EVERYWHERE,
+            ("gpu-memory",),
+            excludes="amount",
+        ),
+    ]
+    lease_timeout_s: Annotated[
+        float | None,
+        Option(
+            "seconds a call may wait for its GPU (default: 1800)",
+            SECONDS,
+            "FLOWER_GPU_LEASE_TIMEOUT_S",
+            1800.0,
+            "GPUs",
+            _EVERYWHERE,
+        ),
+    ]
+    on_oom: Annotated[
+        str | None,
+        Option(
+            "a call that runs out of GPU memory: retry with more of it, then fail; the same, but at last on "
+            "the cpu; fail at once (default: retry)",
+            words(*ON_OOM),
+            "FLOWER_GPU_ON_OOM",
+            "retry",
+            "GPUs",
+            _EVERYWHERE,
+        ),
+    ]
+    context: Annotated[Any, Option("Flower's Context, with node config and run config")]
+
+
+#: Options of several commands that are not about one call.
+KEEP_GOING: Final = Option(
+    "go on when every client failed in the first round, or in three rounds in a row (default: such a run "
+    "ends with status 1)",
+    SWITCH,
+    group="workers",
+)
+LOG_DIR: Final = Option("where the run's folder is made (default: runs)", FOLDER, group="output")
+REPORT: Final = Option("write no report at the end", SWITCH, group="output")
+
+
+def table_of(annotated: type) -> dict[str, Option]:
+    """Return the options of an annotated class, by the names of its fields."""
+    return {
+        name: meta
+        for name, hint in get_type_hints(annotated, include_extras=True).items()
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, Option)
+    }
+
+
+#: The options of a call, by their keywords.
+CALL: Final = MappingProxyType(table_of(CallOptions))
+
+RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
+START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
+CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
+CONCURRENCY_VARIABLE: Final = "FLOWER_GPU_CONCURRENCY"
+POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
+
+#: Every environment variable that users set.
+VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        **{option.variable: option for option in CALL.values() if option.variable},
+        RUN_DIR_VARIABLE: Option("folder of the run: events are appended to trace.jsonl in it"),
+        "FLOWER_GPU_STATE_DIR": Option(
+            "folder for flower-gpu-<uid>: what this user's processes share on this host", default="/tmp"
+        ),
+        "FLOWER_GPU_LEDGER_DIR": Option("folder that the ledger's users share", default="/tmp"),
+        "FLOWER_GPU_SERVER_IDLE_S": Option(
+            "seconds after which an unused fork server ends", SECONDS_OR_0, default=60.0
+        ),
+        CONCURRENCY_VARIABLE: Option(
+            "how many workers may run at the same time; they share the cores", COUNT, default=1
+        ),
+        "FLOWER_GPU_PLACEMENT": Option(
+            "whether leases spread over the GPUs or pack them", words(*PLACEMENTS), default="spread"
+        ),
+        "FLOWER_GPU_RESERVE": Option("memory of each GPU that is never leased", SIZE, default="256MiB"),
+        "FLOWER_GPU_ROUND_TIMEOUT_S": Option(
+            "seconds after which a round is over and its calls are not started; the default is Flower's own",
+            SECONDS,
+            default=3600.0,
+        ),
+        POLL_VARIABLE: Option(
+            "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
+        ),
+    }
+)
+
+RANKS_VARIABLE: Final = "FLOWER_GPU_RANKS"
+DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
+#: Variables that only our own processes set for each other.
+INTERNAL_VARIABLES: Final = MappingProxyType(
+    {
+        "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
+        "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
+        "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
+        RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
+        DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",
+    }
+)
+
+
+def value_of(variable: str, environ: Mapping[str, str]) -> Any:
+    """Return the value of an environment variable of :data:`VARIABLES`; its default where it is not set.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be used.
+    """
+    option = VARIABLES[variable]
+    text = environ.get(variable)
+    if not text:
+        return option.default
+    return option.kind.from_text(text, variable) if option.kind else text
+
+
+def find(
+    names: Collection[str],
+    code: Mapping[str, Any],
+    environ: Mapping[str, str],
+    node_config: Mapping[str, Any] = _NOTHING,
+) -> dict[str, tuple[Any, str]]:
+    """Return the values of call options in the first place that has any of them, each with its source.
+
+    The places are the node config, the code and the environment; for what a node decides, the environment
+    goes before the code. A value that another place hides is not looked at.
+    """
+    table = {name: CALL[name] for name in names}
+
+    def in_node_config() -> dict[str, tuple[Any, str]]:
+        found = {}
+        for name, option in table.items():
+            keys = [key for key in option.node_keys if node_config.get(key) is not None]
+            if len(keys) > 1:
+                raise ConfigError(f"{' and '.join(keys)} in the node config say the same twice")
+            if keys:
+                found[name] = node_config[keys[0]], f"{keys[0]} in the node config"
+        return found
+
+    def in_environment() -> dict[str, tuple[Any, str]]:
+        return {
+            name: (value_of(option.variable, environ), option.variable)
+            for name, option in table.items()
+            if option.variable and environ.get(option.variable)
+        }
+
+    def in_code() -> dict[str, tuple[Any, str]]:
+        return {name: (code[name], name) for name in names if code.get(name) is not None}
+
+    is_nodes = all(option.is_nodes for option in table.values())
+    places = (in_environment, in_code) if is_nodes else (in_code, in_environment)
+    return in_node_config() or places[0]() or places[1]()
+
+
+def checked_value(name: str, code: Mapping[str, Any], environ: Mapping[str, str]) -> Any:
+    """Return the value of a call option that its kind alone can check; its default where no place has it."""
+    option = CALL[name]
+    found = find([name], code, environ)
+    if not found:
+        return option.default
+    value, source = found[name]
+    return option.kind.check(value, source) if option.kind else value
+
+
+def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords with the names of today for older ones.
+
+    Raises
+    ------
+    ConfigError
+        If both are given.
+    """
+    new = dict(given)
+    for name, option in CALL.items():
+        for old in option.old_names:
+            value = new.pop(old, None)
+            if value is not None and new.get(name) is not None:
+                raise ConfigError(f"{name} and {old}, its older name, say the same twice")
+            if value is not None:
+                new[name] = value
+    return new
+
+
+def flag(name: str) -> str:
+    """Return an option as it is written on a command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def options_of(command: str) -> dict[str, Option]:
+    """Return the call options that a command has."""
+    return {name: option for name, option in CALL.items() if command in option.commands}
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    table: Mapping[str, Option],
+    groups: Mapping[str, str] = _NOTHING,
+    more: Mapping[str, str] = _NOTHING,
+    defaults: Mapping[str, Any] = _NOTHING,
+) -> None:
+    """Add options to a parser.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        Where they go.
+    table : mapping of str to Option
+        The options by name.
+    groups : mapping of str to str
+        What ``--help`` says about each group.
+    more : mapping of str to str
+        What this command's ``--help`` adds to an option.
+    defaults : mapping of str to object
+        Values of options that are not given; else None.
+    """
+    import argparse
+
+    known: dict[str, Any] = {}
+    for name, option in table.items():
+        if option.group not in known:
+            known[option.group] = (
+                parser.add_argument_group(option.group, groups.get(option.group) or None)
+                if option.group
+                else parser
+            )
+        target = known[option.group]
+        if option.excludes:
+            if option.excludes not in known:
+                known[option.excludes] = target.add_mutually_exclusive_group()
+            target = known[option.excludes]
+        help = f"{option.help}{more.get(name, '')}"
+        if option.run_config_key:
+            help += f" [{option.run_config_key}]"
+        default = defaults.get(name)
+        if option.kind is SWITCH:
+            action = "store_false" if default else "store_true"
+            written = flag(f"no_{name}" if default else name)
+            target.add_argument(written, dest=name, action=action, help=help)
+            continue
+        kind: dict[str, Any] = {"dest": name, "default": default}
+        if option.words:
+            kind["choices"] = option.words
+        elif option.kind is not None and option.kind.is_repeated:
+            kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
+        elif option.kind is not None:
+            kind |= {"metavar": option.kind.metavar, "type": option.kind}
+        target.add_argument(flag(name), help=help, **kind)
+        for old in option.old_names:
+            target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)
+
+
+def given(arguments: argparse.Namespace) -> CallOptions:
+    """Return the call options of a command line."""
+    found = {name: getattr(arguments, name, None) for name, option in CALL.items() if option.commands}
+    return {name: value for name, value in found.items() if value is not None}  # type: ignore[return-value]
+
+
+def environment(options: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with these call options in it: they win over the variables that are there."""
+    # A share and a size are two ways to say one thing: whichever is given takes the other's place.
+    replaced = {CALL[name].excludes for name in options} - {""}
+    left_out = {option.variable for option in CALL.values() if option.excludes in replaced}
+    said = {variable: str(value) for name, value in options.items() if (variable := CALL[name].variable)}
+    return {**{name: value for name, value in base.items() if name not in left_out}, **said}
+
+
+def node_environment(env: Mapping[str, str], node_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return a client's environment: its node config holds also for code that passes no context on."""
+    found = {name: find([name], {}, {}, node_config) for name, option in CALL.items() if option.is_nodes}
+    return environment({name: each[name][0] for name, each in found.items() if each}, env)
+
+
+def name_of(variable: str, options: Mapping[str, Any]) -> str:
+    """Return what the user has to change where a variable's value is wrong: it, or the option that set it."""
+    return next((flag(name) for name in options if CALL[name].variable == variable), variable)
+
+
+def in_their_words(text: str, options: Mapping[str, Any]) -> str:
+    """Return a message about variables with the options in their place that were given."""
+    return re.sub(r"FLOWER_GPU_[A-Z_]+", lambda found: name_of(found[0], options), text)

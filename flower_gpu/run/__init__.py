@@ -1,1 +1,0 @@
-"""Runs of this host: which there are, and what is written down of each besides its calls."""

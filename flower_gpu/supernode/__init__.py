@@ -1,1 +1,0 @@
-"""The operator's side: SuperNodes whose every message runs under a lease, whatever the app is."""

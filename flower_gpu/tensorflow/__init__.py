@@ -1,1 +1,0 @@
-"""What needs TensorFlow, as far as it is installed. The modules here are imported in workers only."""

@@ -1,0 +1,389 @@
+"""Shows how far a run is: bars on a terminal, bars of a notebook, lines elsewhere.
+
+A display is a view on a :class:`~flower_gpu.watch.history.History`: first the history gets an event, then the
+display is told that it came. All engines use it. What cannot be shown, because nobody reads the stream any
+more, is no reason to end a run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from flower_gpu.printable import duration_text
+from flower_gpu.trace import Event
+from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, whole
+from flower_gpu.watch.history import History
+from flower_gpu.watch.output_above import OutputAbove
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from tqdm import tqdm
+
+_LINE_INTERVAL_S: Final = 10.0
+_DRAW_INTERVAL_S: Final = 0.1
+
+
+class Display:
+    """Shows nothing of a run, but texts; the other displays derive from it."""
+
+    def __init__(self, history: History, stream: TextIO | None) -> None:
+        self.history = history
+        self.stream = stream
+
+    def show(self, event: Event) -> None:
+        """Show an event that the history has taken in already."""
+        name = event.get("event")
+        # A strategy's recorder tells the server's evaluations, too.
+        if name == "round" and self.history.strategy is None:
+            name = "round_finished"
+            event = {**event, "task": "server-evaluate"}
+        if (handler := getattr(self, f"_on_{name}", None)) is not None:
+            with suppress(OSError, ValueError):
+                handler(event)
+
+    def tick(self) -> None:
+        """Let the time that is shown go on."""
+
+    def say(self, text: str) -> None:
+        """Print a text on the stream, above what is drawn there."""
+        if self.stream is not None:
+            with suppress(OSError, ValueError):
+                print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the stream as it was; what is shown stays."""
+
+    def rate(self) -> float | None:
+        """Return the clients per second of the open round."""
+        one = self.history.open_round
+        seconds = 0.0 if one is None else time.time() - one.started_at
+        return one.replies / seconds if one is not None and one.replies and seconds > 0 else None
+
+    def left_s(self) -> float | None:
+        """Return how long the open round takes, if it goes on at its rate."""
+        one, rate = self.history.open_round, self.rate()
+        if one is None or rate is None or one.messages is None:
+            return None
+        return max(one.messages - one.replies, 0) / rate
+
+    def name_of(self, server_round: int | None) -> str:
+        """Name a round."""
+        if server_round is None:
+            return "messages"
+        if server_round == 0:
+            return "before round 1"
+        num_rounds = self.history.num_rounds
+        return f"round {server_round}" + (f"/{num_rounds}" if num_rounds else "")
+
+
+class Lines(Display):
+    """One line for each round, and now and then one within a round."""
+
+    def __init__(self, history: History, stream: TextIO) -> None:
+        super().__init__(history, stream)
+        self._server_round: int | None = None
+        self._parts: list[str] = []
+        self._line_at_s = time.monotonic()
+
+    def _on_strategy_started(self, _: Event) -> None:
+        self._end_round()
+
+    def _on_strategy_resumed(self, event: Event) -> None:
+        self._print(f"resumed after {self.name_of(whole(event.get('round')))}")
+
+    def _on_round_started(self, event: Event) -> None:
+        self._begin_round(whole(event.get("round")))
+
+    def _on_reply(self, _: Event) -> None:
+        one = self.history.open_round
+        if one is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
+            return
+        of = "" if one.messages is None else f" of {one.messages}"
+        parts = [f"{one.replies}{of} clients"]
+        if one.failed:
+            parts.append(f"{one.failed} failed")
+        if (rate := self.rate()) is not None:
+            parts.append(f"{rate:.3g} clients/s")
+        if (left_s := self.left_s()) is not None:
+            parts.append(f"{duration_text(left_s)} left")
+        self._print(f"{self.name_of(one.round)} {one.task}: {', '.join(parts)}")
+
+    def _on_round_finished(self, event: Event) -> None:
+        server_round, messages = whole(event.get("round")), whole(event.get("messages"))
+        self._begin_round(server_round)
+        parts = [str(event.get("task"))]
+        if messages:
+            parts.append(f"{messages} clients")
+            if failed := whole(event.get("failed")):
+                parts.append(f"({failed} failed)")
+            if (seconds := number(event.get("seconds"))) is not None:
+                parts.append(f"in {duration_text(seconds)}")
+        self._parts.append(" ".join([*parts, metrics_text(mapping(event.get("metrics")))]).rstrip())
+        if server_round is None:
+            self._end_round()
+
+    def close(self) -> None:
+        """Print what is known of a round that is not over."""
+        with suppress(OSError, ValueError):
+            self._end_round()
+
+    def _begin_round(self, server_round: int | None) -> None:
+        if server_round != self._server_round:
+            self._end_round()
+            self._server_round = server_round
+
+    def _end_round(self) -> None:
+        if self._parts:
+            self._print(f"{self.name_of(self._server_round)}: {'; '.join(self._parts)}")
+            self._parts = []
+
+    def _print(self, text: str) -> None:
+        self._line_at_s = time.monotonic()
+        print(text, file=self.stream, flush=True)
+
+
+class _Bars(Display):
+    """What bars have in common: one over the rounds, one over the clients of the open round."""
+
+    def __init__(self, history: History, stream: TextIO) -> None:
+        super().__init__(history, stream)
+        self._drawn_at_s = float("-inf")
+        self._shown_at_s = self._began_s = self._round_began_s = time.monotonic()
+        self._round = 0
+        self._done_rounds = 0  # as shown: the last round may be done only when the display is closed
+        self._last_finished = 0
+        self._first_round = 0  # rounds that were done before this run goes on with them
+        self._metrics = ""
+
+    def _draw(self) -> None:
+        """Draw the bars as the history is now."""
+        raise NotImplementedError
+
+    def tick(self) -> None:
+        """Draw the bars, if the last time is long enough ago."""
+        with suppress(OSError, ValueError):
+            if time.monotonic() - self._drawn_at_s >= _DRAW_INTERVAL_S:
+                self._draw_now()
+
+    def _on_strategy_started(self, _: Event) -> None:
+        self._began_s = self._round_began_s = time.monotonic()
+        if self._round:  # an app may start a strategy after another one
+            self._shown_at_s = self._began_s
+        self._round = self._done_rounds = self._last_finished = self._first_round = 0
+        self._metrics = ""
+        self._draw_now()
+
+    def _on_strategy_resumed(self, event: Event) -> None:
+        self._reach((whole(event.get("round")) or 0) + 1)
+        self._round = self._last_finished = self._first_round = self._done_rounds
+        self._draw_now()
+
+    def _on_round_started(self, event: Event) -> None:
+        self._reach(whole(event.get("round")))
+        self._draw_now()
+
+    def _on_reply(self, _: Event) -> None:
+        self.tick()
+
+    def _on_progress(self, _: Event) -> None:
+        self.tick()
+
+    def _on_round_finished(self, event: Event) -> None:
+        self._reach(whole(event.get("round")))
+        self._metrics = metrics_text(mapping(event.get("metrics"))) or self._metrics
+        self._last_finished = self._round
+        self._draw_now()
+
+    def _draw_now(self) -> None:
+        self._drawn_at_s = time.monotonic()
+        self._draw()
+
+    def _reach(self, server_round: int | None) -> None:
+        """Note that the rounds before this one are over."""
+        if server_round is not None and server_round > self._round:
+            self._round, self._done_rounds = server_round, server_round - 1
+            self._round_began_s = time.monotonic()
+
+    def _rounds_left_s(self) -> float | None:
+        """Return how long it takes if all rounds take as long as those of this run that are over."""
+        over, num_rounds = self._round - 1 - self._first_round, self.history.num_rounds
+        if not num_rounds or over < 1 or self._done_rounds >= num_rounds:
+            return None
+        each_s = (self._round_began_s - self._began_s) / over
+        return max(each_s * (num_rounds - self._round + 1) - (time.monotonic() - self._round_began_s), 0.0)
+
+    def _rounds_text(self) -> str:
+        """Return what stands behind the bar over the rounds."""
+        of = f"/{self.history.num_rounds}" if self.history.num_rounds else ""
+        left_s = self._rounds_left_s()
+        left = "" if left_s is None else f"{duration_text(left_s)} left"
+        elapsed = duration_text(time.monotonic() - self._shown_at_s)
+        return ", ".join(filter(None, [f"{self._done_rounds}{of}", elapsed, left, self._metrics]))
+
+    def _clients_label(self) -> str:
+        """Return what stands in front of the bar over the clients of the open round."""
+        one = self.history.open_round
+        if one is None:
+            return ""
+        return one.task if one.round is None else f"round {one.round} {one.task}"
+
+    def _clients_text(self) -> str:
+        """Return what stands behind the bar over the clients of the open round."""
+        one = self.history.open_round
+        if one is None:
+            return ""
+        rate, left_s = self.rate(), self.left_s()
+        parts = [
+            f"{one.replies}/{'?' if one.messages is None else one.messages}",
+            "? clients/s" if rate is None else f"{rate:.3g} clients/s",
+            f"{one.failed} failed" if one.failed else "",
+            "" if left_s is None else f"{duration_text(left_s)} left",
+        ]
+        return ", ".join(filter(None, parts))
+
+    def _worker_row(self) -> tuple[str, int, int | None] | None:
+        """Return a running worker's label and progress; None where none runs."""
+        running = self.history.running
+        if not running:
+            return None
+        worker = next((one for one in running if one.progress[0]), running[0])
+        more = f" (+{len(running) - 1} more)" if len(running) > 1 else ""
+        desc, done, total = worker.progress
+        label = call_label({"task": worker.task, "client": worker.client})
+        return f"  {label}{more} {desc}".rstrip(), done, total
+
+
+class Terminal(_Bars):
+    """Bars of rich at the bottom of the terminal; lines of logs and of ``print`` appear above them.
+
+    Nothing refreshes them but events and ticks: this process forks, and so it has no thread for that.
+    """
+
+    def __init__(self, history: History, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(history, stream)
+        self._above: OutputAbove | None = None
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            get_renderable=self._rows,
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,  # not all of it: see _Above
+            redirect_stderr=False,  # bars of the app's own go there
+        )
+
+    def _draw(self) -> None:
+        if self._above is None:
+            self._above = OutputAbove(self._console)
+            self._live.start()
+        self._live.refresh()
+
+    def say(self, text: str) -> None:
+        """Print a text above the bars."""
+        from rich.text import Text
+
+        with suppress(OSError, ValueError):
+            self._console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar over the rounds as it is, and remove the others."""
+        if self._above is not None:
+            above, self._above = self._above, None
+            self._done_rounds = self._last_finished
+            with suppress(OSError, ValueError):
+                self._live.stop()
+            above.end()
+
+    def _rows(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = Table.grid(padding=(0, 1, 0, 0))
+        rows.add_column(no_wrap=True, overflow="ellipsis")
+        rows.add_column(width=max(8, self._console.width // 5))
+        rows.add_column(no_wrap=True, overflow="ellipsis")
+
+        def add(label: str, done: int, total: int | None, text: str) -> None:
+            bar = ProgressBar(total=total, completed=done, pulse=False) if total else ""
+            rows.add_row(Text(label), bar, Text(text))
+
+        add("rounds", self._done_rounds, self.history.num_rounds, self._rounds_text())
+        if self._above is None:  # closed: the bar over the rounds stays
+            return rows
+        if (one := self.history.open_round) is not None:
+            add(self._clients_label(), one.replies, one.messages, self._clients_text())
+        if (row := self._worker_row()) is not None:
+            label, done, total = row
+            add(label, done, total, f"{done}/{total}" if total else "...")
+        return rows
+
+
+class Notebook(_Bars):
+    """Bars of tqdm, which draws them as widgets in a notebook."""
+
+    def __init__(self, history: History, stream: TextIO) -> None:
+        super().__init__(history, stream)
+        self._rounds: tqdm[Any] | None = None
+        self._clients: tqdm[Any] | None = None
+
+    def _draw(self) -> None:
+        if self._rounds is None:
+            self._rounds = self._bar("rounds")
+        _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
+        one = self.history.open_round
+        if self._clients is not None and (one is None or self._clients.desc != self._clients_label()):
+            self._clients.close()
+            self._clients = None
+        if one is not None:
+            self._clients = self._clients or self._bar(self._clients_label(), leave=False)
+            _set(self._clients, one.replies, one.messages, self._clients_text())
+
+    def close(self) -> None:
+        """Leave the bar over the rounds as it is, and remove the other one."""
+        with suppress(OSError, ValueError):
+            self._done_rounds = self._last_finished
+            if self._rounds is not None:
+                _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
+                self._rounds.close()
+            if self._clients is not None:
+                self._clients.close()
+        self._clients = self._rounds = None
+
+    def _bar(self, label: str, leave: bool = True) -> tqdm[Any]:
+        from tqdm.auto import tqdm
+
+        tqdm.monitor_interval = 0  # no thread of its own
+        return tqdm(
+            desc=label,
+            leave=leave,
+            file=self.stream,
+            dynamic_ncols=True,
+            bar_format="{desc} |{bar}| {n_fmt}/{total_fmt}{postfix}",
+        )
+
+
+def _set(bar: tqdm[Any], done: int, total: int | None, text: str) -> None:
+    bar.total, bar.n = total, done
+    bar.set_postfix_str(text.partition(", ")[2], refresh=False)  # it shows the numbers itself
+    bar.refresh()
+
+
+def make_display(history: History, stream: TextIO | None, is_shown: bool = True) -> Display:
+    """Return the display for a stream."""
+    if stream is None or stream.closed or not is_shown:
+        return Display(history, stream)
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        return Terminal(history, stream)
+    return Notebook(history, stream) if _is_notebook() else Lines(history, stream)
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"

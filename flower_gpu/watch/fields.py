@@ -1,0 +1,60 @@
+"""Fields of events, as far as they are what they should be: a trace may have been written by anybody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+_MOST_METRICS: Final = 3  # of a round's task, in one line
+_HUGE: Final = 1 << 63  # larger ones are no figures of a run, and fit into no float
+
+
+def text(value: object) -> str:
+    """Return a text; empty where it is none."""
+    return value if isinstance(value, str) else ""
+
+
+def number(value: object) -> float | None:
+    """Return a finite number; None where it is none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    found = whole(value)
+    return None if found is None else float(found)
+
+
+def whole(value: object) -> int | None:
+    """Return a whole number; None where it is none, or no figure of a run."""
+    return value if type(value) is int and abs(value) < _HUGE else None
+
+
+def mappings(value: object) -> list[Mapping[str, Any]]:
+    """Return what of a list is a mapping."""
+    return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+
+
+def first_line(value: object) -> str:
+    """Return the first line of a text, such as an error."""
+    lines = text(value).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Return a mapping; empty where it is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
+    """Write the first few numbers among metrics."""
+    numbers = {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    return ", ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:most])
+
+
+def call_label(event: Mapping[str, Any]) -> str:
+    """Name a call: ``fit of client 3``, ``evaluate on the server``."""
+    task, client = event.get("task") or "call", event.get("client")
+    return f"{task} on the server" if client in (None, "", "server") else f"{task} of client {client}"

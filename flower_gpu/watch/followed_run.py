@@ -1,0 +1,85 @@
+"""One run, followed by its trace while it goes on."""
+
+from __future__ import annotations
+
+import platform
+import time
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import trace
+from flower_gpu.apps.registry import RunningRun
+from flower_gpu.watch import processes
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import WorkerSpan
+from flower_gpu.watch.tally import Tally
+
+_CHUNK_BYTES: Final = 256 << 10  # takes about ten milliseconds
+
+
+class FollowedRun:
+    """A run and its history, as far as its trace has been read; ``run`` is None for an unregistered run."""
+
+    def __init__(self, folder: Path, run: RunningRun | None = None, tally: Tally | None = None) -> None:
+        self.folder = folder
+        self.run = run
+        self.is_registered = run is not None  # now
+        self.label = ""  # names it among the other runs
+        self.history = History(keep_finished=False, tally=tally)
+        self._path = folder / trace.FILE_NAME
+        self._follower = trace.Follower(self._path)
+
+    @property
+    def name(self) -> str:
+        """The app's name, or the folder's where the app's is not known."""
+        return (self.run.name if self.run else "") or self.history.name or self.folder.name
+
+    @property
+    def pid(self) -> int | None:
+        """The process that has started the run."""
+        return self.run.pid if self.run else self.history.pid
+
+    @property
+    def read_part(self) -> float:
+        """How much of the trace has been read, from 0 to 1."""
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return 1.0
+        return min(1.0, self._follower.position / size) if size else 1.0
+
+    def read_on(self, until: float) -> bool:
+        """Read what is new, until a moment of ``time.monotonic`` at the latest; tell whether that was all."""
+        while True:
+            before = self._follower.position
+            self.history.feed(self._follower.read_new(_CHUNK_BYTES))
+            if self._follower.position - before < _CHUNK_BYTES:
+                return True
+            if time.monotonic() >= until:
+                return False
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """Whether pids in the trace are of this host, and of this namespace of pids."""
+        if self.history.host not in ("", platform.node()):
+            return False  # in a shared folder
+        # A registered run's process lives: if there is none with its number, numbers are another namespace's.
+        return not (self.run and self.is_registered) or processes.is_there(self.run.pid, self.run.since)
+
+    def workers(self) -> list[WorkerSpan]:
+        """Return the workers that are there, the oldest first: a killed run leaves some open in its trace."""
+        found = self.history.running
+        if not self.is_of_this_host:
+            return [] if self.history.finished_at is not None else found
+        return [one for one in found if processes.is_there(one.pid, one.started_at)]
+
+    def outcome(self) -> str:
+        """Return how the run ended: ``"gone"`` where it was killed, empty while it goes on or is unknown."""
+        if self.is_registered or self.history.outcome:
+            return "" if self.is_registered else self.history.outcome
+        began = self.history.started_at
+        if self.run is not None:
+            return "gone"
+        if self.pid is None or began is None or not self.is_of_this_host:
+            return ""
+        return "" if processes.is_there(self.pid, began) else "gone"

@@ -1,0 +1,417 @@
+"""What a trace tells, put together: a run, its leases, its workers, its rounds, its GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+from flower_gpu import trace
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.trace import SERVER_EVALUATE
+from flower_gpu.watch.fields import mappings, number, text, whole
+from flower_gpu.watch.spans import (
+    Evaluation,
+    GPUInfo,
+    GPUSample,
+    LeaseSpan,
+    OpenRound,
+    OutOfMemory,
+    SentMessages,
+    WorkerSpan,
+)
+from flower_gpu.watch.tally import FailureReasons, Tally, known_consequence, known_outcome
+
+_FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
+# With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
+_MOST_OPEN: Final = 10_000
+_MOST_METRICS: Final = 1000  # of an evaluation
+
+
+class History:
+    """A run, as far as its events tell; fed event by event, so that it can be followed while it goes on.
+
+    Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
+    forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
+    that go on, ``samples`` the last of each GPU, ``evaluations`` and ``out_of_memory`` the last few. Counts
+    go into ``tally``, which runs may share.
+    """
+
+    def __init__(self, *, keep_finished: bool = True, tally: Tally | None = None) -> None:
+        self._keep_finished = keep_finished
+        self.tally = Tally() if tally is None else tally
+        # Of the run; empty or None as long as that is not told.
+        self.kind = self.name = self.host = self.version = ""
+        self.outcome = ""  # also empty for a run that was killed
+        self.pid: int | None = None
+        self.clients: int | None = None
+        self.cores: int | None = None
+        self.started_at: float | None = None
+        self.finished_at: float | None = None
+        self.first_at: float | None = None  # of all events
+        self.last_at: float | None = None
+        self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
+        # Messages to clients: as the run has told at its end, and as its rounds tell.
+        self.failed_messages: int | None = None
+        self.all_messages: int | None = None
+        self.messages_sent = self.messages_failed = 0
+        self.messages: dict[tuple[int | None, str], SentMessages] = {}  # by round and task
+        self.failures = FailureReasons()  # of replies that are errors
+        self.all_failed = ""  # why the run computes nothing, once that is so
+        # Rounds.
+        self.strategy: str | None = None
+        self.strategy_started_at: float | None = None
+        self.num_rounds: int | None = None
+        self.resumed_round: int | None = None
+        self.highest_round = 0  # of those that have finished
+        self.last_metrics: dict[str, Mapping[str, Any]] = {}  # by task, as told
+        self.open_round: OpenRound | None = None  # messages that are under way
+        self._evaluations: dict[tuple[int, str], Evaluation] = {}  # by round and task
+        # GPUs by UUID; leases and workers in the order of their starts.
+        self.gpus: dict[str, GPUInfo] = {}
+        self.samples: dict[str, list[GPUSample]] = {}
+        self.leases: list[LeaseSpan] = []
+        self.workers: list[WorkerSpan] = []
+        self.out_of_memory: list[OutOfMemory] = []
+        self._requests: dict[str, LeaseSpan] = {}  # by call, that wait
+        self._leases: dict[str, LeaseSpan] = {}  # by id
+        self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
+        self._last_round: int | None = None  # of a worker
+        self._tallied_round = 0  # a resumed run does some rounds again
+        self._calls_round: int | None = None
+        self._calls_done: Counter[str] = Counter()  # of that round
+        self._before: float | None = None  # the time of the event before this one
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        """Read a whole trace."""
+        history = cls()
+        history.feed(trace.read(path))
+        return history
+
+    def feed(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Take in events, oldest first. What is not understood is left out: a trace may be cut anywhere."""
+        for event in events:
+            time = number(event.get("time"))
+            handler = getattr(self, f"_on_{event.get('event')}", None)
+            if time is None:
+                continue
+            self.first_at = time if self.first_at is None else self.first_at
+            self._before, self.last_at = self.last_at, max(self.last_at or time, time)
+            if handler is not None:
+                handler(time, event)
+        if not self._keep_finished:
+            self._forget_finished()
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The rounds that have finished, of each task."""
+        return list(self._evaluations.values())
+
+    @property
+    def waiting(self) -> list[LeaseSpan]:
+        """Requests that wait for a lease, the oldest first."""
+        return list(self._requests.values())
+
+    @property
+    def running(self) -> list[WorkerSpan]:
+        """Workers that have not ended, the oldest first."""
+        return list(self._running.values())
+
+    def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
+        """Return the lease that a worker has; None on the CPU."""
+        return self._leases.get(worker.lease)
+
+    @property
+    def current_round(self) -> int | None:
+        """The round that is under way, or was last: the highest that anything is of."""
+        if self.open_round is not None and self.open_round.round is not None:
+            return self.open_round.round
+        rounds = [worker.round for worker in self.workers[-50:] if worker.round is not None]
+        rounds += [number for number, _ in islice(reversed(self._evaluations), 1)]
+        if not self._keep_finished and self._last_round is not None:
+            rounds.append(self._last_round)
+        return max(rounds, default=None)
+
+    @property
+    def calls_done(self) -> dict[str, int]:
+        """How many calls of the current round are done, by task; a call of no round is not counted."""
+        is_current = self._calls_round is not None and self._calls_round == self.current_round
+        return dict(self._calls_done) if is_current else {}
+
+    @property
+    def gpus_of_run(self) -> list[GPUInfo]:
+        """The GPUs that the run could use, by their numbers. Samples tell of all GPUs of the host."""
+        leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
+        told = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
+        return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.index, gpu.uuid))
+
+    def over_at(self, since: float, end: float) -> float:
+        """Return the latest possible end of a span: the end of its part of the run, or of the trace."""
+        return min((begin for begin, _ in self.pauses if begin >= since), default=end)
+
+    def _forget_finished(self) -> None:
+        for spans in (self._running, self._requests, self._leases):
+            _drop_oldest(spans, _MOST_OPEN)
+        _drop_oldest(self._evaluations, _FEW)
+        _drop_oldest(self.last_metrics, _FEW)
+        self.workers = list(self._running.values())
+        self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}
+        self.leases = [*self._requests.values(), *self._leases.values()]
+        for samples in self.samples.values():
+            del samples[:-1]
+        del self.out_of_memory[:-_FEW]
+        del self.pauses[:-_FEW]
+        self.messages.clear()
+
+    # The run
+
+    def _on_run_started(self, time: float, event: Mapping[str, Any]) -> None:
+        # Of two hosts that share a folder, each says that the run begins: then nothing has ended.
+        goes_on = self.finished_at is not None or event.get("kind") == "simulate"
+        before = self._before if self.finished_at is None else self.finished_at
+        if self.started_at is not None and goes_on and before is not None and before < time:
+            self.pauses.append((before, time))
+        # A run that is resumed begins again; its times are those of the first.
+        self.started_at = time if self.started_at is None else self.started_at
+        self.finished_at, self.outcome = None, ""
+        if not self._keep_finished:  # what the one before has left open was killed with it
+            self._requests, self._leases, self._running = {}, {}, {}
+        self.kind, self.name = text(event.get("kind")), text(event.get("name"))
+        self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
+        self.version = text(event.get("version"))
+        self.clients, self.cores = whole(event.get("clients")), whole(event.get("cores"))
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        for told in mappings(event.get("gpus")):
+            self._learn_gpu(told)
+
+    def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
+        self.finished_at, self.outcome = time, text(event.get("outcome"))
+        self.failed_messages, self.all_messages = whole(event.get("failed")), whole(event.get("messages"))
+        self.open_round = None
+
+    def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
+        for told in mappings(event.get("gpus")):
+            self._learn_gpu(told)
+            self.samples.setdefault(text(told.get("uuid")), []).append(
+                GPUSample(
+                    time,
+                    whole(told.get("used_bytes")),
+                    number(told.get("utilization_percent")),
+                    number(told.get("temperature_c")),
+                )
+            )
+
+    def _learn_gpu(self, told: Mapping[str, Any]) -> None:
+        gpu = self.gpus.setdefault(text(told.get("uuid")), GPUInfo(text(told.get("uuid"))))
+        index = whole(told.get("index"))
+        gpu.index = gpu.index if index is None else index
+        gpu.name = text(told.get("name")) or gpu.name
+        gpu.total_bytes = whole(told.get("total_bytes")) or gpu.total_bytes
+        gpu.capacity_bytes = whole(told.get("capacity_bytes")) or gpu.capacity_bytes
+
+    # Rounds
+
+    def _on_strategy_started(self, time: float, event: Mapping[str, Any]) -> None:
+        self.strategy, self.strategy_started_at = text(event.get("strategy")), time
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+
+    def _on_strategy_resumed(self, time: float, event: Mapping[str, Any]) -> None:
+        self.resumed_round = whole(event.get("round"))
+
+    def _on_all_failed(self, time: float, event: Mapping[str, Any]) -> None:
+        self.all_failed = self.all_failed or text(event.get("reason"))
+
+    def _on_round_started(self, time: float, event: Mapping[str, Any]) -> None:
+        self.open_round = OpenRound(
+            whole(event.get("round")), text(event.get("task")), whole(event.get("messages")), time
+        )
+
+    def _on_round_grew(self, time: float, event: Mapping[str, Any]) -> None:
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.messages = whole(event.get("messages"))
+
+    def _on_reply(self, time: float, event: Mapping[str, Any]) -> None:
+        has_failed = event.get("error") is not None
+        if (open_round := self._open_round_of(event)) is not None:
+            open_round.replies += 1
+            open_round.failed += has_failed
+        if has_failed:
+            self.failures.add(event)
+
+    def _open_round_of(self, event: Mapping[str, Any]) -> OpenRound | None:
+        told = (whole(event.get("round")), text(event.get("task")))
+        one = self.open_round
+        return one if one is not None and (one.round, one.task) == told else None
+
+    def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
+        task, sent, failed = text(event.get("task")), whole(event.get("messages")), whole(event.get("failed"))
+        if self.open_round is not None and self.open_round.task == task:
+            self.open_round = None
+        if sent is not None and failed is not None:
+            round_, seconds = whole(event.get("round")), number(event.get("seconds"))
+            self.messages[round_, task] = SentMessages(round_, task, sent, failed, seconds)
+            self.messages_sent += sent
+            self.messages_failed += failed
+        self._evaluated(time, event, task)
+
+    def _on_round(self, time: float, event: Mapping[str, Any]) -> None:
+        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self._evaluated(time, event, SERVER_EVALUATE)
+
+    def _evaluated(self, time: float, event: Mapping[str, Any], task: str) -> None:
+        server_round, metrics = whole(event.get("round")), event.get("metrics")
+        if server_round is not None and server_round > self._tallied_round:
+            self._tallied_round = server_round
+            self.tally.rounds_finished += 1
+        if not isinstance(metrics, Mapping):
+            return
+        told = dict(islice(metrics.items(), _MOST_METRICS))
+        if told:
+            self.last_metrics.pop(task, None)
+            self.last_metrics[task] = told
+        if server_round is None:
+            return
+        self.highest_round = max(self.highest_round, server_round)
+        # A strategy and a simulation may both tell it; and a resumed run does some rounds again.
+        found = self._evaluations.setdefault((server_round, task), Evaluation(time, server_round, task, {}))
+        found.time, found.told = time, dict(islice({**found.told, **told}.items(), _MOST_METRICS))
+        figures = {str(name): number(value) for name, value in found.told.items()}
+        found.metrics = {name: figure for name, figure in figures.items() if figure is not None}
+        seconds = number(event.get("seconds"))
+        found.seconds = found.seconds if seconds is None else seconds
+        found.messages += whole(event.get("messages")) or 0
+        found.failed += whole(event.get("failed")) or 0
+
+    # Leases
+
+    def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
+        span = LeaseSpan(
+            *_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")), asked=_asked(event)
+        )
+        self._requests[span.call] = span
+        self.leases.append(span)
+
+    def _on_lease_granted(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._requests.pop(text(event.get("call")), None)
+        if span is None:
+            span = LeaseSpan(*_whose(event), requested_at=None)
+            self.leases.append(span)
+        span.granted_at, span.id = time, text(event.get("lease"))
+        for told in mappings(event.get("gpus")):
+            self._learn_gpu(told)
+            span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
+        self._leases[span.id] = span
+        self.tally.leases_granted += 1
+        span.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
+        self.tally.lease_waits.add(span.waited_s)
+
+    def _on_lease_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._requests.pop(text(event.get("call")), None)
+        if span is not None:
+            span.refused_at = time
+        self.tally.leases_not_granted += 1
+
+    def _on_lease_released(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._leases.get(text(event.get("lease")))
+        if span is not None:
+            span.released_at = time
+
+    # Workers
+
+    def _on_worker_started(self, time: float, event: Mapping[str, Any]) -> None:
+        self._begin_worker(time, event)
+        self.tally.workers_started += 1
+
+    def _begin_worker(self, time: float, event: Mapping[str, Any]) -> WorkerSpan:
+        worker = WorkerSpan(
+            *_whose(event),
+            pid=whole(event.get("pid")) or 0,
+            start_method=text(event.get("start_method")),
+            lease=text(event.get("lease")),
+            started_at=time,
+        )
+        self._running[worker.call, worker.pid] = worker
+        self._last_round = worker.round if worker.round is not None else self._last_round
+        self.workers.append(worker)
+        return worker
+
+    def _on_task_started(self, time: float, event: Mapping[str, Any]) -> None:
+        if (worker := self._of(event)) is not None:
+            worker.task_at = time
+
+    def _on_cuda_started(self, time: float, event: Mapping[str, Any]) -> None:
+        if (worker := self._of(event)) is not None:
+            worker.cuda_at = time
+
+    def _on_worker_result(self, time: float, event: Mapping[str, Any]) -> None:
+        if (worker := self._of(event)) is not None:
+            worker.result_at = time
+
+    def _on_progress(self, time: float, event: Mapping[str, Any]) -> None:
+        if (worker := self._of(event)) is not None:
+            worker.task_at = worker.task_at or time
+            worker.progress = (
+                text(event.get("desc")), whole(event.get("n")) or 0, whole(event.get("total")),
+            )  # fmt: skip
+
+    def _on_worker_finished(self, time: float, event: Mapping[str, Any]) -> None:
+        worker, outcome = self._of(event), text(event.get("outcome"))
+        self.tally.workers_finished[known_outcome(outcome)] += 1
+        if worker is None:  # the line of its start was cut off
+            worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
+        if worker.round != self._calls_round:
+            self._calls_round = worker.round
+            self._calls_done.clear()
+        if outcome != "out of memory":  # most are tried again
+            self._calls_done[worker.task] += 1
+        if (lease := self.lease_of(worker)) is not None:
+            lease.is_used = True
+        del self._running[worker.call, worker.pid]
+        worker.finished_at, worker.seconds = time, number(event.get("seconds"))
+        worker.outcome, worker.error = outcome, text(event.get("error"))
+        worker.task_at = number(event.get("task_at")) or worker.task_at
+        worker.cuda_at = number(event.get("cuda_at")) or worker.cuda_at
+        worker.result_at = number(event.get("result_at")) or worker.result_at
+        for told in mappings(event.get("gpus")):
+            for name, into in (("peak_bytes", worker.peak_bytes), ("cap_bytes", worker.cap_bytes)):
+                if (nbytes := whole(told.get(name))) is not None:
+                    into[text(told.get("uuid"))] = nbytes
+        if self.open_round is not None and worker.round == self.open_round.round:
+            self.open_round.workers_finished += 1
+
+    def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
+        self.tally.out_of_memory[known_consequence(text(event.get("then")))] += 1
+        names = ("client", "task", "uuid", "kind", "then")
+        self.out_of_memory.append(OutOfMemory(time, *(text(event.get(name)) for name in names)))
+
+    def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
+        call, pid = text(event.get("call")), whole(event.get("pid")) or 0
+        if not call:  # older traces do not say it of progress; a process does one call at a time
+            return next((one for one in reversed(self._running.values()) if one.pid == pid), None)
+        return self._running.get((call, pid))
+
+
+def _drop_oldest(found: dict[Any, Any], most: int) -> None:
+    for key in list(islice(found, max(0, len(found) - most))):
+        del found[key]
+
+
+def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:
+    call, client, task = (text(event.get(name)) for name in ("call", "client", "task"))
+    return call, client, task, whole(event.get("round"))
+
+
+def _asked(event: Mapping[str, Any]) -> str:
+    """Say what a request is for: ``"4 GiB"``, ``"0.25"`` of a GPU, ``"a whole GPU"``, or ``"auto"``."""
+    count, share = whole(event.get("count")) or 1, number(event.get("share"))
+    memory_bytes = whole(event.get("memory_bytes"))
+    if memory_bytes is not None:
+        return format_bytes(memory_bytes)
+    if event.get("alone") is True:
+        return "a whole GPU"
+    if share is not None:
+        return f"{share * count:g}"
+    return "auto"

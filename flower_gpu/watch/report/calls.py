@@ -1,0 +1,176 @@
+"""The calls of a run, and which part of its time each has spent with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from flower_gpu.watch.history import History
+from flower_gpu.watch.report.clock import Clock
+from flower_gpu.watch.report.texts import client_key
+from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
+from flower_gpu.workers import methods
+
+PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
+
+#: How calls end that got no worker: the wait for a lease was over, or there was an error before.
+NO_LEASE: Final = "no lease"
+OK: Final = "ok"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A phase of a call, in seconds of the run."""
+
+    phase: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True)
+class CallTry:
+    """A call, or one of several tries of it: the wait for a lease, and the worker."""
+
+    call: str
+    client: str
+    task: str
+    round: int | None
+    gpus: tuple[str, ...]  # UUIDs of the GPUs that it had a share of; empty on the CPU, and while it waits
+    has_worker: bool
+    process: str  # the same for all calls that one worker handles one after the other
+    parts: tuple[Part, ...]  # without gaps, in the order of PHASES, at least one
+    outcome: str  # of the worker, or NO_LEASE; empty where the trace does not tell
+    error: str = ""
+    peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
+
+    @property
+    def begin_s(self) -> float:
+        """When it began."""
+        return self.parts[0].begin_s
+
+    @property
+    def end_s(self) -> float:
+        """When it ended, as far as the trace tells."""
+        return self.parts[-1].end_s
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without a result."""
+        return self.outcome not in (OK, "")
+
+
+def tries_of(history: History, clock: Clock) -> list[CallTry]:
+    """Return all calls of a run and their tries, in the order in which they began."""
+    with_worker = {worker.lease for worker in history.workers if worker.lease}
+    found = [_of_worker(history, clock, one, number) for number, one in enumerate(history.workers, start=1)]
+    found += [_without_worker(history, clock, one) for one in history.leases if one.id not in with_worker]
+    return sorted(found, key=lambda one: (one.begin_s, one.end_s))
+
+
+def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) -> CallTry:
+    lease = history.lease_of(worker)
+    is_first = lease is not None and lease.call == worker.call  # others find the lease with the worker
+    end = worker.finished_at
+    if end is None:
+        end = history.over_at(worker.started_at, clock.end)
+        if lease is not None and lease.released_at is not None:  # then all of it is over
+            end = min(end, max(lease.released_at, worker.started_at))
+    granted = lease.granted_at if lease is not None and is_first else None
+    tells_later = worker.finished_at is None and not methods.tells_start(worker.start_method)
+    unknown_task_at = worker.started_at if tells_later else end
+    task_at = worker.task_at if worker.task_at is not None else unknown_task_at
+    result_at = worker.result_at if worker.result_at is not None else end
+    times = [worker.started_at if granted is None else granted, task_at, result_at, end]
+    phases: Sequence[str] = PHASES[1:]
+    if lease is not None and is_first and lease.requested_at is not None:
+        times, phases = [lease.requested_at, *times], PHASES
+    return CallTry(
+        worker.call,
+        worker.client,
+        worker.task,
+        worker.round,
+        tuple(lease.memory_bytes) if lease is not None else (),
+        True,
+        worker.lease or f"{worker.call} {number}",
+        _parts(clock, phases, times),
+        worker.outcome,
+        worker.error,
+        max(worker.peak_bytes.values(), default=None),
+    )
+
+
+def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry:
+    times = [time for time in (lease.requested_at, lease.granted_at) if time is not None]
+    end = lease.refused_at if lease.granted_at is None else lease.released_at
+    outcome = ""
+    if end is None:
+        end = history.over_at(times[0], clock.end)
+    else:
+        outcome = NO_LEASE if lease.granted_at is None else "no worker"
+    phases = PHASES[:1] if lease.granted_at is None else PHASES[2 - len(times) : 2]
+    return CallTry(
+        lease.call,
+        lease.client,
+        lease.task,
+        lease.round,
+        tuple(lease.memory_bytes),
+        False,
+        f"{lease.call} {lease.id}",
+        _parts(clock, phases, [*times, end]),
+        outcome,
+    )
+
+
+def _parts(clock: Clock, phases: Sequence[str], times: Sequence[float]) -> tuple[Part, ...]:
+    """Return what lies between times, in order also where processes have looked at the clock too early."""
+    found: list[Part] = []
+    at = clock.seconds(times[0])
+    for phase, time in zip(phases, times[1:], strict=True):
+        until = max(at, clock.seconds(time))
+        if until > at:
+            found.append(Part(phase, at, until))
+        at = until
+    # What is over in no time at all is there, too.
+    return tuple(found) or (Part(phases[-1], at, at),)
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """The calls of one client."""
+
+    client: str
+    calls: int
+    tries: int  # a call that runs out of memory may be tried again
+    median_s: Mapping[str, float | None]  # of a call, by phase; None where no call had this phase
+    max_s: Mapping[str, float | None]
+    peak_bytes: int | None  # the most memory that a worker of it was seen to use on one GPU
+    failures: int  # tries that have ended without a result
+
+
+def client_rows(tries: Sequence[CallTry]) -> list[ClientRow]:
+    """Return a row for each client, in the order of their names."""
+    by_client: dict[str, list[CallTry]] = {}
+    for one in tries:
+        by_client.setdefault(one.client, []).append(one)
+    return [_row(client, by_client[client]) for client in sorted(by_client, key=client_key)]
+
+
+def _row(client: str, tries: Sequence[CallTry]) -> ClientRow:
+    parts = [part for one in tries for part in one.parts]
+    seconds = {phase: [part.seconds for part in parts if part.phase == phase] for phase in PHASES}
+    return ClientRow(
+        client,
+        len({one.call for one in tries}),
+        len(tries),
+        {phase: median(values) if values else None for phase, values in seconds.items()},
+        {phase: max(values, default=None) for phase, values in seconds.items()},
+        max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None),
+        sum(one.has_failed for one in tries),
+    )

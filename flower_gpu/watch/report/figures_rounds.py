@@ -1,0 +1,135 @@
+"""Picture of the metrics of each round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu.printable import printable
+from flower_gpu.watch.report import drawing
+from flower_gpu.watch.report.drawing import Picture
+from flower_gpu.watch.report.texts import task_name
+from flower_gpu.watch.spans import Evaluation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LOOKS: Final = {
+    "server-evaluate": (drawing.BLUE, "o", "-"),
+    "evaluate": (drawing.ORANGE, "s", "--"),
+    "train": (drawing.GREEN, "^", "-."),
+    "fit": (drawing.GREEN, "^", "-."),
+}
+_OTHER_LOOK: Final = (drawing.PURPLE, "D", ":")
+_COLUMNS: Final = 3
+_MOST_PANELS: Final = 12
+_MOST_MARKED: Final = 60  # rounds of which each has a mark of its own
+# What a metric is about is often said in front of it: then it is the same one, of other data.
+_PREFIXES: Final = (
+    "train",
+    "eval",
+    "evaluate",
+    "test",
+    "val",
+    "validation",
+    "fit",
+    "centralized",
+    "federated",
+)
+_SAME: Final = {"acc": "accuracy", "f1-score": "f1", "f1score": "f1", "f1-macro": "f1"}
+_FIRST: Final = ("accuracy", "loss", "f1", "precision", "recall")
+_COUNTS: Final = ("num-examples", "examples", "num-samples")
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of one metric, by round."""
+
+    name: str
+    task: str
+    rounds: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+def panels_of(evaluations: Sequence[Evaluation]) -> dict[str, list[Series]]:
+    """Sort metrics into panels by title: one for each, and for the same one of server and clients together.
+
+    Accuracy, loss and F1 come first. Numbers of examples, which are weights and no results, are left out.
+    """
+    values: dict[tuple[str, str], dict[int, float]] = {}
+    for evaluation in evaluations:
+        for name, value in evaluation.metrics.items():
+            values.setdefault((evaluation.task, name), {})[evaluation.round] = value
+    panels: dict[str, list[Series]] = {}
+    for (task, name), by_round in values.items():
+        title = _plain_name(name)
+        if title in _COUNTS:
+            continue
+        if any(one.task == task for one in panels.get(title, ())):
+            title = name  # a second one of the same name and task
+        rounds = sorted(by_round)
+        series = Series(name, task, tuple(rounds), tuple(by_round[number] for number in rounds))
+        panels.setdefault(title, []).append(series)
+    ranks = {name: rank for rank, name in enumerate(_FIRST)}
+    return dict(sorted(panels.items(), key=lambda item: ranks.get(item[0], len(ranks))))
+
+
+def rounds_picture(evaluations: Sequence[Evaluation]) -> Picture | None:
+    """Draw metrics by round; None where there are none."""
+    from matplotlib.ticker import MaxNLocator
+
+    panels = panels_of(evaluations)
+    shown = list(panels.items())[:_MOST_PANELS]
+    if not shown:
+        return None
+    columns = min(_COLUMNS, max(2, len(shown)))
+    rows = -(-len(shown) // columns)
+    figure = drawing.new_figure(rows * 2.5 + 0.7)
+    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    handles: dict[str, Any] = {}
+    for (title, series), axes in zip(shown, cells, strict=False):
+        drawing.dress(axes, title="F1" if title == "f1" else printable(title))
+        for one in series:
+            handles[task_name(one.task)] = _draw(axes, one)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        rounds = {number for one in series for number in one.rounds}
+        if len(rounds) == 1:  # else its axis has fractions of it
+            axes.set_xlim(min(rounds) - 1, max(rounds) + 1)
+        axes.set_xlabel("round", fontsize=drawing.TEXT_PT)
+    for axes in cells[len(shown) :]:
+        axes.set_visible(False)
+    drawing.legend_below(figure, handles)
+    left_out = len(panels) - len(shown)
+    return Picture(
+        "rounds",
+        "Metrics by round",
+        "Of the server's own evaluations, and of clients as the strategy has aggregated them."
+        + (f" {left_out} more metrics are in the table only." if left_out else ""),
+        "Metrics by round: " + ", ".join(printable(title) for title, _ in shown),
+        figure,
+        is_dense=False,
+    )
+
+
+def _draw(axes: Axes, series: Series) -> Any:
+    colour, marker, line = _LOOKS.get(series.task, _OTHER_LOOK)
+    (drawn,) = axes.plot(
+        series.rounds,
+        series.values,
+        color=colour,
+        linestyle=line,
+        linewidth=1.4,
+        marker=marker if len(series.rounds) <= _MOST_MARKED else "",
+        markersize=4,
+    )
+    return drawn
+
+
+def _plain_name(name: str) -> str:
+    plain = name.lower().replace("_", "-").replace("/", "-").replace(" ", "-")
+    if plain in _COUNTS:
+        return plain
+    first, _, rest = plain.partition("-")
+    plain = rest if rest and first in _PREFIXES else plain
+    return _SAME.get(plain, plain)

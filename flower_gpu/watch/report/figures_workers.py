@@ -1,0 +1,199 @@
+"""Picture of the workers: which ran when, on which GPU, and what they spent their time with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from flower_gpu.printable import printable
+from flower_gpu.watch.history import History
+from flower_gpu.watch.report import drawing
+from flower_gpu.watch.report.calls import PHASES, CallTry
+from flower_gpu.watch.report.clock import Clock
+from flower_gpu.watch.report.drawing import Picture, TimeAxis
+from flower_gpu.watch.report.lanes import LaneGroup, Row, group, waiting_steps
+from flower_gpu.watch.report.texts import counted, gpu_name
+from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS: Final = {
+    WAITING: drawing.YELLOW,
+    STARTING: drawing.ORANGE,
+    RUNNING: drawing.BLUE,
+    EXITING: drawing.PURPLE,
+}
+_MOST_LANES_WITH_WAITING: Final = 60
+_SMALL_BARS: Final = 300  # of which each has edges, hatches, and its client's name where there is room
+_LANE_IN, _MOST_IN = 0.24, 9.0
+_LETTER_IN: Final = 0.075
+_OUT_OF_MEMORY: Final = "out of memory"
+_GAP: Final = 0.8  # lanes between groups
+
+
+def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) -> Picture | None:
+    """Draw all calls as bars in lanes, by GPU; None where there was no call."""
+    if not tries:
+        return None
+    with_waiting = True
+    groups = _groups(history, tries, with_waiting)
+    if sum(one.lanes for one in groups) > _MOST_LANES_WITH_WAITING:
+        with_waiting = False  # the line would take all the room: it is counted instead
+        groups = _groups(history, tries, with_waiting)
+    axis = TimeAxis.of(clock)
+    bars = sum(len(one.rows) for one in groups)
+    is_dense = bars > _SMALL_BARS
+    lanes = sum(one.lanes for one in groups) + _GAP * (len(groups) - 1)
+    height = min(_MOST_IN, max(1.0, _LANE_IN * lanes))
+    waiting = ([], []) if with_waiting else waiting_steps(tries)
+    strip = 1.1 if waiting[0] else 0.0
+    figure = drawing.new_figure(height + strip + 1.1)
+    handles: dict[str, Any] = {}
+    if strip:
+        above, axes = figure.subplots(2, 1, height_ratios=[strip, height])
+        _draw_waiting(above, axis, waiting)
+    else:
+        axes = figure.subplots()
+    handles |= _draw_groups(axes, axis, groups, is_dense)
+    axis.apply(axes, has_label=True)
+    drawing.legend_below(figure, handles, columns=7)
+    return Picture(
+        "workers",
+        "Workers",
+        _caption(groups, with_waiting, is_dense),
+        f"Bars of {counted(bars, 'call')} over time, by GPU",
+        figure,
+        is_dense,
+    )
+
+
+def _groups(history: History, tries: Sequence[CallTry], with_waiting: bool) -> list[LaneGroup]:
+    gpus = history.gpus_of_run
+    known = {gpu.uuid for gpu in gpus}
+    on_gpu = {gpu.uuid: [one for one in tries if gpu.uuid in one.gpus] for gpu in gpus}
+    rest = [one for one in tries if not known.intersection(one.gpus)]
+    on_cpu = [one for one in rest if one.has_worker]
+    without = [one for one in rest if not one.has_worker]
+    groups = [group(gpu_name(gpu, gpus), on_gpu[gpu.uuid], with_waiting) for gpu in gpus]
+    groups += [group("CPU", on_cpu, with_waiting), group("no lease", without, with_waiting)]
+    return [one for one in groups if one.rows]
+
+
+def _draw_groups(axes: Axes, axis: TimeAxis, groups: Sequence[LaneGroup], is_dense: bool) -> dict[str, Any]:
+    """Draw bars from the top to the bottom, and return what a legend is made of."""
+    tops, at = [], 0.0
+    for one in groups:
+        tops.append(at)
+        at += one.lanes + _GAP
+    placed = [(top + row.lane, row) for top, one in zip(tops, groups, strict=True) for row in one.rows]
+    handles = {
+        phase: handle
+        for phase in PHASES
+        if (handle := _draw_phase(axes, axis, placed, phase, is_dense)) is not None
+    }
+    if not is_dense:
+        _write_clients(axes, axis, placed)
+    handles |= _draw_ends(axes, axis, placed, is_dense)
+    axes.set_ylim(at - _GAP + 0.15, -0.15)
+    axes.set_yticks(
+        [top + one.lanes / 2 for top, one in zip(tops, groups, strict=True)], [one.label for one in groups]
+    )
+    for label in axes.get_yticklabels():
+        label.set_parse_math(False)
+    for top in tops[1:]:
+        axes.axhline(top - _GAP / 2, color="#bbbbbb", linewidth=0.8)
+    drawing.dress(axes)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.tick_params(axis="y", length=0)
+    return handles
+
+
+def _draw_phase(
+    axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]], phase: str, is_dense: bool
+) -> Any:
+    from matplotlib.patches import Patch
+
+    found = [
+        (part.begin_s, part.end_s, lane) for lane, row in placed for part in row.parts if part.phase == phase
+    ]
+    if not found:
+        return None
+    begin, end, lane = np.array(found, dtype=float).T
+    gap = 0.0 if is_dense else 0.06
+    look: dict[str, Any] = {"facecolor": _COLOURS[phase]}
+    if not is_dense:
+        look |= {"edgecolor": drawing.mixed(drawing.INK, 0.35), "linewidth": 0.4}
+        if phase == WAITING:
+            look["hatch"] = "////"
+    drawing.draw_bars(axes, axis.places(begin), axis.places(end), lane + gap, lane + 1 - gap, **look)
+    return Patch(**look)
+
+
+def _write_clients(axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]]) -> None:
+    """Write a client's name where it has room."""
+    inch_s = axis.length_s / (drawing.WIDTH_IN - 1.0)
+    for lane, row in placed:
+        name = printable(row.call.client)
+        room = [part for part in row.parts if part.seconds / inch_s > _LETTER_IN * len(name) + 0.06]
+        if not name or not room:
+            continue
+        part = max(room, key=lambda part: (part.phase == RUNNING, part.seconds))
+        axes.text(
+            (part.begin_s + part.end_s) / 2 / axis.unit_s,
+            lane + 0.52,
+            name,
+            fontsize=7.5,
+            ha="center",
+            va="center",
+            color="white" if part.phase == RUNNING else drawing.INK,
+            bbox={"facecolor": _COLOURS[part.phase], "edgecolor": "none", "pad": 0.5},
+            parse_math=False,
+            zorder=3,
+            clip_on=True,
+        )
+
+
+def _draw_ends(
+    axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]], is_dense: bool
+) -> dict[str, Any]:
+    """Mark how calls have ended that have not ended well."""
+    kinds: list[tuple[str, str, str, Callable[[CallTry], bool]]] = [
+        ("failed", "X", drawing.VERMILION, lambda call: call.has_failed and call.outcome != _OUT_OF_MEMORY),
+        ("out of memory", "v", drawing.VERMILION, lambda call: call.outcome == _OUT_OF_MEMORY),
+        ("no end in the trace", ">", drawing.GREEN, lambda call: not call.outcome),
+    ]
+    handles = {}
+    for label, marker, colour, is_meant in kinds:
+        found = [(row.parts[-1].end_s, lane + 0.5) for lane, row in placed if is_meant(row.call)]
+        if found:
+            seconds, lanes = np.array(found, dtype=float).T
+            size = 22 if is_dense else 42
+            handles[label] = drawing.draw_marks(axes, axis.places(seconds), lanes, marker, colour, size)
+    return handles
+
+
+def _draw_waiting(axes: Axes, axis: TimeAxis, steps: tuple[list[float], list[int]]) -> None:
+    seconds, counts = axis.places(steps[0]), np.array(steps[1], dtype=float)
+    look = {"color": drawing.INK, "linewidth": 0.8}
+    drawing.draw_steps(axes, seconds, counts, "post", _COLOURS[WAITING], **look)
+    axes.set_ylim(bottom=0)
+    drawing.dress(axes, y_label="waiting")
+    axis.apply(axes, has_label=False)
+
+
+def _caption(groups: Sequence[LaneGroup], with_waiting: bool, is_dense: bool) -> str:
+    lines = [
+        "Each bar is a call: its wait for a lease, the start of its worker, the task, and the worker's exit."
+    ]
+    if not with_waiting:
+        lines[0] = "Each bar is a call: the start of its worker, the task, and the worker's exit."
+        lines.append("How many calls wait for a lease is counted above them.")
+    elif not is_dense:
+        lines.append("The number in it is its client, where there is room.")
+    if any(one.label == "no lease" for one in groups):
+        lines.append("Below are calls that got no lease, or no worker.")
+    return " ".join(lines)

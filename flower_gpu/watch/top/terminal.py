@@ -1,0 +1,195 @@
+"""The terminal while something is shown on all of it: keys one by one, signals, and back as it was."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ESCAPE: Final = b"\x1b"  # what cursor keys begin with
+_MAX_WAIT_S: Final = 3600.0  # at once: the kernel takes at most 24 days
+
+
+class Terminal:
+    """The whole screen of a terminal; a context manager that gives it back as it was, whatever happens.
+
+    Attributes
+    ----------
+    ended_by : int or None
+        The signal that has asked this process to end.
+    is_quit : bool
+        Whether the key ``q`` was pressed.
+    """
+
+    def __init__(self) -> None:
+        self.ended_by: int | None = None
+        self.is_quit = False
+        self._is_suspended = False
+        self._keyboard = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
+        self._handlers: dict[int, Any] = {}
+        self._attributes: list[Any] | None = None
+        self._live: Any = None
+        self._wake = (-1, -1)
+        self._wake_before = -1
+
+    def __enter__(self) -> Terminal:
+        from rich.console import Console
+
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
+        try:
+            self._catch_signals()
+            self._take_screen()
+        except BaseException:
+            self._give_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether there is a keyboard."""
+        return self._keyboard >= 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was asked to end."""
+        return self.is_quit or self.ended_by is not None
+
+    def show(self, shown: RenderableType) -> None:
+        """Draw this on all of the screen."""
+        try:
+            self._console.size = self._size()
+            self._live.update(shown, refresh=True)
+        except OSError:  # its connection is lost, and the signal that tells is under way
+            self.ended_by = self.ended_by or signal.SIGHUP
+
+    def _size(self) -> tuple[int, int]:
+        """Return how many cells and lines there are now.
+
+        ``COLUMNS`` and ``LINES``, which rich goes by first, say what there was when they were exported. They
+        count where the terminal itself knows no size.
+        """
+        width, height = os.get_terminal_size(sys.stdout.fileno())
+        return (width, height) if width and height else self._console.size
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a key or a signal; tell whether there was one, so that all should be drawn anew."""
+        poll = select.poll()
+        poll.register(self._wake[0], select.POLLIN)
+        if self.has_keys:
+            poll.register(self._keyboard, select.POLLIN)
+        ready = {number for number, _ in poll.poll(max(0.0, min(seconds, _MAX_WAIT_S)) * 1000)}
+        if self._wake[0] in ready:
+            with suppress(BlockingIOError):
+                os.read(self._wake[0], 4096)
+        if self._keyboard in ready:
+            self._read_keys()
+        if self._is_suspended and not self.is_over:
+            self._suspend()
+        return bool(ready)
+
+    def _read_keys(self) -> None:
+        try:
+            keys = os.read(self._keyboard, 4096)
+        except OSError:
+            keys = b""
+        if not keys:  # its other side is gone
+            self.ended_by = self.ended_by or signal.SIGHUP
+        elif not keys.startswith(_ESCAPE) and b"q" in keys.lower():
+            self.is_quit = True
+
+    # Signals only note what is to be done: what they interrupt may be halfway through an escape sequence.
+
+    def _catch_signals(self) -> None:
+        self._wake_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        for number in _ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._handlers[number] = signal.signal(number, self._on_end)
+        self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._on_change)
+        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
+
+    def _on_end(self, number: int, frame: FrameType | None) -> None:
+        self.ended_by = self.ended_by or number
+
+    def _on_change(self, number: int, frame: FrameType | None) -> None:
+        """Nothing to do: the signal itself ends the wait, and all is drawn anew."""
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self._is_suspended = True
+
+    def _suspend(self) -> None:
+        """Stop as Ctrl-Z asks for, with the terminal as it was; take it again when this goes on."""
+        self._is_suspended = False
+        self._leave_screen()
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
+        self._take_screen()
+
+    def _take_screen(self) -> None:
+        from rich.live import Live
+
+        if self.has_keys:
+            self._attributes = termios.tcgetattr(self._keyboard)
+            tty.setcbreak(self._keyboard, termios.TCSANOW)
+        self._live = Live(
+            console=self._console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def _leave_screen(self) -> None:
+        live, self._live = self._live, None
+        attributes, self._attributes = self._attributes, None
+        with suppress(OSError):  # nobody is there any more who would see it
+            if live is not None:
+                live.stop()
+            sys.stdout.flush()
+        if attributes is not None:
+            with suppress(termios.error):
+                termios.tcsetattr(self._keyboard, termios.TCSANOW, attributes)
+
+    def _give_back(self) -> None:
+        try:
+            self._leave_screen()
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers.clear()
+            if self._wake[1] >= 0:
+                signal.set_wakeup_fd(self._wake_before)
+                os.close(self._wake[0])
+                os.close(self._wake[1])
+                self._wake = (-1, -1)
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return stream is not None and bool(stream.isatty())
+    except ValueError:  # closed
+        return False

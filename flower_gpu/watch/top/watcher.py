@@ -1,0 +1,132 @@
+"""Looks at ledger, driver and runs, as often as it is asked; changes nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from flower_gpu.apps import registry
+from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.errors import ConfigError, GPUError
+from flower_gpu.gpu import inventory
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.printable import account_name, path_text
+from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.top import rows
+from flower_gpu.watch.top.snapshot import Snapshot
+
+#: It is held for milliseconds. A process that holds it longer is shown, and the view goes on.
+_MUTEX_WAIT_S: Final = 1.0
+#: A run that has ended is shown so long, with how it ended.
+_ENDED_SHOWN_S: Final = 10.0
+
+
+class Watcher:
+    """What runs on this host, seen again and again: the run of a folder, or all runs of this account.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such folder.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"{path_text(folder)} is not a folder of a run: that has a trace.jsonl in it")
+        self._is_of_one_run = folder is not None
+        self._runs = {} if folder is None else {(str(folder), 0.0): FollowedRun(folder.absolute())}
+        self._ended: dict[tuple[str, float], float] = {}
+        found = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
+        self._ledger = Ledger(found, reserve_bytes(os.environ))
+        self._labels: dict[str, str] = {}
+        self._peaks: dict[str, int] = {}
+
+    def look_for_runs(self) -> None:
+        """See which runs have begun, and which have ended."""
+        if self._is_of_one_run:
+            return
+        now = time.monotonic()
+        registered = {(run.folder, run.since): run for run in registry.running()}
+        for key, run in registered.items():
+            if key not in self._runs:
+                self._runs[key] = FollowedRun(Path(run.folder), run)
+        for key in set(self._runs) - set(registered):
+            self._runs[key].is_registered = False
+            # One that goes on in the same folder has the same trace.
+            again = any(folder == key[0] for folder, _ in registered)
+            if again or now >= self._ended.setdefault(key, now) + _ENDED_SHOWN_S:
+                del self._runs[key]
+                self._ended.pop(key, None)
+
+    def read_on(self, seconds: float) -> bool:
+        """Read what is new in the traces, no longer than so many seconds; tell whether that was all."""
+        until = time.monotonic() + seconds
+        # Each for a moment at least.
+        return not [run for run in self._runs.values() if not run.read_on(until)]
+
+    def take(self) -> Snapshot:
+        """Look at the GPUs and the ledger, and return them with the runs as they were read last."""
+        state, problem = self._status()
+        reports = {entry.id: entry.reported() for entry in (state.holders if state else ())}
+        self._note(state, reports)
+        seen = rows.Seen(
+            now=time.time(),
+            inventory=inventory.take(processes=False),
+            temperatures=inventory.temperatures(),
+            state=state,
+            labels=self._labels,
+            reports=reports,
+            peaks=self._peaks,
+        )
+        runs = self._labelled_runs()
+        workers = rows.worker_rows(seen, runs, others=not self._is_of_one_run)
+        pids = {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}
+        return Snapshot(
+            time=seen.now,
+            host=platform.node(),
+            account=account_name(os.getuid()),
+            gpu_problem=seen.inventory.problem,
+            ledger_problem=problem or self._ledger.folder.reason,
+            gpus=rows.gpu_rows(seen, pids),
+            runs=tuple(rows.run_row(seen, run) for run in runs),
+            workers=workers,
+            waiting=rows.waiting_rows(seen, runs),
+        )
+
+    def close(self) -> None:
+        """Give the driver back."""
+        inventory.close()
+
+    def _status(self) -> tuple[State | None, str | None]:
+        try:
+            return self._ledger.status(), None
+        except GPUError as error:
+            return None, str(error)
+
+    def _note(self, state: State | None, reports: dict[str, tuple[int, dict[str, int]]]) -> None:
+        """Keep labels, which never change, and the most that each worker has reported."""
+        if state is None:
+            return
+        entries = (*state.holders, *state.waiting)
+        self._labels = {entry.id: self._labels.get(entry.id) or entry.label() for entry in entries}
+        self._peaks = {
+            id_: max(self._peaks.get(id_, 0), sum(used.values()))
+            for id_, (pid, used) in reports.items()
+            if pid
+        }
+
+    def _labelled_runs(self) -> list[FollowedRun]:
+        """Return the runs, the oldest first, each with a label that no other has."""
+        runs = sorted(
+            self._runs.values(), key=lambda one: one.run.since if one.run else one.history.started_at or 0.0
+        )
+        names = Counter(run.name for run in runs)
+        for run in runs:
+            run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
+        return runs

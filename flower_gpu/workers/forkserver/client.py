@@ -1,0 +1,434 @@
+"""The caller's side of the fork server: find it, start it where there is none, have a worker forked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+from flower_gpu import frameworks
+from flower_gpu.errors import WorkerStartError
+from flower_gpu.options import value_of
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.forkserver import control, identity, sockets
+from flower_gpu.workers.forkserver.control import Stays
+from flower_gpu.workers.forkserver.identity import Inherited
+from flower_gpu.workers.forkserver.learning import LearnedFile
+from flower_gpu.workers.forkserver.messages import READY, Start, write_record
+from flower_gpu.workers.forkserver.program import ENVIRONMENT, PROGRAM
+from flower_gpu.workers.forkserver.sockets import Gone
+from flower_gpu.workers.interrupts import allowed_interrupts
+from flower_gpu.workers.worker import Descriptors
+
+_ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
+_SAY_S = 5.0  # until the user is told what is waited for
+_START_S = 300.0  # imports on a busy machine take their time
+_POLL_S = 0.5
+_TRIES = 8
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the libraries are there
+
+#: How long to wait for libraries that the worker would have to import itself.
+LEARN_S = 60.0
+#: The same where the worker has a time limit, which its own imports would use up: as long as a server tries.
+LEARN_FOR_LIMITED_S = 300.0
+
+_log = logging.getLogger("flwr.flower_gpu")
+
+
+@cache
+def is_supported() -> bool:
+    """Tell whether this system has what the fork server is built on (Linux 5.3)."""
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    with suppress(OSError):
+        os.close(os.pidfd_open(os.getpid()))
+        return True
+    return False
+
+
+class _DiedError(WorkerStartError):
+    """A server has ended while it started, and has not said why."""
+
+
+@dataclass
+class _Kind:
+    """What this process has found out about the servers that fit it."""
+
+    variables: set[str] = field(default_factory=set)
+    without: set[str] = field(default_factory=set)
+
+    def name(self, environ: Mapping[str, str], more: Any = None) -> str:
+        return identity.server_name(environ, self.variables, self.without, more)
+
+
+class _Memory:
+    """What a process remembers between calls; a fork of it starts with nothing."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kind = _Kind()
+        self.stays = Stays()
+
+    def known_kind(self) -> _Kind:
+        """Return a copy of what is known by now."""
+        with self.lock:
+            return _Kind(set(self.kind.variables), set(self.kind.without))
+
+
+_memory = _Memory()
+
+
+@dataclass
+class Place:
+    """A fork server that is good for a call, and waits for the word to fork its worker."""
+
+    connection: socket.socket
+
+    def fork(self, lines: Descriptors, stdout: int, stderr: int) -> ForkedWorker:
+        """Have the worker forked.
+
+        Raises WorkerStartError if the system lets the server start no more processes.
+        Raises Gone if the server has ended in the meantime, or hangs.
+        """
+        descriptors = [lines.life, lines.events, lines.reply, lines.request, stdout, stderr]
+        if lines.held >= 0:
+            descriptors.append(lines.held)
+        answer = ask(self.connection, {"op": "fork"}, descriptors)
+        if "error" in answer:
+            raise WorkerStartError(f"cannot start a worker: {answer['error']}")
+        worker = ForkedWorker(answer["pid"], self.connection)
+        self.connection = None  # type: ignore[assignment]  # the worker's now
+        return worker
+
+    def close(self) -> None:
+        """Let go of the server; it forgets the call."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+class ForkedWorker:
+    """A worker that the fork server has started for this process."""
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self._connection = connection
+        try:
+            self._pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
+        except OSError as error:
+            connection.close()
+            raise WorkerStartError(f"cannot watch the worker (pid {pid}): {error}") from error
+
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        return _can_be_read(self._pidfd, 0)
+
+    def reap(self) -> int | None:
+        """Give its pid back and return the exit status; None where the server is gone that knew it."""
+        try:
+            exitcode: int = ask(self._connection, {"op": "reap"})["exitcode"]
+            return exitcode
+        except Gone:
+            return None
+        finally:
+            self._connection.close()
+            os.close(self._pidfd)
+
+
+def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Place:
+    """Find a fork server for ``call``; start or replace one where necessary.
+
+    ``variables``: what the task's module sets in the environment, as far as that is known: found there by the
+    worker already, and by the libraries of its server.
+    Raises WorkerStartError if none could be started.
+    Raises TimeoutError if that took until ``deadline`` (of ``time.monotonic``).
+    """
+    inherited = Inherited.of_this_process({**variables, **call.env})
+    with _offer(call, inherited) as descriptors:
+        patience = time.monotonic() + LEARN_S
+        tries, pause_s = 0, _FIRST_PAUSE_S
+        while tries < _TRIES:
+            kind = _memory.known_kind()
+            kind.without |= call.without
+            try:
+                name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
+            except Gone:  # it ended again at once, or hangs
+                tries += 1
+                continue
+            now = time.monotonic() > patience
+            answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors, deadline)
+            if "fit" in answer:
+                _memory.stays.ask(name)
+                return Place(connection)
+            connection.close()
+            if "wait" in answer:
+                _wait_a_moment(deadline, pause_s)
+                pause_s = min(pause_s * 1.2, _LONGEST_PAUSE_S)
+                continue
+            tries += 1
+            if "variables" in answer:
+                _remember(kind, answer)
+    raise WorkerStartError(
+        f"no fork server had what this process needs, after {_TRIES} tries. Use start_method='spawn'"
+    )
+
+
+def learn(names: Sequence[str], without: frozenset[str] = frozenset(), patience_s: float = LEARN_S) -> None:
+    """Have the fork server of this process import libraries now, so that no worker has to.
+
+    Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
+
+    ``names``: modules. What is not of an installed package is left out.
+    Raises WorkerStartError if there is no fork server and none could be started.
+    """
+    patience = time.monotonic() + patience_s
+    while time.monotonic() < patience:
+        kind = _memory.known_kind()
+        kind.without |= without
+        environ = dict(os.environ)
+        with (
+            suppress(Gone),  # a successor has taken its place just now
+            _connect_or_start(kind.name(environ), kind, environ, patience) as connection,
+        ):
+            if not ask(connection, {"op": "learn", "names": list(names)})["learning"]:
+                return
+        _wait_a_moment(None, _FIRST_PAUSE_S)
+
+
+@contextmanager
+def _offer(call: Call, inherited: Inherited) -> Iterator[tuple[int, int]]:
+    """Yield descriptors of what a server has to know of a call: a record, and the working directory."""
+    with ExitStack() as stack:
+        record = write_record(
+            {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
+        )
+        stack.callback(os.close, record)
+        folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, folder)
+        yield record, folder
+
+
+def _ask_or_end(
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int], deadline: float | None
+) -> dict[str, Any]:
+    """Ask a server; one that says nothing is ended, and the answer is empty."""
+
+    def in_line() -> None:
+        with allowed_interrupts():
+            pass  # one that has arrived comes now
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError("the fork server had others to serve")
+
+    try:
+        return ask(connection, message, descriptors, in_line)
+    except Gone:
+        _end_if_it_hangs(connection)
+        return {}
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _wait_a_moment(deadline: float | None, pause_s: float) -> None:
+    if deadline is not None and time.monotonic() > deadline:
+        raise TimeoutError("the fork server was importing libraries")
+    with allowed_interrupts():
+        time.sleep(pause_s)
+
+
+def ask(
+    connection: socket.socket,
+    message: dict[str, Any],
+    descriptors: Sequence[int] = (),
+    in_line: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Send a message and wait for the answer; ``in_line`` as of :func:`sockets.receive_answer`.
+
+    Raises Gone if the server is gone or hangs.
+    """
+    sockets.send(connection, message, descriptors)
+    if not _can_be_read(connection.fileno(), _SAY_S):
+        _log.warning(
+            "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
+            "or the host has too much to do. It is ended after another %g s, and a new one started",
+            *(sockets.peer(connection)[0], _SAY_S, _ANSWER_S),
+        )
+    answer, received = sockets.receive_answer(connection, in_line)
+    for descriptor in received:
+        os.close(descriptor)
+    return answer
+
+
+def _remember(kind: _Kind, answer: dict[str, Any]) -> None:
+    variables, without = set(answer["variables"]), set(answer["without"])
+    if variables <= kind.variables and without <= kind.without:
+        hidden = ", ".join(sorted(without)) or ", ".join(sorted(variables))
+        raise WorkerStartError(
+            f"the fork server cannot do without {hidden}, and this process has another one. "
+            "Use start_method='spawn'"
+        )
+    with _memory.lock:
+        _memory.kind.variables |= variables
+        _memory.kind.without |= without
+
+
+def _connected(
+    kind: _Kind, call: Call, inherited: Inherited, folder: int, deadline: float | None
+) -> tuple[str, socket.socket]:
+    """Connect to a server of this kind, and of the call's preloaded data."""
+    environ = inherited.environ
+    name = kind.name(environ)
+    if not call.preload:
+        return name, _connect_or_start(name, kind, environ, deadline)
+    preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
+    data = kind.name(environ, [preload, inherited.path, os.getcwd()])
+    with suppress(Gone):
+        return data, sockets.connect(data, _ANSWER_S)
+    with sockets.locked(data, deadline) as lock:
+        with suppress(Gone):
+            return data, sockets.connect(data, _ANSWER_S)
+        start = Start(data, value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ), sorted(kind.without), preload)
+        record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
+        try:
+            what = "preload " + ", ".join(function for function, _ in preload)
+            with (
+                _ready(deadline, None, what) as ready,
+                _connect_or_start(name, kind, environ, deadline) as base,
+            ):
+                if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock], deadline):
+                    raise Gone("the server with the libraries has ended")
+        finally:
+            os.close(record)
+    return data, sockets.connect(data, _ANSWER_S)
+
+
+def _connect_or_start(
+    name: str, kind: _Kind, environ: Mapping[str, str], deadline: float | None
+) -> socket.socket:
+    with suppress(Gone):
+        return sockets.connect(name, _ANSWER_S)
+    with sockets.locked(name, deadline) as lock:
+        with suppress(Gone):  # somebody else was first
+            return sockets.connect(name, _ANSWER_S)
+        start = Start(name, value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ), sorted(kind.without))
+        learned = LearnedFile(name)
+        for is_last in (False, True):
+            had_learned = learned.exists()
+            try:
+                _start_and_wait(start, environ, deadline, lock)
+                break
+            except WorkerStartError as error:
+                # What an earlier server had learned may have ended it; the next one comes up without. Else
+                # it was killed, for want of memory or by somebody: once more, as the next one may live.
+                if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
+                    raise
+        return sockets.connect(name, _ANSWER_S)
+
+
+def _start_and_wait(start: Start, environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
+    try:
+        with _ready(deadline, _START_S, "the fork server") as ready:
+            group = _start(start, environ, ready, lock)
+    except WorkerStartError:
+        with suppress(ProcessLookupError):  # it hangs, and holds the right to start one
+            os.killpg(group, signal.SIGKILL)
+        raise
+
+
+def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> int:
+    """Start the program of a fork server, which becomes nobody's child; returns its process group."""
+    record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
+    environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
+    # What of ours a server needs; a run's own variables would mark it as a part of that run.
+    if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
+        environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
+    environ = {**frameworks.UNTOUCHED_CUDA, **environ}
+    program = [sys.executable, *identity.interpreter_flags(), "-c"]
+    with (
+        open(sockets.open_log(start.name), "w") as log,
+        subprocess.Popen(
+            [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environ, **ENVIRONMENT},
+            pass_fds=(ready, lock),
+            start_new_session=True,
+        ) as process,
+    ):
+        return process.pid
+
+
+@contextmanager
+def _ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator[int]:
+    """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
+
+    Raises WorkerStartError if it says something else, or nothing at all.
+    Raises TimeoutError if it says nothing until ``deadline``.
+    """
+    read, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            yield write
+        finally:
+            os.close(write)
+        began = time.monotonic()
+        while not _can_be_read(read, 0):
+            with allowed_interrupts():
+                _can_be_read(read, _POLL_S)
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
+                raise TimeoutError(f"{what} was not ready in time")
+            if limit_s is not None and now - began > limit_s:
+                raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
+        said = os.read(read, 1 << 16)
+        if not said:
+            raise _DiedError(f"{what} could not be started: it ended; its log is in {sockets.folder()}")
+        if said != READY:
+            raise WorkerStartError(f"{what} could not be started: {said.decode(errors='replace')}")
+    finally:
+        os.close(read)
+
+
+def _end_if_it_hangs(connection: socket.socket) -> None:
+    """Kill a server that has taken a connection but does not answer; a new one takes its place."""
+    if sockets.is_closed(connection):
+        return
+    with suppress(OSError):
+        pid, _ = sockets.peer(connection)
+        pidfd = os.pidfd_open(pid)
+        try:
+            # Not another process that has got its pid.
+            if control.is_forked(pid):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                select.select([pidfd], [], [], 5)
+        finally:
+            os.close(pidfd)
+
+
+def _can_be_read(descriptor: int, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _after_fork_in_child() -> None:
+    global _memory
+    _memory.stays.close()
+    _memory = _Memory()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,63 @@
+"""What every process that forks workers has: the host's fork server, and a run's own one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+from collections.abc import Callable, Set
+from contextlib import suppress
+
+from flower_gpu.workers import worker as child
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.life import adopt_orphans, children, end_adopted
+from flower_gpu.workers.native import huge_page_regions
+
+
+class Loop:
+    """A selector that also tells when children have ended, and the processes that they leave behind.
+
+    The selector calls ``on_child`` for its process when children have ended.
+    """
+
+    def __init__(self, on_child: Callable[[], None]) -> None:
+        self._own = children()  # processes that a library or the user's data have started here
+        adopt_orphans()
+        self.selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(self._wakeup, selectors.EVENT_READ, on_child)
+
+    def settle(self) -> list[int]:
+        """Make forks of this process cheap; call it when all libraries are there.
+
+        Returns the memory that could be in huge pages, for :func:`flower_gpu.workers.native.collapse`: a fork
+        takes less than half the time then.
+        """
+        child.forget_exit_functions()
+        gc.collect()
+        small_pages = huge_page_regions()
+        gc.freeze()  # the collector of a fork would touch, and so copy, every object
+        return small_pages
+
+    def clear(self) -> None:
+        """Take note that children have ended, before they are looked at."""
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+
+    def end_left(self, workers: Set[int] = frozenset()) -> bool:
+        """End what workers that are gone have put into sessions of their own; tell whether there was any.
+
+        The groups of the living ``workers`` are left alone: their callers end them.
+        """
+        return end_adopted(self._own | workers, workers, is_spared=sockets.is_server)
+
+    def leave(self) -> None:
+        """Let go of all this, in a fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        os.close(self._wakeup)
+        os.close(self._wakeup_end)

@@ -1,0 +1,265 @@
+"""A run's own fork server: a process that forks a worker when one of its caller's lines has a call."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from flower_gpu import frameworks
+from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks import cuda_answers
+from flower_gpu.workers import preload, socket_folder, threads
+from flower_gpu.workers import worker as child
+from flower_gpu.workers.call import load_task
+from flower_gpu.workers.forkserver import identity, learning, libraries, messages, sockets
+from flower_gpu.workers.forkserver import run_worker as worker
+from flower_gpu.workers.forkserver.forking import Loop
+from flower_gpu.workers.life import explained
+from flower_gpu.workers.native import collapse, release_openmp_threads
+
+_CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
+_HANDLED = (signal.SIGCHLD,)  # here; a worker of the fork server, which this process is, has no others
+_KILLED_GRACE_S = 2.0  # from its SIGKILL
+_TICK_S = 0.02  # while such a group is waited for
+
+
+def serve(
+    name: str,
+    *,
+    modules: Sequence[str] = (),
+    rehearsal: str | None = None,
+    seeds: bool = True,
+    meanwhile: Sequence[str] = (),
+) -> None:
+    """Fork workers for a caller, until it closes the connection.
+
+    ``name``: what the calls are of; for the fork server, which remembers what it needs.
+    ``modules``: libraries to import first, as far as there are any of these names.
+    ``rehearsal``: ``"package.module:function"``: does here what each worker will do, so that forks find done
+    whatever is done once in a process. A fork has to copy each page that it touches, and does nothing fast.
+    ``seeds``: whether workers get random numbers of their own. Tasks that seed themselves need none.
+    ``meanwhile``: environment variables that were set until now only, and are none of the workers'.
+    """
+    connection = _connected()
+    if libraries.cuda_is_touched():  # by what a spawned server preloads: forks of it are of no use
+        raise ConfigError(libraries.cuda_message(preload.started_cuda or "what is preloaded"))
+    cuda_answers.ask_nvml()
+    for variable in meanwhile:
+        os.environ.pop(variable, None)
+    for module in modules:
+        try:
+            libraries.import_all([module])
+        except libraries.UnfitLibraryError as error:
+            if error.is_cuda:
+                print(
+                    f"flower-gpu: {error}. Each worker imports it for itself, which is slower: choose the "
+                    "device in a function instead",
+                    file=sys.stderr,
+                )
+            messages.send(connection, {"unfit": error.libraries})
+            return
+        except (Exception, SystemExit):  # the worker that imports it will tell
+            continue
+    if rehearsal is not None:
+        load_task(rehearsal)()
+        if libraries.cuda_is_touched():
+            raise ConfigError(libraries.cuda_message(rehearsal))
+    _RunServer(connection, seeds).run()
+
+
+def _connected() -> socket.socket:
+    """Connect to the caller, over what it has left with this worker."""
+    # That itself is open in the caller, too, and maybe in forks of it: nobody would see it close.
+    connection, callers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with callers, socket.socket(fileno=child.held()) as left:
+        messages.send(left, {"connection": True}, [callers.fileno()])
+    child.keep_for_caller(-1)
+    return connection
+
+
+@dataclass
+class _Line:
+    """One of the caller's lines: a worker at a time reads calls from it."""
+
+    # The workers' end. Messages of a worker, and of the run's fork server on a worker's end, in their order.
+    connection: socket.socket
+    stdout: int  # what workers write to
+    stderr: int
+    life: int  # read end of the caller's life pipe
+    pid: int = -1  # the worker; -1 for none
+    status: int = 0  # how it ended
+    peak_bytes: int = 0  # how much memory it had
+    group_deadline: float = 0.0  # when what is left of its group is ended
+
+    def descriptors(self) -> list[int]:
+        return [self.connection.fileno(), self.stdout, self.stderr, self.life]
+
+
+class _RunServer:
+    def __init__(self, connection: socket.socket, seeds: bool) -> None:
+        self._connection = connection
+        self._seeds = seeds
+        self._lines: list[_Line] = []
+        self._ended: list[_Line] = []  # whose worker is gone, and not yet its children
+        self._life, self._life_end = os.pipe2(os.O_CLOEXEC)
+        self._folders = identity.installed_folders(sys.path)
+        self._modules = 0
+        self._is_draining = False
+
+    def run(self) -> None:
+        """Serve until the caller is gone or has enough."""
+        self._loop = Loop(self._on_child)
+        self._selector = self._loop.selector
+        self._selector.register(self._connection, selectors.EVENT_READ, self._on_message)
+        threads.prepare(os.environ)
+        self._modules = len(sys.modules)
+        for address in self._loop.settle():
+            collapse(address)
+        messages.send(self._connection, {"ready": os.getpid()})
+        try:
+            while self._lines or not self._is_draining:
+                for key, _ in self._selector.select(_TICK_S if self._ended else None):
+                    key.data()
+                self._end_groups()
+        except sockets.Gone:
+            return
+        finally:
+            self._end_all()
+
+    def _on_message(self) -> None:
+        message, descriptors = messages.receive(self._connection)
+        if "line" in message:
+            line, *others = descriptors
+            connection = socket.socket(fileno=line)
+            self._lines.append(_Line(connection, *others))
+            self._watch(self._lines[-1])
+        elif "drain" in message:
+            self._is_draining = True
+        else:
+            self._signal(message)
+
+    def _signal(self, message: Mapping[str, Any]) -> None:
+        if any(line.pid == message["pid"] for line in self._lines):
+            with suppress(ProcessLookupError):
+                if message["signal"] == signal.SIGKILL:
+                    os.killpg(message["pid"], signal.SIGKILL)
+                else:
+                    os.kill(message["pid"], message["signal"])
+
+    def _watch(self, line: _Line) -> None:
+        self._selector.register(line.connection, selectors.EVENT_READ, partial(self._on_call, line))
+
+    def _on_call(self, line: _Line) -> None:
+        """Fork a worker, which reads the call itself."""
+        self._selector.unregister(line.connection)
+        if sockets.is_closed(line.connection):
+            self._forget(line)
+            return
+        release_openmp_threads()
+        try:
+            line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
+        except OSError as error:
+            with suppress(sockets.Gone):
+                for descriptor in messages.receive(line.connection)[1]:
+                    os.close(descriptor)
+                messages.send(line.connection, {"event": "no_worker", "error": explained(error)})
+            self._watch(line)
+
+    def _work(self, line: _Line) -> None:
+        """Be a worker (in the fork)."""
+        if self._seeds:
+            frameworks.seed_fork()
+        self._loop.leave()
+        self._connection.close()
+        for other in self._lines:
+            if other is not line:
+                other.connection.close()
+                for descriptor in other.descriptors()[1:]:
+                    os.close(descriptor)
+        imported = partial(learning.imported_since, self._modules, self._folders)
+        lives = (line.life, self._life)
+        worker.work(line.connection, line.stdout, line.stderr, lives, self._life_end, imported)
+
+    def _forget(self, line: _Line) -> None:
+        self._lines.remove(line)
+        line.connection.close()
+        for descriptor in (line.stdout, line.stderr, line.life):
+            os.close(descriptor)
+
+    # The ends of workers
+
+    def _on_child(self) -> None:
+        self._loop.clear()
+        for line in self._lines:
+            if line.pid >= 0 and line not in self._ended:
+                pid, status, usage = os.wait4(line.pid, os.WNOHANG)
+                if pid:
+                    line.status, line.peak_bytes = status, usage.ru_maxrss << 10
+                    line.group_deadline = time.monotonic() + _CHILDREN_GRACE_S
+                    self._ended.append(line)
+        self._end_groups()
+        self._end_sessions()
+
+    def _end_groups(self) -> None:
+        """Let go of workers of which nothing is left; end what has been left for too long."""
+        for line in list(self._ended):
+            late_s = time.monotonic() - line.group_deadline
+            if _is_left(line.pid):
+                if late_s > 0:
+                    os.killpg(line.pid, signal.SIGKILL)  # children of this process: the id is theirs
+                if late_s < _KILLED_GRACE_S:
+                    continue
+            self._ended.remove(line)
+            event = {
+                "event": "exited",
+                "pid": line.pid,
+                "status": os.waitstatus_to_exitcode(line.status),
+                "peak_bytes": line.peak_bytes,
+            }
+            socket_folder.remove(line.pid)
+            line.pid = -1
+            try:
+                messages.send(line.connection, event)
+                self._watch(line)
+            except sockets.Gone:
+                self._forget(line)
+
+    def _end_sessions(self) -> None:
+        """End what workers that are gone had put into sessions of their own."""
+        workers = {line.pid for line in self._lines if line.pid >= 0}
+        self._loop.end_left(workers)
+
+    def _end_all(self) -> None:
+        for line in self._lines:
+            if line.pid >= 0:
+                with suppress(ProcessLookupError):
+                    os.killpg(line.pid, signal.SIGKILL)
+        for line in self._lines:
+            if line.pid >= 0 and line not in self._ended:
+                with suppress(ChildProcessError):
+                    os.waitpid(line.pid, 0)
+        deadline = time.monotonic() + _KILLED_GRACE_S
+        while self._loop.end_left() and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+        for line in self._lines:
+            if line.pid >= 0:
+                socket_folder.remove(line.pid)
+
+
+def _is_left(group: int) -> bool:
+    """Tell whether this process has children in a group. Those of a worker that is gone are its own."""
+    try:
+        while os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is not None:
+            pass
+    except ChildProcessError:
+        return False
+    return True

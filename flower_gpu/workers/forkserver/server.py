@@ -1,0 +1,439 @@
+"""The fork server itself: a process that has imported libraries, and forks a worker for each call."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import multiprocessing.connection  # noqa: F401 - each worker needs it
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import flower_gpu
+from flower_gpu import frameworks
+from flower_gpu.frameworks import cuda_answers
+from flower_gpu.workers import (
+    imports,
+    socket_folder,
+    threads,
+)
+from flower_gpu.workers import worker as child
+from flower_gpu.workers.forkserver import identity, libraries, sockets
+from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
+from flower_gpu.workers.forkserver.forking import Loop
+from flower_gpu.workers.forkserver.identity import Inherited
+from flower_gpu.workers.forkserver.learning import REPORT_NAME, Growth, Learning
+from flower_gpu.workers.forkserver.messages import READY, Session, Start, describe, read_record
+from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
+from flower_gpu.workers.native import collapse, release_openmp_threads
+from flower_gpu.workers.transport import transport
+
+_TICK_S = 1.0  # between looks at the clock and at the own socket
+_TELL_S = 0.5  # between two messages to callers that wait in line
+_POLL_S = 0.02
+_TRIAL_S = 300.0  # for importing what workers reported; then it is given up
+
+
+class Server:
+    """A fork server: one loop over its socket, its connections and the ends of its workers."""
+
+    def __init__(self, start: Start, use: EnvironmentUse, learning: Learning) -> None:
+        self._start = start
+        self._use = use
+        self._learning = learning
+        self._files = UserFiles()
+        self._began = time.time()
+        self._sessions: dict[int, Session] = {}
+        self._orphans: set[int] = set()
+        self._modules = 0
+        self._calls = 0
+        self._told = 0.0
+        self._draining = False
+
+    def open(self, listener: socket.socket | None) -> None:
+        """Begin to serve on ``listener``, or on a new socket."""
+        self._loop = Loop(self._on_signal)
+        self._selector = self._loop.selector
+        signal.signal(signal.SIGTERM, lambda *_: self._drain())
+        self._listener = listener or sockets.listen(self._start.name)
+        self._listener.setblocking(False)
+        # Again, as a successor: clients see the process that called it last, and kill that if it hangs.
+        self._listener.listen(sockets.QUEUE)
+        self._socket_file = sockets.identity(self._start.name)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        for session in self._sessions.values():
+            self._watch(session)
+        self._shadows = Shadows()
+        self._modules = len(sys.modules)
+        self._last_use = time.monotonic()
+        self._small_pages = self._loop.settle()
+
+    def run(self, ready: int, lock: int) -> None:
+        """Open a socket, say so through ``ready``, give up the right to start it (``lock``), and serve."""
+        self.open(None)
+        os.write(ready, READY)
+        os.close(ready)
+        os.close(lock)
+        self.serve()
+
+    def serve(self) -> None:
+        """Serve until nobody has used this server for a while, or until it is told to stop."""
+        while not self._has_ended():
+            ready = self._selector.select(0 if self._small_pages else _TICK_S)
+            if not ready and self._small_pages:
+                collapse(self._small_pages.pop())
+            for key, _ in ready:
+                if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
+                    key.data()
+                if time.monotonic() - self._told > _TELL_S:
+                    self._tell_who_waits()
+        deadline = time.monotonic() + _TICK_S
+        while self._end_sessions() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        socket_folder.remove_left()
+
+    def _tell_who_waits(self) -> None:
+        """Tell all callers in line, new ones as well, that this server does not hang."""
+        self._told = time.monotonic()
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif session := self._sessions.get(key.fd):
+                with suppress(sockets.Gone):  # it has ended, or does not listen
+                    sockets.send(session.connection, sockets.BUSY)
+
+    def _has_ended(self) -> bool:
+        if self._sessions or self._orphans or self._learning.running is not None:
+            self._last_use = time.monotonic()
+        if not self._draining:
+            idle_s = time.monotonic() - self._last_use
+            if idle_s > self._start.idle_s or sockets.identity(self._start.name) != self._socket_file:
+                self._drain()
+        if self._learning.running is not None and time.monotonic() > self._learning.running.deadline:
+            self._end_growth()
+        working = any(session.pid >= 0 for session in self._sessions.values())
+        return self._draining and not working and self._learning.running is None
+
+    # Messages
+
+    def _accept(self) -> None:
+        while True:  # all of them: only an accepted caller can be told to wait
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # there are no more
+                return
+            caller, user = sockets.peer(connection)
+            if user != os.getuid():
+                connection.close()
+                continue
+            session = Session(connection, caller)
+            self._sessions[connection.fileno()] = session
+            self._watch(session)
+
+    def _watch(self, session: Session) -> None:
+        session.connection.setblocking(False)
+        self._selector.register(session.connection, selectors.EVENT_READ, partial(self._on_message, session))
+
+    def _on_message(self, session: Session) -> None:
+        descriptors: list[int] = []
+        try:
+            message, descriptors = sockets.receive(session.connection)
+            handle = getattr(self, f"_on_{message.get('op')}", None)
+            if handle is None:
+                raise sockets.Gone("not an operation")
+            answer = handle(session, message, descriptors)
+            if answer is not None:
+                sockets.send(session.connection, answer)
+        except Exception as error:  # of this connection: whatever it sent, the others go on
+            if not isinstance(error, sockets.Gone):
+                with suppress(OSError):  # the disk with the log is full
+                    print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            self._forget(session)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _on_open(
+        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
+    ) -> dict[str, Any]:
+        """Take the record of a call that is about to come, and say whether this server is good for it."""
+        if self._learning.is_worth_waiting(session.caller) and not message.get("now"):
+            return {"wait": True}
+        if session.folder >= 0:
+            raise ValueError("open twice")
+        session.folder = descriptors.pop()
+        session.record = read_record(descriptors[0])
+        if libraries.cuda_is_touched():
+            self._drain()
+            return {"unfit": "CUDA was initialised in it"}
+        if edited := self._files.edited():
+            self._drain()
+            return {"unfit": f"{edited[0]} has changed"}
+        different = self._use.differs_from(session.record["inherited"]["environ"])
+        path = session.record["inherited"]["path"]
+        hidden = self._shadows.hidden(path, os.readlink(f"/proc/self/fd/{session.folder}"))
+        if different or hidden:
+            return {"variables": different, "without": hidden}
+        return {"fit": True}
+
+    def _on_fork(self, session: Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Fork a worker with its ends of the lines to the caller."""
+        if session.pid >= 0 or not session.record:
+            raise ValueError("fork without open")
+        lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
+        stdout, stderr = descriptors[4:6]
+        session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
+        release_openmp_threads()  # of what the user preloads
+        threads.prepare(session.record["inherited"]["environ"])
+        self._calls += 1
+        work = partial(self._work, session, lines, stdout, stderr)
+        try:
+            session.pid = child.fork_process(work, f"flower-gpu: {session.record['label']}")
+        except OSError as error:
+            return {"error": explained(error)}
+        return {"pid": session.pid}
+
+    def _on_reap(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        """Give the pid of a worker that has exited back, and tell how it ended."""
+        if session.pid < 0:
+            raise ValueError("reap without fork")
+        status = os.waitpid(session.pid, 0)[1]
+        session.pid = -1
+        self._learning.take(session.imported, session.caller)
+        self._grow()
+        return {"exitcode": os.waitstatus_to_exitcode(status)}
+
+    def _on_stay(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        """Note a process that may have further calls."""
+        session.stays = True
+        return {"staying": True}
+
+    def _on_learn(self, session: Session, message: Mapping[str, Any], _: list[int]) -> dict[str, Any]:
+        """Import what workers will need before the first of them comes; says whether there is more to do."""
+        self._learning.ask(message["names"], session.caller)
+        self._grow()
+        return {"learning": bool(self._learning.wanted())}
+
+    def _on_status(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        others = [other for other in self._sessions.values() if other is not session]
+        return {
+            "pid": os.getpid(),
+            "version": flower_gpu.__version__,
+            "python": sys.executable,
+            "uptime_s": time.time() - self._began,
+            "calls": self._calls,
+            "workers": [other.record["label"] for other in others if other.pid >= 0],
+            "users": sum(other.stays for other in others),
+            "libraries": self._learning.libraries(),
+            "refused": sorted(self._learning.refused),
+            "preload": [name for name, _ in self._start.preload],
+        }
+
+    def _on_stop(self, session: Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+        for other in list(self._sessions.values()):
+            if other is not session and sockets.is_closed(other.connection):
+                self._forget(other)  # its process has ended just now
+        others = [other for other in self._sessions.values() if other is not session]
+        workers = sum(other.pid >= 0 for other in others)
+        if message.get("if_unused") and others:
+            return {"stopping": False, "workers": workers, "pid": os.getpid()}
+        self._drain()
+        return {"stopping": True, "workers": workers, "pid": os.getpid()}
+
+    def _on_preload(
+        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
+    ) -> dict[str, Any]:
+        """Fork a server that calls the user's functions; it has the libraries of this server."""
+        record = read_record(descriptors[0])
+        folder, ready, lock = descriptors[1:4]
+        release_openmp_threads()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._leave_parent({folder, ready, lock})
+                os.setsid()
+                Inherited(**record["inherited"]).apply(folder)
+                os.close(folder)
+                self._become_preloaded(Start(**record["start"]), ready, lock)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        self._orphans.add(pid)
+        return {"pid": pid}
+
+    # Workers
+
+    def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
+        """Be a worker (in the fork)."""
+        imported, folder, record = session.imported, session.folder, session.record
+        adopt_orphans()  # while this process lives, what it has started stays below it
+        self._leave_parent({imported, folder, stdout, stderr, *lines.opened()})
+        Inherited(**record["inherited"]).apply(folder)
+        os.close(folder)
+        self._use.apply_changes(keep=record["env"])
+        cuda_answers.ask_cuda()
+        frameworks.seed_fork()
+        sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
+        request = partial(transport.read_request, lines.request)
+        late = self._use.set_too_late
+        report = partial(self._learning.report, self._modules, imported)
+        with imports.seen_by(imports.ImportedModules(report).look):
+            child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
+        report()
+        atexit._run_exitfuncs()
+
+    def _forget(self, session: Session) -> None:
+        """Drop a connection whose other end is gone; the kernel ends its worker."""
+        self._selector.unregister(session.connection)
+        del self._sessions[session.connection.fileno()]
+        if session.pid >= 0:
+            self._learning.take(session.imported, session.caller)
+            self._orphans.add(session.pid)
+            self._on_signal()  # it may have been a zombie for long
+        session.close()
+
+    def _on_signal(self) -> None:
+        self._loop.clear()
+        ended = {pid for pid in self._orphans if os.waitpid(pid, os.WNOHANG)[0]}
+        self._orphans -= ended
+        if ended:  # their callers have ended before them, and maybe those of other workers
+            socket_folder.remove_left()
+        self._end_sessions()
+
+    def _end_sessions(self) -> bool:
+        """End what workers that are gone had put into sessions of their own; their groups, callers end."""
+        workers = {session.pid for session in self._sessions.values()} | self._orphans
+        return self._loop.end_left(workers)
+
+    def _leave_parent(self, keep: set[int]) -> None:
+        """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""
+        self._loop.leave()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        own = {self._listener.fileno()}
+        if self._listener.fileno() not in keep:
+            self._listener.detach()  # or the object would close the number once more, another file's by then
+        for session in self._sessions.values():
+            own |= {session.connection.fileno(), session.folder, session.imported}
+            session.connection.detach()
+        if self._learning.running is not None:
+            own.add(self._learning.running.report)
+            self._learning.running = None
+        for descriptor in own - keep - {-1}:
+            os.close(descriptor)
+        self._sessions.clear()
+        self._orphans.clear()
+
+    # Growth: a fork imports what workers had to import, and takes this server's place if that did no harm
+
+    def _grow(self) -> None:
+        names = self._learning.wanted()
+        if not names or self._learning.running is not None or self._draining:
+            return
+        report, write = os.pipe2(os.O_CLOEXEC)
+        release_openmp_threads()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError:  # no more processes now: after another worker
+            os.close(report)
+            os.close(write)
+            return
+        if pid == 0:
+            try:
+                end_with_parent(parent)  # it holds the listening socket, but does not answer yet
+                os.close(report)
+                self._be_successor(names, write)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(write)
+        self._orphans.add(pid)
+        self._learning.running = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
+        self._selector.register(report, selectors.EVENT_READ, self._on_growth)
+
+    def _be_successor(self, names: list[str], report: int) -> None:
+        listener, stays = self._listener, [other for other in self._sessions.values() if other.stays]
+        connections = {other.connection.fileno(): other for other in stays}
+        self._leave_parent({listener.fileno(), report, *connections})
+        os.setsid()
+        gc.unfreeze()
+        try:
+            self._learning.learn(names)
+        except libraries.UnfitLibraryError as error:
+            print(f"not imported any more: {error}", file=sys.stderr, flush=True)
+            os.write(report, json.dumps(error.libraries).encode())
+            return
+        for descriptor in connections:
+            session = Session(socket.socket(fileno=descriptor), connections[descriptor].caller, stays=True)
+            self._sessions[descriptor] = session
+        self.open(listener)
+        end_with_parent(None)
+        os.write(report, b"null")
+        os.close(report)
+        self.serve()
+        os._exit(0)
+
+    def _end_growth(self) -> None:
+        growth = self._learning.running
+        if growth is not None and growth.pid in self._orphans:  # not reaped: its pid is its own
+            os.kill(growth.pid, signal.SIGKILL)
+
+    def _on_growth(self) -> None:
+        growth, self._learning.running = self._learning.running, None
+        assert growth is not None
+        data = os.read(growth.report, 1 << 16)
+        self._selector.unregister(growth.report)
+        os.close(growth.report)
+        refused = json.loads(data) if data else [name.partition(".")[0] for name in growth.names]
+        if refused is None:
+            self._hand_over()
+        else:
+            self._learning.refused |= set(refused)
+            self._grow()
+
+    def _hand_over(self) -> None:
+        """Leave socket and clients to the successor; only finish what is running."""
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for session in [other for other in self._sessions.values() if other.stays]:
+            self._forget(session)
+        self._draining = True
+
+    def _drain(self) -> None:
+        """Take no more calls; end with the last running worker."""
+        if self._draining:
+            return
+        self._draining = True
+        self._end_growth()
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        sockets.remove(self._start.name, self._socket_file)
+
+    # A server of a user's data
+
+    def _become_preloaded(self, start: Start, ready: int, lock: int) -> None:
+        self._start = start
+        self._began = time.time()
+        self._calls = 0
+        gc.unfreeze()
+        try:
+            with self._use.noted():
+                libraries.preload_on_cpu(start.preload)
+        except BaseException as error:
+            traceback.print_exc()
+            os.write(ready, describe(error))
+            return
+        self._files.note(identity.server_path())
+        self.run(ready, lock)
+        os._exit(0)

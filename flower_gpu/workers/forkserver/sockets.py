@@ -1,0 +1,282 @@
+"""Where fork servers are found: Unix sockets in a folder that only this user can enter."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import json
+import os
+import re
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.interrupts import allowed_interrupts
+
+#: Largest message; what may be larger travels in a memory file.
+_MAX_MESSAGE = 65536
+_MAX_DESCRIPTORS = 16
+#: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
+QUEUE = 4096
+_PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the longest
+_LOOK_S = 1.0
+#: What a server tells callers that wait in line: it does not hang, it serves other callers first.
+BUSY: dict[str, Any] = {"busy": True}
+_KEPT_S = 7 * 24 * 3600.0
+# The files of a server; a name that begins with a dot is one that is being written.
+_OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+|libraries\.\d+\.[0-9a-f]+\.tmp)")
+
+
+class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
+    """The fork server is not there any more, or does not answer."""
+
+
+def folder() -> Path:
+    """Return the folder of this user's fork servers; make it where it is missing.
+
+    Raises ConfigError if it is not safe: somebody else could put a socket of theirs into it.
+    """
+    try:
+        return state_folder.made_state_dir()
+    except OSError as error:
+        path, reason = state_folder.state_dir(), error.strerror
+        raise ConfigError(
+            f"{path} cannot be made: {reason}. Set FLOWER_GPU_STATE_DIR to another folder"
+        ) from error
+
+
+def names() -> list[str]:
+    """Return the names of all fork servers of this user that have a socket, running or not."""
+    return sorted(path.stem for path in folder().glob("*.socket"))
+
+
+def remove_old_files() -> None:
+    """Remove what servers have left that have not been started for a week: of environments that are gone.
+
+    Nothing else: other files in the folder, such as footprints, do not age.
+    """
+    oldest = time.time() - _KEPT_S
+    files: dict[str, list[Path]] = {}
+    for path in folder().iterdir():
+        if found := _OURS.fullmatch(path.name):
+            files.setdefault(found[1], []).append(path)
+    for name, paths in files.items():
+        with suppress(OSError):  # also a TimeoutError: somebody is starting it
+            if max(path.lstat().st_mtime for path in paths) < oldest:
+                with locked(name, deadline=0.0):
+                    if not _runs(name):
+                        for path in paths:
+                            path.unlink(missing_ok=True)
+                        (folder() / f"{name}.lock").unlink(missing_ok=True)
+
+
+def _runs(name: str) -> bool:
+    """Tell whether there is a server of this name, also one that takes no more calls."""
+    try:
+        connect(name, _LOOK_S).close()
+    except Gone as gone:
+        # Anything else, such as a full queue, comes from a server that is there.
+        if isinstance(gone.__cause__, ConnectionRefusedError | FileNotFoundError):
+            return _is_locked(folder() / f"{name}.log")
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not files.try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_log(name: str) -> int:
+    """Open an empty log for fork server ``name``, locked for as long as a server has it as its output."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(folder() / f"{name}.log", flags, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # shared with one of this name that takes no more calls
+    return descriptor
+
+
+def is_server(pid: int) -> bool:
+    """Tell whether a process is a fork server of this user, also one that starts or takes no more calls.
+
+    Its errors go to a log that :func:`open_log` has made. Those of a worker go to its caller.
+    """
+    with suppress(OSError):
+        log = Path(os.readlink(f"/proc/{pid}/fd/2").removesuffix(" (deleted)"))
+        return (
+            log.suffix == ".log"
+            and bool(_OURS.fullmatch(log.name))
+            and log.parent == state_folder.state_dir().resolve()
+        )
+    return False
+
+
+def connect(name: str, timeout_s: float) -> socket.socket:
+    """Connect to the fork server ``name``.
+
+    Raises Gone if there is none.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(timeout_s)
+        with _opened(folder()) as here:
+            connection.connect(f"{here}/{name}.socket")
+        if peer(connection)[1] != os.getuid():
+            raise Gone(f"the socket of fork server {name} is another user's")
+    except OSError as error:
+        connection.close()
+        raise Gone(str(error)) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(name: str) -> socket.socket:
+    """Open the socket ``name`` and put it in the place of one that is there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    with _opened(folder()) as here:
+        temporary = f"{here}/.{name}.{os.getpid()}"
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        listener.bind(temporary)
+        listener.listen(QUEUE)
+        os.rename(temporary, f"{here}/{name}.socket")
+    return listener
+
+
+def identity(name: str) -> tuple[int, int] | None:
+    """Return what tells the socket file ``name`` from a later one, or None where it is missing."""
+    try:
+        # Not folder(): that would make one again that has been removed.
+        found = (state_folder.state_dir() / f"{name}.socket").stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
+
+
+def remove(name: str, which: tuple[int, int] | None) -> None:
+    """Remove the socket file ``name`` if it is still the one with identity ``which``."""
+    if identity(name) != which:  # also where the folder is gone, which must not be made again for this
+        return
+    with suppress(OSError, ConfigError, TimeoutError), locked(name, deadline=0.0):
+        if identity(name) == which:
+            (folder() / f"{name}.socket").unlink()
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return process id and user id of the other end; of the listening process, for a client."""
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+@contextmanager
+def locked(name: str, deadline: float | None) -> Iterator[int]:
+    """Hold the right to start fork server ``name``; yields the descriptor of the lock.
+
+    A process that inherits the descriptor holds the lock, too.
+
+    Raises TimeoutError if another process holds it until ``deadline`` (of ``time.monotonic``).
+    """
+    path = folder() / f"{name}.lock"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            late = f"fork server {name} is being started by another process"
+            files.lock(descriptor, deadline, pauses_s=_PAUSES_S, late=late, sleep=_sleep)
+            if files.still_has_name(descriptor, path):  # else it was removed as an old file
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _sleep(seconds: float) -> None:
+    with allowed_interrupts():
+        time.sleep(seconds)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Tell whether the other end is closed."""
+    poll = select.poll()
+    poll.register(connection, 0)  # POLLHUP is always reported
+    return bool(poll.poll(0))
+
+
+def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message, with descriptors for the other end.
+
+    Raises Gone if the other end has closed, or takes nothing.
+    """
+    send_bytes(connection, json.dumps(message).encode(), descriptors)
+
+
+def send_bytes(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send a message that is JSON already; see :func:`send`."""
+    try:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        connection.sendmsg([data], rights if descriptors else [])
+    except OSError as error:
+        raise Gone(str(error)) from error
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for one message, and the descriptors that came with it.
+
+    Raises Gone if the other end has closed, sends something else, or does not answer in time.
+    """
+    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4)
+    try:
+        data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
+    except OSError as error:
+        raise Gone(str(error) or type(error).__name__) from error
+    descriptors = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    try:
+        message = json.loads(data)
+        if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise ValueError
+    except ValueError:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise Gone("the connection was closed" if not data else "not a message") from None
+    return message, list(descriptors)
+
+
+def receive_answer(
+    connection: socket.socket, in_line: Callable[[], None] = lambda: None
+) -> tuple[dict[str, Any], list[int]]:
+    """Wait for the answer to a message, however many others the server answers before.
+
+    ``in_line``: is called now and then while others have their turn; may raise.
+    Raises Gone: as of :func:`receive`; it is the server's silence that counts, not the length of the line.
+    """
+    while True:
+        message, descriptors = receive(connection)
+        if message != BUSY:
+            return message, descriptors
+        in_line()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[str]:
+    """Name a folder in a few characters: a socket's address has 107 bytes at most."""
+    descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,259 @@
+"""How workers die with their caller, how they end, and why none can be started."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from flower_gpu import control_group
+from flower_gpu.workers.forkserver.sockets import Gone as Gone
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER = 36
+_WORKER_OOM_SCORE = 500  # of 1000, see proc(5)
+
+# Write ends of life pipes. A fork that kept one would keep other callers' workers alive.
+_life_ends: set[int] = set()
+
+
+class Process(Protocol):
+    """A started worker, leader of its own process group."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        ...
+
+    def reap(self) -> int | None:
+        """Give its pid back, once it has exited, and return the exit status (``-n`` for signal ``n``).
+
+        None where somebody else took the status: the program ignores SIGCHLD, or waits for every child.
+        """
+        ...
+
+
+class OwnChild:
+    """A worker that this process started itself."""
+
+    def __init__(self, pid: int, reap: Callable[[], object]) -> None:
+        self.pid = pid
+        self._reap = reap
+        self._exited = False
+        self._exitcode: int | None = None
+
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        if self._exited:
+            return True
+        try:
+            if hasattr(os, "waitid"):
+                # WNOWAIT: its pid, and so its group's id, stays taken until it is reaped.
+                found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None:
+                    self._exited = True
+                    by_itself = found.si_code == os.CLD_EXITED
+                    self._exitcode = found.si_status if by_itself else -found.si_status
+            else:  # macOS before Python 3.13
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid != 0:
+                    self._exited = True
+                    self._exitcode = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:  # SIGCHLD is ignored here, or somebody else waits for all children
+            self._exited = True
+        return self._exited
+
+    def reap(self) -> int | None:
+        """Give its pid back and return the exit status, where it is known."""
+        with suppress(ChildProcessError):
+            self._reap()
+        return self._exitcode
+
+
+class StopOrder:
+    """Tells the threads that watch workers to end them.
+
+    ``asks_where``: whether each worker is to say first where its threads are.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._write = os.pipe()
+        self.asks_where = False
+        self._is_given = False
+
+    def give(self, *, asks_where: bool = False) -> None:
+        """Give it; a second time changes nothing."""
+        if not self._is_given:
+            self._is_given = True
+            self.asks_where = asks_where
+            os.close(self._write)  # then the other end is readable, in every thread
+
+    def close(self) -> None:
+        """Give it, and let go of it, when nobody looks any more."""
+        self.give()
+        with suppress(OSError):
+            os.close(self.descriptor)
+
+
+def life_pipe() -> tuple[int, int]:
+    """Return a pipe (read end, write end) whose write end stays in this very process."""
+    read, write = os.pipe()
+    _life_ends.add(write)
+    return read, write
+
+
+def close_life_end(write: int) -> None:
+    """Close the write end: the kernel then kills what is left of the worker's process group."""
+    _life_ends.discard(write)
+    os.close(write)
+
+
+def _after_fork_in_child() -> None:
+    for write in _life_ends:
+        with suppress(OSError):
+            os.close(write)
+    _life_ends.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def die_with_the_caller(life: int) -> None:
+    """Have the kernel kill this process group when the caller is gone, even while the GIL is held."""
+    if hasattr(fcntl, "F_SETSIG"):
+        kill_group_at_end_of(life, os.getpgrp())
+        poll = select.poll()
+        poll.register(life, 0)  # POLLHUP is always reported
+        if poll.poll(0):  # it went before the signal was armed
+            os.killpg(0, signal.SIGKILL)
+        return
+
+    def wait() -> None:  # macOS has no F_SETSIG
+        os.read(life, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="flower-gpu-life", daemon=True).start()
+
+
+def be_killed_first() -> None:
+    """Have the kernel end this worker before its caller where memory runs out: one call fails, and not a run.
+
+    It takes the largest process of the host, or of the control group that is full. A worker counts as larger
+    by half of what there is.
+    """
+    path = Path("/proc/self/oom_score_adj")
+    with suppress(OSError, ValueError):  # another system
+        if int(path.read_text()) < _WORKER_OOM_SCORE:
+            path.write_text(f"{_WORKER_OOM_SCORE}")
+
+
+def end_with_parent(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent, a program of one thread, ends; None: no more."""
+    number = 0 if parent is None else signal.SIGKILL
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if parent is not None and os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def adopt_orphans(enable: bool = True) -> bool:
+    """Become, or no longer be, the parent of each descendant whose own parent ends.
+
+    Returns False where the system has no such thing (it is Linux's "child subreaper").
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(enable), 0, 0, 0) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def kill_group_at_end_of(read: int, group: int) -> None:
+    """Have the kernel kill a process group when the other end of a pipe is closed. Linux only.
+
+    That end is open in one process only, so it is closed when that process ends, whatever ended it. Nobody
+    has to run any code for it, and a lock of the interpreter does not matter. The settings belong to the open
+    file description, which children inherit.
+    """
+    fcntl.fcntl(read, fcntl.F_SETOWN, -group)
+    fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def children() -> set[int]:
+    """Return the pids of this process's children, also of those that have ended and are not reaped."""
+    found: set[int] = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    except FileNotFoundError:  # a kernel that does not list them
+        return {int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _parent(pid) == os.getpid()}
+    return found
+
+
+def _parent(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return -1
+
+
+def end_adopted(
+    own: Collection[int], groups: Collection[int] = (), *, is_spared: Callable[[int], bool]
+) -> bool:
+    """End the processes that have become children of this one: what is left of workers that have ended.
+
+    To be called again when a child has ended: its own children are this process's then. Only for a process
+    that has called :func:`adopt_orphans`, and whose living workers have, too: theirs do not come here.
+
+    ``groups``: process groups whose members are left alone: somebody else ends them.
+    """
+    found = False
+    for pid in children().difference(own):
+        # A child that is not reaped keeps its pid, so this is no other process.
+        with suppress(ProcessLookupError, ChildProcessError, PermissionError):
+            if os.getpgid(pid) not in groups and not is_spared(pid):
+                found = True
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+    return found
+
+
+def explained(error: OSError) -> str:
+    """Return the text of an error of starting a process, with the numbers where a limit was reached."""
+    if error.errno != errno.EAGAIN:
+        return str(error)
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    figures = []
+    if limit != resource.RLIM_INFINITY:
+        figures.append(f"this account has {_count()} processes and threads and may have {limit} (ulimit -u)")
+    if (of_group := control_group.process_count()) is not None:
+        figures.append(f"the control group has {of_group[0]} and may have {of_group[1]} (pids.max)")
+    reached = ", ".join(figures) or "the system has no more processes"
+    return f"{error.strerror}; {reached}. Raise that limit, or let fewer workers run at a time"
+
+
+def _count() -> int:
+    """Count the processes and threads of this account that can be seen."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if path.stat().st_uid == os.getuid():
+                count += sum(1 for _ in (path / "task").iterdir())
+    return count

@@ -1,0 +1,354 @@
+"""Start methods: what each of them is, how it starts a worker, and the choice between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from flower_gpu import frameworks
+from flower_gpu.errors import ConfigError, WorkerStartError
+from flower_gpu.workers import socket_folder
+from flower_gpu.workers import worker as child
+from flower_gpu.workers.call import Call, task_name
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver.sockets import Gone as Gone
+from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
+from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
+from flower_gpu.workers.transport import transport
+
+#: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
+#: worker's ends of them before the caller has closed its copies.
+start_lock = threading.Lock()
+
+
+_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.worker import spawned; spawned()"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The caller's ends of the lines to one worker; see :class:`flower_gpu.workers.worker.Descriptors`."""
+
+    life: int  # write end of the life pipe; to be closed by :func:`close_life_end`
+    reply: int  # memory file for the result
+    events: int  # read ends of what the worker writes, as the two below
+    stdout: int
+    stderr: int
+
+    def close(self) -> None:
+        """Close them; the kernel then kills what is left of the worker's process group."""
+        for descriptor in (self.reply, self.events, self.stdout, self.stderr):
+            os.close(descriptor)
+        close_life_end(self.life)
+
+
+@dataclass
+class Prepared:
+    """What the start of a worker needs and may take long to get."""
+
+    method: StartMethod
+    request: int = -1  # memory file with the task and its arguments; -1 where the worker has them by itself
+    place: client.Place | None = None  # at the fork server that will fork the worker
+
+    def close(self) -> None:
+        """Let go of both."""
+        if self.request >= 0:
+            os.close(self.request)
+            self.request = -1
+        if self.place is not None:
+            self.place.close()
+            self.place = None
+
+
+def prepare(call: Call, method: StartMethod, *, or_spawn: bool, deadline: float | None) -> Prepared:
+    """Do what comes before the start of a worker; may take long, and may be interrupted.
+
+    With ``or_spawn`` the worker is spawned where there can be no fork server. The deadline is on the clock of
+    ``time.monotonic``; TimeoutError if there is no fork server until then.
+    """
+    prepared = Prepared(method)
+    try:
+        with _standard_descriptors_occupied():
+            if method.from_server:
+                _find_place(prepared, call, or_spawn, deadline)
+            else:
+                socket_folder.remove_left()  # of callers that were killed; the fork server sees that itself
+            if not method.copies_caller:
+                prepared.request = write_request(call, preloaded=prepared.place is not None)
+    except BaseException:
+        prepared.close()
+        raise
+    return prepared
+
+
+# Calls of these tasks, or with this to preload, are spawned, because there can be no fork server for them.
+_spawned_instead: set[str] = set()
+# What modules of tasks set before they import libraries: they need a server whose libraries have read that.
+_set_by_modules: dict[str, dict[str, str]] = {}
+
+
+def _key(call: Call) -> str:
+    # The user's task may be the first argument of one of ours.
+    names = (name for name in (call.task, *call.args[:1]) if isinstance(name, str))
+    return repr([task_name(call.task), *names, call.preload])
+
+
+def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float | None) -> None:
+    key = _key(call)
+    if or_spawn and key in _spawned_instead:
+        prepared.method = SPAWN
+        return
+    try:
+        prepared.place = client.find(call, deadline, _set_by_modules.get(key, {}))
+    except TimeoutError:
+        raise
+    except (OSError, ConfigError, WorkerStartError) as error:
+        reason = explained(error) if isinstance(error, OSError) else str(error)
+        if not or_spawn:
+            raise WorkerStartError(f"cannot start a worker: {reason}") from error
+        _spawn_instead(key, reason)
+        prepared.method = SPAWN
+
+
+def remember_variables(call: Call, variables: Mapping[str, str | None], *, or_spawn: bool) -> None:
+    """Take note of what a task's module sets, for the next try of the call and for all later ones.
+
+    Raises WorkerStartError if no fork server can have that, and the call must not be spawned.
+    """
+    key = _key(call)
+    values = {name: value for name, value in variables.items() if value is not None}
+    if len(values) == len(variables) and key not in _set_by_modules:
+        _set_by_modules[key] = values
+        return
+    names = ", ".join(sorted(variables))
+    text = f"{call.label}: its module removes {names} from the environment, or sets it anew in each worker"
+    if not or_spawn:
+        raise WorkerStartError(f"{text}. Set it with env=, or use start_method='spawn'")
+    _spawn_instead(key, text)
+
+
+def _spawn_instead(key: str, reason: str) -> None:
+    warnings.warn(f"workers are spawned, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+    _spawned_instead.add(key)
+
+
+def write_request(call: Call, *, preloaded: bool) -> int:
+    """Write a call's task and arguments into a memory file, and return its descriptor.
+
+    Raises WorkerStartError if they cannot be passed to another process, or there is no room.
+    """
+    request = -1
+    try:
+        request = transport.create("flower-gpu-request")
+        functions = () if preloaded else call.preload
+        everything = (call.task, call.args, dict(call.kwargs), functions, call.log_prefix)
+        transport.write_request(everything, request)
+    except BaseException as error:
+        if request >= 0:
+            os.close(request)
+        if isinstance(error, OSError):  # no memory for it, or a limit
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        if not isinstance(error, Exception):
+            raise
+        raise WorkerStartError(
+            f"{call.label}: {task_name(call.task)} or its arguments cannot be passed to a worker "
+            f"({type(error).__name__}: {error}). Functions of modules that can be imported and plain values "
+            "can"
+        ) from error
+    return request
+
+
+def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
+    """Make the lines to a worker and start it. After an error none of them is left.
+
+    Raises WorkerStartError if it could not be started.
+    Raises Gone if its fork server has ended meanwhile; then everything has to be prepared anew.
+    """
+    with start_lock, _standard_descriptors_occupied(), ExitStack() as ours, ExitStack() as theirs:
+
+        def pipe() -> tuple[int, int]:
+            read, write = os.pipe()
+            ours.callback(os.close, read)
+            theirs.callback(os.close, write)
+            return read, write
+
+        try:
+            reply = transport.create("flower-gpu-reply")
+            ours.callback(os.close, reply)
+            life_read, life_write = life_pipe()
+            theirs.callback(os.close, life_read)
+            ours.callback(close_life_end, life_write)
+            (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
+            descriptors = child.Descriptors(life_read, events_write, reply, prepared.request, call.held)
+            process = prepared.method.start(call, prepared, descriptors, stdout_write, stderr_write)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error
+        # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
+        ours.pop_all()
+    return process, Lines(life_write, reply, events, stdout, stderr)
+
+
+def choose(start_method: str, *, preload: bool = False) -> StartMethod:
+    """Turn ``"auto"`` into the method for this process, and check a method that was asked for.
+
+    A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
+    Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
+    itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
+    where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then
+    the fork server keeps that. Whether the GPU it sees is that of the call's lease is not known here yet.
+
+    ConfigError if the method that was asked for cannot be used here.
+    """
+    asked = None if start_method == "auto" else named(start_method)
+    gpus = initialized_cuda_devices()
+    if asked is FORK and gpus is not None:
+        raise ConfigError(
+            "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it "
+            "could not. Use 'auto' or 'spawn'"
+        )
+    runtime = frameworks.with_threads()
+    if asked is FORK and runtime is not None:
+        raise ConfigError(
+            f"start_method='fork' cannot be used: this process has computed with {runtime}, and a fork of it "
+            "would wait for its threads for ever. Use 'auto' or 'spawn', or compute in the worker only"
+        )
+    if asked is FORKSERVER and not client.is_supported():
+        raise ConfigError("start_method='forkserver' needs Linux 5.3 or later. Use 'auto' or 'spawn'")
+    if asked is not None:
+        return asked
+    in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
+    if in_client_app and not (preload and client.is_supported()):
+        if gpus is None:
+            return FORK if runtime is None else SPAWN
+        return INLINE if gpus == 1 else SPAWN
+    return FORKSERVER if client.is_supported() else SPAWN
+
+
+def choose_in_worker(start_method: str | None) -> StartMethod:
+    """Choose the start method for a worker that a worker starts: never a copy of the first one."""
+    is_spawn = start_method == SPAWN.name or not client.is_supported()
+    return SPAWN if is_spawn else FORKSERVER
+
+
+def spawn(
+    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
+) -> Process:
+    """Start a fresh interpreter. Works everywhere; pays for every import."""
+    # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
+    # script without a main guard once more, and leaves a resource tracker process with every caller.
+    # Of env only the names: everybody on the machine may read a command line.
+    record = {"descriptors": vars(descriptors), "env": list(call.env), "setup": call.setup}
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
+    program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        env={**os.environ, **call.env},
+        pass_fds=descriptors.opened(),
+        process_group=0,
+    )
+    return OwnChild(process.pid, reap=process.wait)
+
+
+def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
+    """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
+    release_openmp_threads()
+    for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
+    target = partial(child.forked, descriptors, stdout, stderr, call.env, call.setup, lambda: request)
+    pid = child.fork_process(target, f"flower-gpu: {call.label}")
+    return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
+
+
+def forkserver(
+    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
+) -> Process:
+    """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
+    assert prepared.place is not None
+    return prepared.place.fork(descriptors, stdout, stderr)
+
+
+def no_start(*_: object) -> Process:
+    """Refuse: such a call needs no new process, or another part of the package starts it."""
+    raise AssertionError("this start method starts no worker")
+
+
+@dataclass(frozen=True)
+class StartMethod:
+    """One way to run a call: what may be expected of it, and how its worker is started."""
+
+    name: str
+    #: Starts a worker for a call, with the worker's ends of the lines to the caller.
+    start: Callable[[Call, Prepared, child.Descriptors, int, int], Process] = no_start
+    #: Whether the call runs in a process of its own. Only such a call is supervised: it can be ended, its
+    #: death is one error, and its memory is free afterwards.
+    is_own_process: bool = True
+    #: Whether the worker begins with the caller's libraries and settings: as a copy of it, or as itself.
+    copies_caller: bool = False
+    #: Whether a fork server forks the worker.
+    from_server: bool = False
+    #: Whether environment and threads of the call stay in the process: that has nothing else to do.
+    keeps_settings: bool = False
+    #: Whether the worker tells at once when its task begins. Else it tells that with its result.
+    tells_start: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FORKSERVER = StartMethod("forkserver", forkserver, from_server=True)
+SPAWN = StartMethod("spawn", spawn)
+FORK = StartMethod("fork", fork, copies_caller=True)
+INLINE = StartMethod("inline", is_own_process=False, copies_caller=True, keeps_settings=True)
+IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
+#: How the fork server of one run starts workers. Nobody can ask for it by this name, which traces have.
+OF_RUN = StartMethod("zygote", from_server=True, tells_start=False)
+
+#: All of them, by name; but for the last one what a user may ask for (``flower_gpu.options.START_METHODS``).
+METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, INLINE, IN_PROCESS, OF_RUN)}
+
+
+def named(name: str) -> StartMethod:
+    """Return the start method of this name, which the settings have checked."""
+    return METHODS[name]
+
+
+def tells_start(name: str) -> bool:
+    """Tell whether a worker says at once when its task begins; ``name`` is a trace's, of any version."""
+    return METHODS.get(name, SPAWN).tells_start
+
+
+@contextmanager
+def _standard_descriptors_occupied() -> Iterator[None]:
+    """Let nothing of the worker get the number of a standard stream that this program has closed.
+
+    The worker's own standard streams are put there, on top of whatever has the number.
+    """
+    with ExitStack() as held:
+        try:
+            while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+                held.callback(os.close, descriptor)
+        except OSError as error:
+            raise WorkerStartError(f"cannot start a worker: {error}") from error
+        os.close(descriptor)
+        yield
+
+
+def _after_fork_in_child() -> None:
+    global start_lock
+    start_lock = threading.Lock()  # the thread that held it does not exist here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,120 @@
+"""A folder for each worker's Unix sockets: only its account can enter it, and it goes with the worker.
+
+multiprocessing makes sockets in a worker: in each DataLoader worker, for a Manager or a Listener, and for a
+fork server of its own. Names in Linux's abstract namespace would leave no files, but they have no
+permissions: every account of the host can connect to them. A folder of mode 0700 keeps others out. It is
+removed by the process that sees the worker end: a worker may be killed at any time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import sys
+from contextlib import suppress
+from functools import cache
+from multiprocessing import process
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import sockets
+
+_PARENT = "sockets"
+_NAMES = re.compile(r"\d+-\d+")
+_MAX_BYTES = 80  # an address has 107 at most, and multiprocessing puts a name of 18 behind this
+
+# Open in a worker as long as it or a fork of it is there, and locked: the sign that the folder is in use.
+_lock = -1
+
+
+def take() -> None:
+    """Give this process, the first of its group, a folder, where it and its children make their sockets.
+
+    Without a folder that is safe, multiprocessing makes one of its own, which others cannot enter either.
+    """
+    global _lock
+    if sys.platform != "linux":
+        return
+    if _lock >= 0:  # inherited from the process that was forked
+        os.close(_lock)
+        _lock = -1
+    settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    settings["tempdir"] = None
+    with suppress(OSError, ConfigError):
+        path = _made() / _own_name(os.getpid())
+        _lock = _locked(path)
+        name = str(path)
+        if len(os.fsencode(name)) > _MAX_BYTES:
+            name = f"/proc/{os.getpid()}/fd/{_lock}"
+        # multiprocessing passes it on to processes that it spawns, too.
+        settings["tempdir"] = name
+
+
+def remove(pid: int) -> None:
+    """Remove the folder of a worker that is gone, while nobody else can have its process id."""
+    if (parent := _parent()) is not None:
+        with suppress(OSError):
+            shutil.rmtree(parent / _own_name(pid))
+
+
+def remove_left() -> None:
+    """Remove the folders of workers that have ended when nobody was left to see it."""
+    if (parent := _parent()) is None:
+        return
+    for path in list(parent.iterdir()):
+        if _NAMES.fullmatch(path.name):
+            with suppress(OSError):  # in use, or gone
+                _remove_unused(path)
+
+
+def _remove_unused(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if files.try_lock(descriptor):
+            shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
+
+
+def _parent() -> Path | None:
+    """Return where the folders are; None where there are none, or they may be somebody else's."""
+    path = state_folder.state_dir() / _PARENT
+    with suppress(OSError):
+        return path if files.is_own_folder(path, forbidden=0o077) else None
+    return None
+
+
+def _made() -> Path:
+    parent = sockets.folder() / _PARENT
+    with suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+    return parent
+
+
+def _locked(path: Path) -> int:
+    """Make an empty folder and lock it; return the descriptor."""
+    while True:
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier process with this id
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):  # taken away by remove_left, before it was locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if files.still_has_name(descriptor, path):
+                return descriptor
+            os.close(descriptor)
+
+
+def _own_name(pid: int) -> str:
+    # Containers may share the state folder, and have processes with the same ids.
+    return f"{_pid_namespace()}-{pid}"
+
+
+@cache
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino

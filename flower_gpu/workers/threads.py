@@ -1,0 +1,249 @@
+"""How many threads the native libraries of a worker use: torch, OpenMP runtimes, BLAS libraries.
+
+A fresh interpreter needs nothing of this: the libraries read ``OMP_NUM_THREADS`` when they are loaded.
+Where a worker finds them loaded, as in a fork, :func:`apply` brings them to what they would have read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+from flower_gpu import frameworks
+from flower_gpu.frameworks.framework import Threads
+from flower_gpu.workers.cores import openmp_threads, processor_cores
+
+VARIABLE: Final = "OMP_NUM_THREADS"
+
+#: :func:`apply`, as the ``setup`` of a call.
+SETUP: Final = "flower_gpu.workers.threads:apply"
+
+_RTLD_DI_LINKMAP = 2  # of dlinfo(3), in glibc and musl
+
+_OPENBLAS = [
+    (f"{prefix}openblas_get_num_threads{suffix}", f"{prefix}openblas_set_num_threads{suffix}")
+    for prefix in ("scipy_", "")
+    for suffix in ("64_", "", "_64")
+]
+# How file names begin; functions to get and to set the count, in each spelling there is; variables that the
+# library puts before OMP_NUM_THREADS.
+_KINDS: Final = (
+    (("libgomp", "libiomp5", "libomp"), [("omp_get_max_threads", "omp_set_num_threads")], ()),
+    (
+        ("libscipy_openblas", "libopenblas", "libblas"),
+        _OPENBLAS,
+        ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS"),
+    ),
+    (("libmkl_rt",), [("MKL_Get_Max_Threads", "MKL_Set_Num_Threads")], ("MKL_NUM_THREADS",)),
+    (("libblis",), [("bli_thread_get_num_threads", "bli_thread_set_num_threads")], ("BLIS_NUM_THREADS",)),
+)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The threads of one loaded library."""
+
+    get: Callable[[], int]
+    set: Callable[[int], object]
+    variables: tuple[str, ...]  # which the library puts before OMP_NUM_THREADS
+    most: Callable[[], int] | None = None  # threads that it takes from its variables
+    starts_threads: bool = False  # as soon as the count is set
+
+    def count(self, environ: Mapping[str, str]) -> int | None:
+        """Return the count that the library would have read from these variables."""
+        read = (openmp_threads(environ, name) for name in (*self.variables, VARIABLE))
+        count = next((number for number in read if number is not None), None)
+        return count if count is None or self.most is None else min(count, self.most())
+
+
+# The process that has called `prepare`, and what its forks find.
+_found_before_fork: tuple[int, list[_Pool]] | None = None
+
+
+def of_worker(planned: int, env: Mapping[str, str], *, copies_caller: bool) -> int:
+    """Return the thread count of a worker that this process is about to start.
+
+    ``env``: the worker's environment variables, as the user gave them for this call.
+    ``copies_caller``: whether the worker begins with this process's libraries, as a copy of it or as itself.
+    """
+    if not copies_caller or openmp_threads(env) is not None:
+        return planned
+    return _set_in_framework() or planned
+
+
+def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return ``env`` with the variable for ``count`` threads.
+
+    A user's value that says the same number stays as it is: it may say more, as ``"4,2"``.
+    """
+    effective = ChainMap(env, os.environ)  # type: ignore[arg-type]  # a copy of all is slow
+    text = effective[VARIABLE] if openmp_threads(effective) == count else str(count)
+    return {**env, VARIABLE: text}
+
+
+def prepare(environ: Mapping[str, str]) -> None:
+    """Do in a process that is about to fork what is too late, or slow, in the fork.
+
+    A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
+    count is set here, where the fork itself ends the threads again; the child starts as many when it
+    multiplies matrices, and not before.
+
+    ``environ``: the environment variables of the worker that is to be forked.
+    """
+    _prepare(_pools(), environ)
+
+
+@contextmanager
+def prepared(environ: Mapping[str, str]) -> Iterator[None]:
+    """:func:`prepare` for forks within the block; afterwards this process has its own counts again."""
+    pools = _pools()
+    with _restored([pool for pool in pools if pool.starts_threads]):
+        _prepare(pools, environ)
+        yield
+
+
+def _prepare(pools: list[_Pool], environ: Mapping[str, str]) -> None:
+    global _found_before_fork
+    _found_before_fork = (os.getpid(), pools)
+    _adjust([pool for pool in pools if pool.starts_threads], environ)
+
+
+def apply(environ: Mapping[str, str] = os.environ) -> None:
+    """Give each loaded library the thread count that it would have in a fresh process.
+
+    Loads nothing. For OpenMP the count is that of the calling thread; other threads begin with what the
+    library read when it was loaded.
+
+    ``environ``: ``OMP_NUM_THREADS``, and what a library puts before it (``OPENBLAS_NUM_THREADS``,
+    ``MKL_NUM_THREADS``, ``BLIS_NUM_THREADS``).
+    """
+    global _found_before_fork
+    found, _found_before_fork = _found_before_fork, None
+    # To find them takes longest, as a new fork has to copy every page that it touches.
+    _adjust(_pools() if found is None or found[0] == os.getpid() else found[1], environ)
+
+
+def follow(applied: Mapping[str, str]) -> None:
+    """Apply what code of the user's has set in ``os.environ`` since ``applied`` was applied.
+
+    Modules do so before they import torch. Where torch is loaded already, it is done here; not in a library
+    whose count was set directly meanwhile.
+    """
+    if os.environ.get(VARIABLE) != applied.get(VARIABLE):
+        _adjust([pool for pool in _pools() if pool.get() == pool.count(applied)], os.environ)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Give each library that is loaded now its present thread count again at the end of the block."""
+    with _restored(_pools()):
+        yield
+
+
+@contextmanager
+def _restored(pools: list[_Pool]) -> Iterator[None]:
+    before = [(pool, pool.get()) for pool in pools]
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _adjust(pools: list[_Pool], environ: Mapping[str, str]) -> None:
+    counts = [(pool, pool.count(environ)) for pool in pools]  # before one of them changes another's
+    _set([(pool, count) for pool, count in counts if count is not None])
+
+
+def _set(counts: list[tuple[_Pool, int]]) -> None:
+    for pool, count in counts:
+        # What torch answers is the number of its OpenMP runtime; it has more of them, as for new threads.
+        if not pool.starts_threads or pool.get() != count:
+            pool.set(count)
+
+
+def _pools() -> list[_Pool]:
+    pools = [pool for path in _loaded_libraries() if (pool := _library_pool(path)) is not None]
+    # Last: a framework's OpenMP runtime is among the libraries.
+    return pools + [_framework_pool(own) for own in _threads_of_frameworks()]
+
+
+def _library_pool(path: str) -> _Pool | None:
+    name = path.rpartition("/")[2]
+    for beginnings, functions, variables in _KINDS:
+        if not name.startswith(beginnings):
+            continue
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        except OSError:
+            return None
+        for get, set_ in functions:
+            if hasattr(library, set_):
+                pool = _Pool(getattr(library, get), getattr(library, set_), variables)
+                if functions is _OPENBLAS:
+                    return replace(pool, most=_usable_cpus, starts_threads=True)
+                return pool
+    return None
+
+
+def _threads_of_frameworks() -> list[Threads]:
+    return [own for framework in frameworks.loaded() if (own := framework.threads()) is not None]
+
+
+def _framework_pool(own: Threads) -> _Pool:
+    def most() -> int:
+        return max(processor_cores(), own.get())  # more than there are cores: the caller has set that
+
+    return _Pool(own.get, own.set, own.variables, most if own.at_most_cores else None)
+
+
+def _set_in_framework() -> int | None:
+    """Return the count that ``torch.set_num_threads``, or another framework's, was called with here."""
+    # What a framework begins with is one of these, depending on how it was built.
+    read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
+    own = {*read, processor_cores(), _usable_cpus(), os.cpu_count()}
+    return next((count for each in _threads_of_frameworks() if (count := each.get()) not in own), None)
+
+
+def _usable_cpus() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+class _LinkMap(ctypes.Structure):
+    """A loaded library in the dynamic linker's list (link.h)."""
+
+
+_LinkMap._fields_ = [
+    ("l_addr", ctypes.c_size_t),
+    ("l_name", ctypes.c_char_p),
+    ("l_ld", ctypes.c_void_p),
+    ("l_next", ctypes.POINTER(_LinkMap)),
+    ("l_prev", ctypes.POINTER(_LinkMap)),
+]
+
+
+def _loaded_libraries() -> list[str]:
+    """Return the paths of the shared libraries of this process.
+
+    From the dynamic linker itself: ``/proc/self/maps`` of a process with torch takes the kernel many times
+    longer to write than this list takes to read.
+    """
+    program = ctypes.CDLL(None)
+    if not hasattr(program, "dlinfo"):  # macOS, where no worker begins with libraries
+        return []
+    entry = ctypes.POINTER(_LinkMap)()
+    handle = ctypes.c_void_p(program._handle)
+    if program.dlinfo(handle, _RTLD_DI_LINKMAP, ctypes.byref(entry)) != 0:
+        return []
+    paths = []
+    while entry:
+        library = entry.contents
+        if library.l_name:
+            paths.append(os.fsdecode(library.l_name))
+        entry = library.l_next
+    return paths

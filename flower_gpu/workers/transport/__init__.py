@@ -1,0 +1,1 @@
+"""Messages between caller and worker: a small pickle, and arrays in sealed memory files."""

@@ -1,0 +1,161 @@
+"""Memory files: create, write, read, seal, map.
+
+A memory file has no name, so nothing can be left behind: the kernel frees it with its last holder. Where
+the kernel has no seals (macOS) a temporary file that is already unlinked takes its place, and is copied
+instead of mapped: without a seal another process could change what this one has checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+
+#: Whether a file can be sealed, and so be mapped instead of copied.
+SEALS = hasattr(fcntl, "F_ADD_SEALS") and hasattr(os, "memfd_create")
+
+_FAILED = ctypes.c_void_p(-1).value
+_FIXED = 0x10  # MAP_FIXED, which the mmap module lacks; the same on every architecture of Linux
+
+
+def create(name: str) -> int:
+    """Return the descriptor of a new, empty memory file; not inherited by other programs."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if SEALS else 0))
+    with tempfile.TemporaryFile(prefix=name) as file:  # macOS: already unlinked
+        return os.dup(file.fileno())
+
+
+def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
+    """Write all of ``data`` at ``offset`` and return where it ends."""
+    # A write is faster than a copy into a map: the kernel need not clear the pages first, nor take a page
+    # fault for each. More threads gain nothing: they take turns at the file's lock.
+    view = memoryview(data)
+    while view.nbytes:  # one call writes at most just under 2 GiB
+        written = os.pwrite(descriptor, view, offset)
+        view = view[written:]
+        offset += written
+    return offset
+
+
+def read(descriptor: int, size: int, offset: int) -> bytearray:
+    """Return ``size`` bytes from ``offset``.
+
+    Raises EOFError if the file ends before.
+    """
+    if offset + size > os.fstat(descriptor).st_size:  # before so much memory is taken
+        raise EOFError
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise EOFError
+        view = view[count:]
+        offset += count
+    return data
+
+
+def seal_size(descriptor: int) -> None:
+    """Let nobody change the size: a process that has mapped the file would die of it."""
+    if SEALS:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def seal(descriptor: int) -> bool:
+    """Let nobody change size or content any more.
+
+    Returns False where that cannot be had: no seals, or some process can still write into a map of the file.
+    """
+    if not SEALS:
+        return False
+    everything = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    try:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & everything != everything:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, everything)
+    except OSError:  # EBUSY: mapped for writing; EINVAL: not a memory file
+        return False
+    return True
+
+
+def identity(descriptor: int) -> tuple[int, int, int]:
+    """Return what tells a file from all others: device, inode, size."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size
+
+
+class Map:
+    """A map of a whole file, unmapped when the last view of it is gone.
+
+    Holds no descriptor (the mmap module's maps do): a process may keep thousands of results.
+
+    ``shared``: whether what is written goes to the file. Otherwise it stays here, and only pages that are
+    written to are copied.
+    Raises OSError if the kernel refuses (too many maps, no memory).
+    """
+
+    def __init__(self, descriptor: int, size: int, shared: bool = False) -> None:
+        self.size = size
+        self.address = _mmap(None, size, mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE, descriptor)
+        memory = (ctypes.c_ubyte * size).from_address(self.address)
+        # Not at exit: arrays are still used then. The kernel unmaps it with the process.
+        weakref.finalize(memory, _libc().munmap, self.address, size).atexit = False
+        self.view = memoryview(memory).cast("B")
+
+    def leave_file(self, descriptor: int) -> None:
+        """Let what is written from here on stay in this process, at the same addresses."""
+        _mmap(self.address, self.size, mmap.MAP_PRIVATE | _FIXED, descriptor)
+
+    def offset_of(self, address: int, size: int) -> int | None:
+        """Return where in the file this memory is, or None if it is elsewhere."""
+        offset = address - self.address
+        return offset if 0 <= offset <= self.size - size else None
+
+
+def open_of(pid: int, descriptor: int, expected: Sequence[int]) -> int:
+    """Open, for reading, a memory file that another process of this user holds open.
+
+    Raises OSError if it cannot be opened: not Linux, no ``/proc``, another PID namespace, the process is
+    gone, or has something else there.
+    """
+    found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if identity(found) != tuple(expected):
+        os.close(found)
+        raise FileNotFoundError(f"descriptor {descriptor} of process {pid} is another file")
+    return found
+
+
+def _mmap(address: int | None, size: int, flags: int, descriptor: int) -> int:
+    found: int | None = _libc().mmap(
+        address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, ctypes.c_long(0)
+    )
+    if found is None or found == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot map {size} bytes: {os.strerror(number)}")
+    return found
+
+
+_library: ctypes.CDLL | None = None
+
+
+def _libc() -> ctypes.CDLL:
+    global _library
+    if _library is None:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mmap.restype = ctypes.c_void_p
+        # off_t is as long as a pointer on every 64-bit Linux
+        library.mmap.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_long,
+        ]
+        library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        _library = library
+    return _library

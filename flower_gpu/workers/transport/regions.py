@@ -1,0 +1,244 @@
+"""What travels beside a pickle: large buffers, each a region of a memory file."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from flower_gpu.errors import WorkerError
+from flower_gpu.workers.transport.memory import Map
+from flower_gpu.workers.transport.sharing import SharedFile
+
+#: Buffers below this go into the pickle.
+SMALL_BYTES = 4096
+
+# Where a region is: in the same file, in the request (of a reply), in the model that workers share.
+HERE, IN_REQUEST, IN_SHARED = 0, 1, 2
+# What it is: an array; one of pickle's own out-of-band buffers, which come in order; immutable.
+ARRAY, BUFFER, IMMUTABLE = 0, 1, 2
+
+_MAX_DEPTH = 20
+
+
+class Region:
+    """Bytes that arrived beside a pickle.
+
+    ``memory``: the bytes: writable for arrays, read-only for what was immutable.
+    ``writable``: the same bytes once more, for :meth:`take`.
+    """
+
+    def __init__(self, memory: memoryview, writable: memoryview | None = None) -> None:
+        self.memory = memory
+        self._writable = [] if writable is None else [writable]
+
+    def take(self) -> memoryview | None:
+        """Return the bytes as writable memory of their own, without a copy.
+
+        Possible once; None afterwards, and where the file is not mapped.
+        """
+        try:
+            return self._writable.pop()  # in one step: other threads may ask as well
+        except IndexError:
+            return None
+
+
+@dataclass
+class Part:
+    """Bytes that go beside a pickle."""
+
+    view: memoryview
+    kind: int
+    shareable: bytes | None = None
+    where: int = HERE
+    offset: int = 0
+
+
+class Parts:
+    """Collects what goes beside a pickle.
+
+    ``roots``: what is pickled, with names for messages.
+    ``request``: the worker's map of its arguments: what lies there need not be written again.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, Any]], request: Map | None = None) -> None:
+        self.all: list[Part] = []
+        self._roots = roots
+        self._request = request
+
+    def add(
+        self,
+        view: memoryview,
+        *,
+        address: int | None = None,
+        immutable: bool = False,
+        shareable: bytes | None = None,
+    ) -> Any:
+        """Put bytes beside the pickle.
+
+        ``immutable``: whether nobody can change them. On arrival they cannot be changed either, but taken
+        once as writable memory of their own.
+        ``shareable``: the same bytes, if other calls may send this very object: then it is written once.
+        Returns becomes a :class:`Region` on arrival.
+        """
+        part = Part(view, IMMUTABLE if immutable else ARRAY, shareable)
+        if self._request is not None and address is not None:
+            offset = self._request.offset_of(address, view.nbytes)
+            if offset is not None:
+                part.where, part.offset = IN_REQUEST, offset
+        self.all.append(part)
+        return _Handle(len(self.all) - 1)
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer of some other type; pickle's ``buffer_callback``."""
+        view = buffer.raw()
+        if view.nbytes < SMALL_BYTES:
+            return True  # keep it in the pickle
+        self.all.append(Part(view, BUFFER))
+        return False
+
+    def path_to(self, wanted: Any) -> str | None:
+        """Return where in nested lists, tuples and dicts an object is, for example ``"args[0]['w']"``."""
+        for name, root in self._roots:
+            path = _path_to(root, wanted, _MAX_DEPTH)
+            if path is not None:
+                return name + path
+        return None
+
+    def refer_to(self, shared: SharedFile) -> None:
+        """Let the parts that are in this file not be written."""
+        for part in self.all:
+            if part.shareable is not None and (offset := shared.offset_of(part.shareable)) is not None:
+                part.where, part.offset = IN_SHARED, offset
+
+    def copy_what_would_hold_too_much(self) -> None:
+        """Write again what overlaps, and everything if it would keep a request of over twice its size."""
+        inside = sorted((part for part in self.all if part.where == IN_REQUEST), key=lambda part: part.offset)
+        total = end = 0
+        for part in inside:
+            if part.offset < end:
+                part.where = HERE  # two arrays then, as in any pickle
+                continue
+            end = part.offset + part.view.nbytes
+            total += part.view.nbytes
+        if self._request is not None and total < self._request.size / 2:
+            for part in inside:
+                part.where = HERE
+
+
+class _Handle:
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __reduce__(self) -> Any:
+        return _region, (self._index,)
+
+
+def _region(index: int) -> Region:
+    """Stand, in a pickle, for a region of the file that is being read."""
+    raise WorkerError(f"region {index} belongs to a memory file between worker and caller")
+
+
+def _path_to(value: Any, wanted: Any, depth: int) -> str | None:
+    children: Iterable[tuple[str, Any]]
+    if value is wanted:
+        return ""
+    if depth == 0:
+        return None
+    if isinstance(value, list | tuple):
+        children = ((f"[{number}]", child) for number, child in enumerate(value))
+    elif isinstance(value, dict):
+        children = ((f"[{key!r}]", child) for key, child in value.items())
+    else:
+        return None
+    for name, child in children:
+        path = _path_to(child, wanted, depth - 1)
+        if path is not None:
+            return name + path
+    return None
+
+
+#: Takes an object and where to put its bytes; returns what a ``__reduce__`` method would.
+Reduce = Callable[[Any, Parts], Any]
+
+_reducers: dict[type, Reduce] = {}
+
+
+def register(kind: type, reduce: Reduce) -> None:
+    """Set how objects of exactly this type travel."""
+    _reducers[kind] = reduce
+
+
+def dumps_by_name(value: Any, parts: Parts) -> bytes:
+    """Pickle; classes and functions by name, as the standard library does."""
+    return _dumps(_ByName, value, parts)
+
+
+def dumps_by_value(value: Any, parts: Parts) -> bytes:
+    """Pickle; what the other process cannot import goes by value, as cloudpickle does."""
+    return _dumps(_ByValue, value, parts)
+
+
+def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> Any:
+    """Unpickle what one of these returned.
+
+    Raises WorkerError if it is no pickle.
+    """
+    try:
+        return _Unpickler(head, regions, buffers).load()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise WorkerError(f"a memory file between worker and caller cannot be read: {error}") from error
+
+
+class _ByName(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
+        # Before pickle's own __init__, which looks at it once.
+        self.dispatch_table = _bound_to(parts, copyreg.dispatch_table)
+        super().__init__(file, protocol=5, buffer_callback=parts.take)
+
+
+class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, parts: Parts) -> None:
+        self.dispatch_table = _bound_to(parts, cloudpickle.Pickler.dispatch_table)
+        super().__init__(file, protocol=5, buffer_callback=parts.take)
+
+
+def _bound_to(parts: Parts, others: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def bind(reduce: Reduce) -> Callable[[Any], Any]:
+        return lambda obj: reduce(obj, parts)
+
+    return {**others, **{kind: bind(reduce) for kind, reduce in _all_reducers()}}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> None:
+        super().__init__(io.BytesIO(head), buffers=buffers)
+        self._regions = regions
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _region.__name__ and module == __name__:
+            return self._regions.__getitem__
+        return super().find_class(module, name)
+
+
+def _dumps(pickler: type[Any], value: Any, parts: Parts) -> bytes:
+    parts.all.clear()
+    file = io.BytesIO()
+    pickler(file, parts).dump(value)
+    return file.getvalue()
+
+
+def _all_reducers() -> Iterator[tuple[type, Reduce]]:
+    if "numpy" in sys.modules:  # or there is no array, and no need to import it
+        import numpy as np
+
+        from flower_gpu.workers.transport import ndarrays
+
+        yield np.ndarray, ndarrays.reduce_array
+    yield from _reducers.items()

@@ -1,0 +1,380 @@
+"""The worker's side: environment first, then the task, then out.
+
+One entry for every start method: `serve`. Only the standard library is imported before the environment
+is set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from flower_gpu.workers.life import be_killed_first, die_with_the_caller
+
+_SIGNALS = signal.valid_signals()
+# What this worker keeps open for its caller; see Descriptors.held.
+_held = -1
+_STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
+
+
+@dataclass(frozen=True)
+class Descriptors:
+    """File descriptors of a worker."""
+
+    life: int  # read end of a pipe that only the caller writes to: closed when the caller is gone
+    events: int  # write end of the pipe for events, JSON lines
+    reply: int  # memory file for the result
+    request: int = -1  # memory file with the task and its arguments; -1 where a fork has them already
+    held: int = -1  # what the worker keeps open for its whole life; -1 for nothing
+
+    def opened(self) -> tuple[int, ...]:
+        """Return those that there are."""
+        return tuple(descriptor for descriptor in vars(self).values() if descriptor >= 0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker found out: a value or an error, never both."""
+
+    value: Any = None  # what the task returned
+    error_type: str | None = None  # ``module.Class`` of the exception
+    error_text: str = ""  # ``str`` of the exception
+    error_traceback: str = ""  # the formatted traceback
+    # The exception itself, where it can be passed on. Kept as bytes, so that a caller without the libraries
+    # it needs does not import them.
+    error_pickle: bytes | None = None
+
+
+def spawned() -> NoReturn:
+    """Run as the program of a fresh interpreter; the start record is the first argument."""
+    record = json.loads(sys.argv.pop(1))
+    descriptors = Descriptors(**record["descriptors"])
+    for descriptor in descriptors.opened():
+        os.set_inheritable(descriptor, False)  # not for programs that the task starts
+
+    def load() -> tuple[Any, ...]:
+        from flower_gpu.workers.transport import transport
+
+        request: tuple[Any, ...] = transport.read_request(descriptors.request)
+        return request
+
+    env = {name: os.environ[name] for name in record["env"]}
+    serve(descriptors, env, record["setup"], load)
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Exit as a program does, but leave the freeing of memory to the kernel.
+
+    Taking down an interpreter that has imported torch, pandas and scikit-learn object by object takes
+    seconds.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # the task has closed or replaced it
+            stream.flush()
+    os._exit(0)
+
+
+def fork_process(
+    target: Callable[[], None], name: str, handled: Iterable[signal.Signals] | None = None
+) -> int:
+    """Fork this process; the child leads a group of its own, runs ``target`` and exits.
+
+    ``handled``: the signals that this process has handlers of its own for, where the caller knows them.
+    """
+    # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
+    # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
+    # children, which frees a pid before the group is ended, and a failed one leaves descriptors open.
+    process = multiprocessing.Process(target=target, name=name, daemon=False)
+    # The handlers of this process would act in its name in the child (Flower's report the task as stopped).
+    # Looked up here: in a fork each object that is touched is a page to be copied.
+    if handled is None:
+        handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _leave_group_of_caller(handled)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                code = process._bootstrap()  # type: ignore[attr-defined]
+            finally:
+                os._exit(code & 0xFF)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with suppress(OSError):  # so that the group exists before anybody tries to end it
+        os.setpgid(pid, pid)
+    return pid
+
+
+def _leave_group_of_caller(handled: Iterable[int]) -> None:
+    """Stop, right after a fork, to receive and to handle signals as the caller does."""
+    with suppress(OSError):  # the caller does the same, maybe earlier
+        os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    for number in handled:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def forget_exit_functions() -> None:
+    """Take from a process whose forks are workers what libraries want to be called at the end.
+
+    That is for a program; torch's finalizers alone take 30 ms.
+    """
+    atexit._clear()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    atexit.register(logging.shutdown)
+
+
+def forked(
+    descriptors: Descriptors,
+    stdout: int,
+    stderr: int,
+    env: Mapping[str, str],
+    setup: str | None,
+    load: Callable[[], tuple[Any, ...]],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+) -> None:
+    """Run in a fork, where locks and streams are those of the process that was forked."""
+    os.dup2(stderr, 2)  # first: what fails from here on is told there
+    os.dup2(stdout, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    for descriptor in {stdout, stderr, nothing} - {0, 1, 2}:
+        os.close(descriptor)
+    # The caller's sys.stdout may be anything (a notebook's, a test runner's).
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    if "tqdm.std" in sys.modules:
+        # Its lock is one for the whole family of processes: a worker that is killed with it, or that
+        # waits for the caller to read its output, would stop the caller's bars for ever.
+        sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
+    serve(descriptors, env, setup, load, set_too_late)
+
+
+def serve(
+    descriptors: Descriptors,
+    env: Mapping[str, str],
+    setup: str | None,
+    load: Callable[[], tuple[Any, ...]],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+) -> None:
+    """Do one call: load the task and its arguments, run it, leave the result in the reply file.
+
+    ``setup``: ``"package.module:function"`` to call before the task is loaded; the task runs in what it
+    returns, if that is a context manager.
+    ``load``: returns ``(task, args, kwargs, preload, log_prefix)``. May import whatever the task needs.
+    ``set_too_late``: returns the environment variables that the task's module has set after libraries had
+    read them; then the caller is told, and the task is not run.
+    """
+    keep_for_caller(descriptors.held)
+    die_with_the_caller(descriptors.life)
+    be_killed_first()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
+    faulthandler.enable(file=2)
+    faulthandler.register(_STACK_DUMP_SIGNAL, file=2, all_threads=True)
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the task must see how its own children end
+    for stream in (sys.stdout, sys.stderr):  # the caller reads UTF-8, whatever the locale is
+        stream.reconfigure(  # type: ignore[union-attr]
+            encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
+    os.environ.update(env)
+    from flower_gpu.workers import socket_folder
+
+    socket_folder.take()
+    lock = threading.Lock()
+
+    def send(event: dict[str, Any]) -> None:
+        data = json.dumps(event, default=str).encode() + b"\n"
+        with lock:
+            while data:  # a signal may interrupt a write to a full pipe
+                data = data[os.write(descriptors.events, data) :]
+
+    outcome = run_task(env, setup, load, send, set_too_late)
+    if outcome is not None:
+        leave_reply(outcome, descriptors.reply)
+        send({"event": "result"})
+
+
+def keep_for_caller(descriptor: int) -> None:
+    """Take note of what this worker keeps open for its caller; -1 for nothing."""
+    global _held
+    _held = descriptor
+
+
+def held() -> int:
+    """Return the descriptor that this worker keeps open for its caller; -1 where there is none.
+
+    A worker that starts others for the same call gives it to them, so that its lease is theirs as well.
+    """
+    return _held
+
+
+def run_task(
+    env: Mapping[str, str],
+    setup: str | None,
+    load: Callable[[], tuple[Any, ...]],
+    send: Callable[[dict[str, Any]], None],
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+) -> Outcome | None:
+    """Load a task and its arguments, and run it.
+
+    Returns None where it was not run: the caller was told why, and tries again.
+    """
+    from flower_gpu.workers import events, imports, log_lines, preload, threads
+    from flower_gpu.workers.call import load_task, set_up
+
+    time_of_imports = imports.ImportTime(send)
+    with events.sending_to(send, all_threads=True), imports.seen_by(time_of_imports.look):
+        try:
+            with set_up(setup):
+                task, args, kwargs, functions, log_prefix = load()
+                log_lines.begin(log_prefix)
+                preload.run(functions)
+                function = load_task(task)
+                threads.follow(env)
+                _check_environment(env)
+                if variables := set_too_late():
+                    send({"event": "set_too_late", "variables": variables})
+                    return None
+                send({"event": "task_started"})
+                return Outcome(value=function(*args, **kwargs))
+        except SystemExit:
+            raise  # the task asked for it; the caller reports the exit code
+        except BaseException as error:
+            return _failure(error)
+
+
+def leave_reply(outcome: Outcome, descriptor: int) -> None:
+    """Write an outcome into the memory file for the caller."""
+    from flower_gpu.workers.transport import transport
+
+    try:
+        transport.write_reply(outcome, descriptor)
+    except Exception as error:
+        os.ftruncate(descriptor, 0)
+        transport.write_reply(_failure(_unsendable(error)), descriptor)
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    from flower_gpu.errors import WorkerStartError
+    from flower_gpu.frameworks import set_by_modules
+
+    # A module's own number of threads wins, as it does where it is the only one.
+    free = {"OMP_NUM_THREADS", *set_by_modules()}
+    lost = {name: os.environ.get(name) for name in env if os.environ.get(name) != env[name]}
+    lost = {name: value for name, value in lost.items() if name not in free}
+    if lost:
+        name, value = next(iter(lost.items()))
+        raise WorkerStartError(
+            f"the worker's environment was changed while the task was loaded: {name} is {value!r}, "
+            f"not {env[name]!r}. Set it through env= and not in the task's module"
+        )
+
+
+def _failure(error: BaseException) -> Outcome:
+    from flower_gpu.errors import MOST_CHARACTERS, shortened
+
+    kind = type(error)
+    is_long = len(_formatted(error)) > MOST_CHARACTERS
+    if is_long:  # the texts first: half of the limit is for the lines of the traceback before them
+        _shorten(error)
+    data = _pickled(error)
+    if is_long and data is not None and len(data) > 2 * MOST_CHARACTERS:
+        data = None  # its text is longer than what it was made of
+    return Outcome(
+        error_type=f"{kind.__module__}.{kind.__qualname__}",
+        error_text=shortened(_text(error)),
+        error_traceback=shortened(_formatted(error)),
+        error_pickle=data,
+    )
+
+
+def _formatted(error: BaseException) -> str:
+    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
+    return "".join(lines).rstrip()
+
+
+def _shorten(error: BaseException) -> None:
+    """Cut the texts that an exception was made of, and those of the exceptions that led to it."""
+    from flower_gpu.errors import MOST_CHARACTERS, shortened
+
+    def cut(value: Any) -> Any:
+        return shortened(value, MOST_CHARACTERS // 4) if type(value) is str else value
+
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        with suppress(Exception):  # a class of its own may allow no change
+            one.args = tuple(map(cut, one.args))
+        with suppress(Exception):
+            one.__notes__ = list(map(cut, one.__notes__))
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:
+        return f"(its text cannot be had: {type(broken).__name__} in __str__)"
+
+
+def _without_own_frames(error: BaseException) -> TracebackType | None:
+    frames = error.__traceback__
+    own = Path(__file__).parent
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == own:
+        frames = frames.tb_next
+    return frames or error.__traceback__
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    import cloudpickle
+
+    if not isinstance(error, Exception):  # KeyboardInterrupt would stop the caller
+        return None
+    for dumps in (pickle.dumps, cloudpickle.dumps):  # by name where possible, as a result
+        with suppress(Exception):
+            data: bytes = dumps(error)
+            pickle.loads(data)  # many exceptions can be pickled but not built again
+            return data
+    return None
+
+
+def _unsendable(error: Exception) -> Exception:
+    from flower_gpu.errors import InvalidResultError, WorkerError
+
+    if isinstance(error, OSError | MemoryError):
+        result: Exception = WorkerError(f"no room for the result: {type(error).__name__}: {_text(error)}")
+    else:
+        result = InvalidResultError(
+            f"the task returned something that cannot be passed between processes "
+            f"({type(error).__name__}: {_text(error)}). Return numpy arrays, numbers, strings, and lists or "
+            "dicts of them"
+        )
+    return result.with_traceback(error.__traceback__)

@@ -1,0 +1,126 @@
+"""What an app imports, as read from its source, is what its import asks for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from flower_gpu.apps.app_imports import libraries_of
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Really imports an app, and says which modules it asked for.
+ASKED = """
+import builtins, sys
+folder, module = sys.argv[1:]
+sys.path.insert(0, folder)
+asked, real = [], builtins.__import__
+def note(name, globals=None, locals=None, fromlist=(), level=0):
+    if level == 0 and str((globals or {}).get("__file__", "")).startswith(folder):
+        asked.append(name)
+    return real(name, globals, locals, fromlist, level)
+builtins.__import__ = note
+__import__(module)
+print(*asked)
+"""
+
+
+def app(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    return folder
+
+
+def test_libraries_come_in_the_order_of_their_import_and_own_modules_are_followed(tmp_path: Path) -> None:
+    app(
+        tmp_path,
+        mine__client_app="""
+            import first.inner as f, second
+            from mine.task import train
+            from .more import *
+            from . import models
+            import last
+            """,
+        mine__task="from third import something\nfrom .models import Net\n",
+        mine__more="import fourth\n",
+        mine__models__init="",
+        mine__unused="import never\n",
+    )
+    (tmp_path / "mine" / "models" / "init.py").rename(tmp_path / "mine" / "models" / "__init__.py")
+    (tmp_path / "mine" / "models" / "__init__.py").write_text("import fifth\nfrom .net import Net\n")
+    (tmp_path / "mine" / "models" / "net.py").write_text("import sixth\nfrom ..more import x\n")
+    assert libraries_of(tmp_path, "mine.client_app") == [
+        *("first", "first.inner", "second", "third", "third.something"),
+        *("fifth", "sixth", "fourth", "last"),
+    ]
+
+
+def test_what_runs_at_import_comes_before_what_functions_import(tmp_path: Path) -> None:
+    app(
+        tmp_path,
+        client="""
+            from __future__ import annotations
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                import for_types
+            else:
+                import not_for_types
+            try:
+                import wanted
+            except ImportError:
+                import instead
+            with open("x"):
+                import inside
+            class Net:
+                import of_class
+                def forward(self):
+                    import at_call
+            async def train():
+                from lazily import loaded
+                def inner():
+                    if TYPE_CHECKING:
+                        import for_types
+                    match 1:
+                        case 1:
+                            import innermost
+            import at_the_end
+            """,
+        lazily="def late():\n    from late_library import something\n",
+    )
+    found = libraries_of(tmp_path, "client")
+    at_import = ["wanted", "instead", "inside", "of_class", "at_the_end"]
+    assert [name for name in found if name in at_import] == at_import
+    assert "not_for_types" in found and "for_types" not in found
+    late = ["at_call", "late_library", "late_library.something", "innermost"]
+    assert [name for name in found if name in late] == late
+    assert found.index("at_the_end") < found.index("at_call")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import (", "\0", "import client", "from . import client", "from ... import x", "from .... import y"],
+)
+def test_source_that_cannot_be_imported_names_nothing(tmp_path: Path, text: str) -> None:
+    app(tmp_path, client=text)
+    assert libraries_of(tmp_path, "client") == []
+
+
+@pytest.mark.parametrize("name", ["existing-app/existing_app", "dp-secagg/dp_secagg", "scaffold/scaffold"])
+def test_it_is_what_python_asks_for(name: str) -> None:
+    folder, _, package = (REPOSITORY / "examples" / name).as_posix().rpartition("/")
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED, folder, f"{package}.client_app"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    asked = {each for each in done.stdout.split() if each.split(".")[0] != package}
+    assert asked
+    assert asked <= set(libraries_of(Path(folder), f"{package}.client_app"))

@@ -1,0 +1,60 @@
+"""The benchmarks run, tiny, and write rows of the shape that is promised. No time is asserted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+sys.path.insert(0, str(REPOSITORY))  # where `python -m benchmarks.NAME` is to be started
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Run a benchmark in a process of its own, and return what it has written down."""
+    if sys.platform != "linux":
+        pytest.skip("the benchmarks read /proc")
+
+    def run(name: str, *options: object) -> dict[str, Any]:
+        file = tmp_path_factory.mktemp(name) / "figures.json"
+        done = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *map(str, options)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tests run beside each other
+            capture_output=True,
+            text=True,
+            timeout=450,
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        result: dict[str, Any] = json.loads(file.read_text())
+        assert result["failed"] == {} and result["machine"]["cpus"] >= 1
+        assert {"python", "torch", "flwr", "ray", "kernel", "gpus"} <= result["machine"].keys()
+        return result
+
+    return run
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Start a benchmark in this process; it is to refuse. Return its exit status and what it says."""
+
+    def start(name: str, *options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(SystemExit) as exit_:
+            sys.exit(importlib.import_module(f"benchmarks.{name}.__main__").main())
+        status = exit_.value.code
+        assert isinstance(status, int)
+        return status, capsys.readouterr().err
+
+    return start

@@ -1,0 +1,67 @@
+"""Benchmarks of SuperNodes and of simulations."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SIZE = ["engine", "clients", "rounds", "model_mb"]
+
+Figures = Callable[..., dict[str, Any]]
+
+pytestmark = pytest.mark.timeout(480)
+
+
+def test_a_message_to_supernodes(figures: Figures) -> None:
+    rows = figures("supernode", "--only", "no-op", "--supernodes", 2, "--rounds", 1, "--runs", 1)["rows"]
+    assert [(row["app"], row["way"], row["supernodes"]) for row in rows] == [
+        ("no-op", "flower", 2),
+        ("no-op", "ours", 2),
+    ]
+    assert all(row["total_s"] > 0 and row["cpu_s_per_message"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+def test_ours_and_ray_are_compared(figures: Figures) -> None:
+    """That all clients answered, and that the model is right, the app itself checks."""
+    result = figures("simulation", "--quick", "--only", "no-op", "--engines", "ours,ray")
+    ours, ray = result["no-op"]
+    assert [ours[name] for name in SIZE] == ["ours", 6, 2, 0.1]
+    assert ours["all_total_s"] == [ours["total_s"]] and 0 < ours["round_s"] < ours["total_s"]
+    assert ours["per_message_ms"] == pytest.approx(ours["round_s"] / 6 * 1000, abs=2)
+    assert ray["engine"] == "ray"
+    (ratio,) = result["no-op-ratios"]
+    assert ratio["faster"] == pytest.approx(ray["total_s"] / ours["total_s"], abs=0.01)
+    assert ratio["memory"] == pytest.approx(ours["peak_tree_mb"] / ray["peak_tree_mb"], abs=0.01)
+
+
+def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figures) -> None:
+    parts = "many,digits,accuracy,failures"
+    result = figures("simulation", "--quick", "--only", parts, "--engines", "ours,loop", "--epochs", 1)
+
+    (many,) = result["many"]
+    assert [many[name] for name in SIZE] == ["ours", 40, 1, 1.0]
+    moments = [many[f"mb_at_{share}_percent"] for share in (10, 50, 90)]
+    assert 20 < min(moments) <= max(moments) <= many["peak_tree_mb"]
+
+    rows = result["digits"]
+    assert [(row["engine"], row["calls_per_worker"], row["preload"]) for row in rows] == [
+        ("ours", 1, True),
+        ("ours", 1, False),
+        ("ours", 1000, False),
+        ("loop", None, False),
+    ]
+    assert all(row["weights_differ_by"] < 1e-4 and row["accuracy"] > 0.5 for row in rows)
+    assert all(row["total_to_ideal"] > 0 and row["round_to_ideal"] > 0 for row in rows)
+
+    (row,) = result["accuracy"]
+    names = ("engine", "seed", "clients", "clients_per_round", "rounds", "alpha")
+    assert [row[name] for name in names] == ["ours", 0, 4, 2, 1, 0.3]
+    assert row["accuracy"] > 0.3
+
+    rows = result["failures"]
+    assert {row["failure"]: row["named"] for row in rows} == {"raise": [[0, 3]], "kill": [[1]], "hang": [[2]]}
+    assert all(row["outcome"].startswith("completed, ") and row["model_is_right"] for row in rows)

@@ -1,0 +1,134 @@
+"""Commands as a user types them, in a shell of their own, on hosts with stub GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nvml_stub import Host
+
+TESTS = Path(__file__).parents[1]
+USER = Path(__file__).with_name("lease_user.py")
+TIMEOUT_S = 100
+
+COMMAND = """
+import argparse, importlib, sys
+command = importlib.import_module(f"flower_gpu.cli.{sys.argv.pop(1)}")
+parser = argparse.ArgumentParser()
+command.add_arguments(parser)
+code = command.run(parser.parse_args())
+heavy = {"torch", "flwr", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+class Shell:
+    """Variables, as of a shell in which nothing of ours is set but folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir()
+        self.ledger.chmod(0o1777)
+        self.state = folder / "state"
+        scripts = str(Path(sys.executable).parent)
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLOWER_GPU", "FLWR_", "CUDA_"))
+            and name not in ("LD_LIBRARY_PATH", "COLUMNS", "LINES")
+        }
+        self.env |= {
+            "PATH": f"{scripts}:/usr/bin:/bin",
+            "HOME": str(folder),
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            "FLOWER_GPU_STATE_DIR": str(self.state),
+        }
+        self._started: list[subprocess.Popen[str]] = []
+
+    def on(self, host: Host) -> Shell:
+        """Be a shell of that host from now on."""
+        self.env |= host.env
+        return self
+
+    def __call__(self, command: str, *arguments: str, code: int = 0, **options: Any) -> str:
+        """Return what a command prints."""
+        done = self.run(command, *arguments, **options)
+        assert (done.returncode, done.stderr) == (code, "")
+        return done.stdout
+
+    def run(
+        self, command: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            [sys.executable, "-c", COMMAND, command, *arguments],
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            **options,
+        )
+
+    def doctor(self, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
+        """Return the doctor's findings."""
+        done = self.run("doctor", "--json", env=env, **options)
+        assert done.stderr == ""
+        told = json.loads(done.stdout)
+        findings: list[dict[str, str]] = told["findings"]
+        assert told["ok"] == all(finding["level"] != "problem" for finding in findings)
+        assert done.returncode == (0 if told["ok"] else 1)
+        assert not [finding for finding in findings if "this check failed itself" in finding["text"]]
+        return findings
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that is ended with the test, and its whole group."""
+        env = {**self.env, "PYTHONPATH": str(TESTS), **options.pop("env", {})}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(
+            command, env=env, text=True, start_new_session=True, **{**pipes, **options}
+        )
+        self._started.append(process)
+        return process
+
+    def lease(self, label: str, asked: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that asks for a lease, and wait until it has asked."""
+        process = self.start(sys.executable, str(USER), label, str(count), str(asked), **options)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asks\n"
+        return process
+
+    def holder(self, label: str, asked: str | int, count: int = 1, **options: Any) -> subprocess.Popen[str]:
+        """Start a process with a lease."""
+        process = self.lease(label, asked, count, **options)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "granted\n"
+        return process
+
+    def waiter(self, label: str, asked: str | int, count: int = 1) -> subprocess.Popen[str]:
+        """Start a process that waits for a lease."""
+        before = self.tickets()
+        process = self.lease(label, asked, count)
+        deadline = time.monotonic() + 30
+        while self.tickets() <= before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return process
+
+    def tickets(self) -> int:
+        """Count the tickets in the ledger."""
+        return sum(1 for _ in self.ledger.glob("*/*.ticket"))
+
+    def end(self) -> None:
+        """End what was started."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -1,0 +1,39 @@
+"""A process with a lease, or that waits for one, until its standard input ends.
+
+Arguments: label, number of GPUs, and what to ask of each: bytes, a share such as 0.25, or "alone".
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.leases.admission import Option
+from flower_gpu.leases.ledger import Ledger, Wish
+
+
+def option(gpu: GPU, asked: str) -> Option:
+    if asked == "alone":
+        return Option(gpu.uuid, alone=True)
+    if "." in asked:
+        return Option(gpu.uuid, share=float(asked))
+    return Option(gpu.uuid, memory_bytes=int(asked))
+
+
+def main(label: str, count: str, asked: str) -> None:
+    def options(gpus: Sequence[GPU]) -> tuple[Option, ...]:
+        return tuple(option(gpu, asked) for gpu in gpus)
+
+    ledger = Ledger()
+    print("asks", flush=True)
+    wish = Wish(options, count=int(count), label=label)
+    ticket = ledger.acquire(wish, deadline=time.monotonic() + 60)
+    print("granted", flush=True)
+    sys.stdin.read()
+    ledger.release(ticket)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,370 @@
+"""``flower-gpu simulate`` as a user types it: what it refuses, what reaches the run, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command_shell import Shell
+
+pytestmark = pytest.mark.timeout(300)
+
+RUN_TIMEOUT_S = 140  # what a run of a second may take on a busy machine
+PYPROJECT = """
+[project]
+name = "counting"
+version = "1"
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "counting.app:server"
+clientapp = "counting.app:client"
+
+[tool.flwr.app.config]
+num-server-rounds = 2
+num-clients = 7
+mode = "plain"
+folder = ""
+task.rate = 0.5
+
+[tool.flower-gpu.choices]
+mode = ["plain", "raise", "wait", "log"]
+"""
+APP = """
+import os, time
+from logging import INFO
+from pathlib import Path
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.logger import log
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedAvg
+
+server, client = ServerApp(), ClientApp()
+data = []
+
+
+def load(folder, size):
+    with open(Path(folder) / "loaded", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    data.extend(range(size))
+
+
+@server.main()
+def main(grid, context):
+    config = context.run_config
+    (Path(config["folder"]) / "policy").write_text(os.environ.get("FLOWER_GPU_POLICY", "none"))
+    arrays = ArrayRecord({"w": Array(np.zeros(2, np.float32))})
+    FedAvg().start(grid, arrays, num_rounds=config["num-server-rounds"])
+    if config["mode"] == "raise":
+        raise RuntimeError("the server has\\nlost its way")
+
+
+@client.train()
+def train(message, context):
+    config = context.run_config
+    folder = Path(config["folder"])
+    if config["mode"] == "log":
+        log(INFO, "a client trains with %d others", 3)
+    weights = message.content["arrays"]["w"].numpy()
+    if config["mode"] == "wait" and weights[0] >= 1 and not (folder / "go").exists():
+        (folder / "waits").touch()
+        time.sleep(600)
+    arrays = ArrayRecord({"w": Array(weights + np.float32(1))})
+    metrics = MetricRecord({"num-examples": 1, "rate": config["task.rate"]})
+    if data:
+        metrics["images"] = len(data)
+        data.clear()
+    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+"""
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Path:
+    """A Flower app that adds one to its weights."""
+    package = tmp_path / "app" / "counting"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "app.py").write_text(APP)
+    (tmp_path / "app" / "pyproject.toml").write_text(PYPROJECT)
+    return tmp_path / "app"
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "flower_gpu.cli", "simulate", *map(str, arguments)]
+
+
+def simulate(shell: Shell, folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=folder, env=shell.env, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+
+
+def refusal(shell: Shell, folder: Path, *arguments: str | Path) -> str:
+    """Return the line that a command is refused with; nothing may have been made."""
+    before = sorted(folder.rglob("*"))
+    done = simulate(shell, folder, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("flower-gpu simulate: ") and done.stderr.count("\n") == 1
+    assert [path for path in sorted(folder.rglob("*")) if "pycache" not in str(path)] == before
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ([], "--num-supernodes N is missing"),
+        (["--num-supernodes", "0"], "must be a whole number, 1 or more, not '0'"),
+        (["--num-supernodes", "many"], "must be a whole number, 1 or more, not 'many'"),
+        (
+            ["--num-supernodes", "3", "--run-config", "lr=0.1"],
+            "run config: counting declares no lr "
+            "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
+        ),
+        (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
+        (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
+        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 SuperNodes"),
+        (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
+        (["--num-supernodes", "3", "--max-workers", "0"], "must be a whole number, 1 or more, not '0'"),
+        (
+            ["--num-supernodes", "3", "--calls-per-worker", "some"],
+            "must be a whole number, 1 or more, or auto, not 'some'",
+        ),
+        (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "compares nothing"),
+        (
+            ["--num-supernodes", "3", "--timeout-s", "0"],
+            "seconds above 0, at most 1e+09, not '0'",
+        ),
+        (["--num-supernodes", "3", "--timeout-s", "1e20"], "at most 1e+09, not '1e20'"),
+        (["--num-supernodes", "3", "--lease-timeout-s", "1e10"], "at most 1e+09, not '1e10'"),
+        (["--num-supernodes", "3", "--preload", "app:"], "--preload: 'app:' does not name a function; write"),
+        (["--num-supernodes", "3", "--preload", "nowhere"], "there is no module 'nowhere'"),
+        (["--num-supernodes", "3", "--preload", "nowhere:load"], "there is no module 'nowhere'"),
+        (["--num-supernodes", "3", "--preload", "counting.nowhere:load"], "no module 'counting.nowhere'"),
+        (["--num-supernodes", "3", "--preload", "counting.app.load"], "no module 'counting.app.load'"),
+        (["--num-supernodes", "3", "--gpu", "require"], "this node's policy is require"),
+        (["--num-supernodes", "3", "--preload", "counting.app:load 3"], "--preload: '3' is not of the form"),
+        (["--num-supernodes", "3", "--state-memory", "much"], "--state-memory='much' is no size of memory"),
+        (["--num-supernodes", "3", "--gpu-memory", "much"], "--gpu-memory='much' is no size of memory"),
+        (["--num-supernodes", "3", "--gpu-memory", "1GiB", "--num-gpus", "1"], "not allowed with argument"),
+        (["--num-supernodes", "3", "--gpu", "sometimes"], "invalid choice: 'sometimes'"),
+        (["--num-supernodes", "3", "--gpu-ids", "0,,1"], "--gpu-ids"),
+        (["--num-supernodes", "3", "--resume", "app", "--log-dir", "x"], "not allowed with argument"),
+        (["--num-supernodes", "3", "--resume", "nothing"], "--resume nothing: there is no such folder"),
+        (["--num-supernodes", "3", "--resume", "app"], "--resume app: it has no config.json"),
+        (["--num-supernodes", "3", "--log-dir", "app/pyproject.toml/x"], "pyproject.toml is not a folder"),
+        (["--num-supernodes", "3", "--faster"], "unknown: --faster"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_a_line(
+    shell: Shell, app: Path, options: Sequence[str], reason: str
+) -> None:
+    assert reason in refusal(shell, app.parent, "app", *options)
+
+
+def test_a_folder_without_an_app_is_refused(shell: Shell, app: Path) -> None:
+    assert "nothing is not a folder" in refusal(shell, app.parent, "nothing", "--num-supernodes", "3")
+    text = refusal(shell, app.parent, "app/counting", "--num-supernodes", "3")
+    assert "app/counting has no pyproject.toml" in text
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed(shell: Shell, app: Path) -> None:
+    (app.parent / "run").mkdir()
+    (app.parent / "run" / "config.json").write_text("{}")
+    assert "it has no checkpoint" in refusal(
+        shell, app.parent, "app", "--num-supernodes", "3", "--resume", "run"
+    )
+
+
+def earlier_run(folder: Path, app: str, checkpoint: str) -> Path:
+    """Make the folder of a run that can be resumed, as far as its names tell."""
+    (folder / "run" / "checkpoint").mkdir(parents=True)
+    config = {"app": app, "app_folder": f"/apps/{app}", "num_supernodes": 3, "seed": 1}
+    (folder / "run" / "config.json").write_text(json.dumps({**config, "run_config": {"their-own": 1}}))
+    (folder / "run" / "checkpoint" / "checkpoint.sqlite").write_text(checkpoint)
+    return folder / "run"
+
+
+def test_a_run_of_another_app_is_not_resumed_and_the_line_says_whose_it_is(shell: Shell, app: Path) -> None:
+    earlier_run(app.parent, "other", "")
+    text = refusal(shell, app.parent, "app", "--resume", "run")
+    assert "that is a run of other (/apps/other), not of counting" in text and str(app) in text
+
+
+def test_a_damaged_checkpoint_is_a_line(shell: Shell, app: Path) -> None:
+    earlier_run(app.parent, "counting", "{")
+    config = app.parent / "run" / "config.json"
+    config.write_text(config.read_text().replace("their-own", "num-server-rounds"))
+    done = simulate(shell, app.parent, "app", "--resume", "run")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "run/checkpoint/checkpoint.sqlite is damaged" in done.stderr
+
+
+def test_nothing_heavy_is_imported_before_the_options_are_known_to_be_right(shell: Shell, app: Path) -> None:
+    code = """
+import sys
+from flower_gpu.cli import main as cli
+print(cli.main(["simulate", "app", "--num-supernodes", "3", "-c", "lr=1"]))
+print(sorted({"torch", "flwr", "numpy", "tqdm", "rich"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=app.parent,
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "2\n[]\n", done.stderr
+
+
+def result_of(folder: Path) -> dict[str, object]:
+    result: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return result
+
+
+def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
+    here = app.parent
+    (here / "values.toml").write_text(f"folder = {json.dumps(str(here))}\n[task]\nrate = 0.25\n")
+    options = ["--num-supernodes", "3", "--max-workers", "2", "--calls-per-worker", "2", "--seed", "11"]
+    options += ["--gpu", "never", "--timeout-s", "100", "--log-dir", "logs", "--no-progress"]
+    done = simulate(shell, here, "app", *options, "-c", "values.toml", "-c", "num-server-rounds=3")
+    assert done.returncode == 0, done.stderr
+    assert "rounds" not in done.stdout and "outcome" not in done.stderr
+    (folder,) = (here / "logs").iterdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["num_supernodes"], config["seed"], config["calls_per_worker"]) == (3, 11, 2)
+    assert config["run_config"] == {
+        "num-server-rounds": 3,
+        "num-clients": 3,
+        "mode": "plain",
+        "folder": str(here),
+        "task.rate": 0.25,
+    }
+    result = result_of(folder)
+    assert (result["outcome"], result["rounds"], result["messages"]) == ("completed", 3, 9)
+    assert result["metrics"] == {"train": {"rate": 0.25}}
+    assert (here / "policy").read_text() == "never", "it holds for the server's own calls as well"
+
+
+def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) -> None:
+    here = app.parent
+    options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{here}'"]
+    preload = f"counting.app:load folder='{here}' size=3"
+    done = simulate(shell, here, "app", *options, "--preload", preload)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (here / "runs").iterdir()
+    assert result_of(folder)["metrics"] == {"train": {"rate": 0.5, "images": 3.0}}, "8 calls had them whole"
+    assert len((here / "loaded").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("preload", "code", "reason"),
+    [
+        ("counting.app:nothing", 2, "preload: module 'counting.app' has no 'nothing'"),
+        ("counting.app:load size=3", 1, "missing 1 required positional argument: 'folder'"),
+    ],
+)
+def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
+    shell: Shell, app: Path, preload: str, code: int, reason: str
+) -> None:
+    options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{app.parent}'"]
+    done = simulate(shell, app.parent, "app", *options, "--preload", preload)
+    assert done.returncode == code
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("flower-gpu simulate: ") and reason in last
+    assert ("Traceback" in done.stderr) == (code == 1), "of what the function itself raises"
+    (folder,) = (app.parent / "runs").iterdir()
+    result = result_of(folder)
+    assert (result["outcome"], result["messages"]) == ("failed", 0)
+
+
+def test_quiet_shows_the_summary_only(shell: Shell, app: Path) -> None:
+    here = app.parent
+    options = ["app", "--num-supernodes", "3", "--gpu", "never", "--no-report"]
+    options += ["-c", f"folder='{here}' mode='log'"]
+    plain = simulate(shell, here, *options)
+    assert plain.returncode == 0, plain.stderr
+    assert "[ROUND 1/2]" in plain.stderr and "trains with 3" in plain.stderr  # of the server, of clients
+    quiet = simulate(shell, here, *options, "-q")
+    assert (quiet.returncode, quiet.stdout) == (0, "")
+    _, newest = sorted((here / "runs").iterdir())
+    first, *_, last = quiet.stderr.splitlines()
+    assert first.split() == ["outcome", "completed"]
+    assert last.split() == ["results", f"runs/{newest.name}"]
+    assert "ROUND" not in quiet.stderr and "trains with" not in quiet.stderr
+    silent = simulate(shell, here, *options, "-q", "--no-progress")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
+
+
+def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell, app: Path) -> None:
+    here = app.parent
+    values = f"mode='raise' num-server-rounds=1 folder='{here}'"
+    done = simulate(shell, here, "app", "--num-supernodes", "2", "-c", values)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "flower-gpu simulate: RuntimeError: the server has (the traceback is above)"
+    assert "Traceback (most recent call last):" in lines and "RuntimeError: the server has" in lines
+    (folder,) = (here / "runs").iterdir()
+    result = result_of(folder)
+    assert (result["outcome"], result["error"]) == ("failed", "RuntimeError: the server has")
+    assert result["rounds"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
+    shell: Shell, app: Path, number: signal.Signals
+) -> None:
+    """And after SIGTERM and SIGHUP."""
+    here = app.parent
+    options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4"]
+    options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
+    path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where this package is, if it is not installed
+    process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not (here / "waits").exists():  # in round 2
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    (folder,) = (here / "runs").iterdir()
+    assert errors.splitlines()[-1] == (
+        "flower-gpu simulate: interrupted; to go on after the last finished round, add this to the same "
+        f"command: --resume runs/{folder.name}"
+    )
+    assert "Traceback" not in errors
+    assert result_of(folder)["outcome"] == "interrupted"
+    if number != signal.SIGINT:  # what it leaves is the same
+        return
+
+    (here / "go").touch()
+    done = simulate(shell, here, *options, "--resume", f"runs/{folder.name}")
+    assert done.returncode == 0, done.stderr
+    result = result_of(folder)
+    assert (result["outcome"], result["rounds"], result["resumed_after_round"]) == ("completed", 3, 1)
+    kinds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in kinds if line["kind"] == "train"] == [1, 2, 3]
+
+
+def test_a_folder_that_is_not_utf_8_can_be_pasted_back(shell: Shell, app: Path) -> None:
+    options = ["--num-supernodes", "2", "--gpu", "never", "--no-report", "-q"]
+    options += ["-c", f"folder='{app.parent}' num-server-rounds=1"]
+    odd = app.parent / os.fsdecode(b"caf\xe9 'n")
+    done = simulate(shell, app.parent, "app", *options, "--log-dir", odd)
+    assert done.returncode == 0, done.stderr
+    shown = done.stderr.splitlines()[-1].split(maxsplit=1)[1]
+    listed = subprocess.run(["bash", "-c", f"ls {shown}"], cwd=app.parent, capture_output=True, timeout=60)
+    assert b"summary.json" in listed.stdout.split(), listed.stderr

@@ -1,0 +1,251 @@
+"""``-v`` and ``-q``: every command takes them, and they do what the documentation says."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_shell import Shell
+from nvml_stub import GIB, Host
+
+from flower_gpu.cli import main as cli
+from flower_gpu.cli import verbosity
+from flower_gpu.cli.main import COMMANDS, build_parser
+
+pytestmark = pytest.mark.timeout(120)
+
+PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
+ABOUT = re.compile(r"flower-gpu \S+, Python \S+, /\S+\n")
+
+
+def parsers(
+    parser: argparse.ArgumentParser, name: str = "flower-gpu"
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield a parser and all below it, with what is typed for them."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, below in action.choices.items():
+                yield from parsers(below, f"{name} {word}")
+
+
+REQUIRED = {
+    "launch": ["app"],
+    "simulate": ["app"],
+    "metrics": ["--port", "0"],
+    "workers": ["status"],
+    "report": ["run"],
+}
+PARSERS = dict(parsers(build_parser()))
+
+
+def run(shell: Shell, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flower_gpu.cli", *arguments],
+        env=shell.env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_parsers_are_those_of_all_commands() -> None:
+    assert {f"flower-gpu {name}" for name in ("launch", *COMMANDS)} <= PARSERS.keys()
+    assert {
+        "flower-gpu workers stop",
+        "flower-gpu server stop",
+        "flower-gpu footprint clear",
+    } <= PARSERS.keys()
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_command_takes_them(name: str) -> None:
+    options = {option: action for action in PARSERS[name]._actions for option in action.option_strings}
+    for flags, value in ((("-v", "--verbose"), 1), (("-q", "--quiet"), -1)):
+        for flag in flags:
+            assert (options[flag].dest, options[flag].const) == ("verbosity", value)
+    text = PARSERS[name].format_help()
+    assert "[-v | -q]" in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("flag", "value"), [("-v", 1), ("--verbose", 1), ("-q", -1), ("--quiet", -1)])
+def test_they_may_stand_before_and_behind(name: str, flag: str, value: int) -> None:
+    required = REQUIRED.get(name, [])
+    for typed in ([flag, name, *required], [name, flag, *required], [name, *required, flag]):
+        assert verbosity.verbosity(build_parser().parse_args(typed)) == value
+    assert verbosity.verbosity(build_parser().parse_args([name, *required])) == 0
+
+
+def test_both_at_once_are_refused(shell: Shell) -> None:
+    done = run(shell, "gpus", "-v", "-q")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "not allowed with" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("gpus",), ("leases",), ("footprint",), ("workers", "status"), ("top", "--once")],
+    ids=" ".join,
+)
+def test_verbose_shows_debug_lines_once_and_on_stderr(command: tuple[str, ...], shell: Shell) -> None:
+    plain, verbose = run(shell, *command), run(shell, *command, "-v")
+    assert ABOUT.fullmatch(verbose.stderr.replace(plain.stderr, "", 1))
+    assert re.sub(r"\d", "", verbose.stdout) == re.sub(r"\d", "", plain.stdout)
+    assert not ABOUT.search(plain.stderr)
+
+
+@pytest.mark.parametrize("command", [("footprint",), ("workers", "status")], ids=" ".join)
+def test_quiet_leaves_out_that_there_is_nothing(command: tuple[str, ...], shell: Shell) -> None:
+    assert run(shell, *command).stderr.startswith("no ")
+    quiet = run(shell, *command, "-q")
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+
+
+def test_quiet_leases_leave_out_the_note_only(
+    shell: Shell, host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from flower_gpu.leases.ledger_folder import LedgerFolder
+
+    shell.on(host).holder("fit of client 0", GIB)
+    alone = LedgerFolder(shell.ledger, "it is this account's alone")
+    monkeypatch.setattr(LedgerFolder, "find", lambda: alone)
+    leases = COMMANDS["leases"]
+    for arguments, has_note in ((["leases"], True), (["leases", "-q"], False)):
+        assert leases.run(build_parser().parse_args(arguments)) == 0
+        shown = capsys.readouterr().out
+        assert ("note: it is this account's alone" in shown) == has_note
+        assert "fit of client 0" in shown
+
+
+def test_quiet_doctor_tells_problems_and_the_sum(shell: Shell) -> None:
+    shell.env["FLOWER_GPU_RESERV"] = "1GiB"
+    plain, quiet = run(shell, "doctor"), run(shell, "doctor", "-q")
+    assert plain.returncode == quiet.returncode == 1
+    assert {"ok", "problem"} <= set(re.findall(r"^(ok|note|problem) ", plain.stdout, re.MULTILINE))
+    # What it finds may differ from what it found before: it looks at the processes of other tests, too.
+    problems = re.findall(r"^(ok|note|problem) ", quiet.stdout, re.MULTILINE)
+    assert set(problems) == {"problem"} and "FLOWER_GPU_RESERV is set" in quiet.stdout
+    counted = re.match(r"(\d+) problem", quiet.stdout.splitlines()[-1])
+    assert counted is not None and int(counted[1]) == len(problems)
+
+
+LEVELS = """
+import logging, os, sys
+from flower_gpu.cli.verbosity import applied
+if sys.argv[2] == "before":
+    import flwr.common.logger
+with applied(int(sys.argv[1]), to_children=sys.argv[3] == "to children"):
+    if sys.argv[2] == "later":
+        import flwr.common.logger
+    for name in ("flwr", "flwr.flower_gpu"):
+        for level in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            logging.getLogger(name).log(getattr(logging, level), "<%s %s>", name, level)
+    logging.getLogger("my.own").debug("<my own>")
+    print(os.environ.get("FLWR_LOG_LEVEL"))
+print(os.environ.get("FLWR_LOG_LEVEL"))
+logging.getLogger("flwr").debug("<after>")
+"""
+
+
+@pytest.mark.parametrize("flwr", ["never", "before", "later"])
+@pytest.mark.parametrize(("value", "first"), [(1, 0), (0, None), (-1, 3)])
+def test_lines_are_shown_once_by_level(value: int, first: int | None, flwr: str, shell: Shell) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEVELS, str(value), flwr, "to children"],
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+    if first is None:
+        first = 2 if flwr == "never" else 1  # Python's own handler begins at warnings, Flower's at INFO
+    expected = [f"{name} {level}" for name in ("flwr", "flwr.flower_gpu") for level in levels[first:]]
+    after = ["after"] if (value, flwr) == (1, "later") else []  # what Flower was imported with stays
+    assert re.findall(r"<(.*?)>", done.stderr) == expected + after
+    assert done.stdout.split() == [{1: "DEBUG", 0: "None", -1: "ERROR"}[value], "None"]
+
+
+def test_children_with_log_files_of_their_own_keep_their_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verbosity.VARIABLE, "INFO")
+    with verbosity.applied(-1, to_children=False):
+        assert os.environ[verbosity.VARIABLE] == "INFO"
+    with verbosity.applied(-1):
+        assert os.environ[verbosity.VARIABLE] == "ERROR"
+    assert os.environ[verbosity.VARIABLE] == "INFO"
+    assert logging.getLogger("flwr.flower_gpu").level == logging.NOTSET
+
+
+@pytest.mark.parametrize(
+    "line", [["launch"], *([name] for name in COMMANDS), ["supernode", "--count", "2"]], ids=" ".join
+)
+def test_quiet_holds_for_children(line: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a command itself, and for the processes that it starts unless they have log files."""
+    name = line[0]
+    seen: list[tuple[str | None, int]] = []
+
+    def run(_: object) -> int:
+        seen.append(
+            (os.environ.get(verbosity.VARIABLE), logging.getLogger("flwr.flower_gpu").getEffectiveLevel())
+        )
+        return 0
+
+    monkeypatch.delenv(verbosity.VARIABLE, raising=False)
+    monkeypatch.setattr(logging.getLogger("flwr"), "handlers", [])  # as where Flower is not imported
+    if name == "launch":
+        monkeypatch.setattr("flower_gpu.launch.run.launch", run)
+    else:
+        monkeypatch.setattr(COMMANDS[name], "run", run)
+    assert cli.main([*line, *REQUIRED.get(name, []), "-q"]) == 0
+    assert cli.main([*line, *REQUIRED.get(name, []), "-v"]) == 0
+    has_log_files = name == "launch" or "--count" in line
+    assert seen == [(None if has_log_files else "ERROR", logging.ERROR), ("DEBUG", logging.DEBUG)]
+
+
+def test_a_supernode_is_as_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[dict[str, str]] = []
+    monkeypatch.setattr("flower_gpu.flower.commands.warm_up_in_background", lambda env: None)
+    monkeypatch.setattr(os, "execvpe", lambda file, words, env: became.append(env))
+    cli.main(["supernode", "-q", "--", "--insecure"])
+    assert became[0][verbosity.VARIABLE] == "ERROR"
+
+
+LEASED = """
+import flower_gpu
+from flower_gpu.cli.verbosity import applied
+
+with applied(1):
+    print(flower_gpu.run_in_worker("math:sqrt", 4.0, gpu_memory="2GiB", name="3", start_method="spawn"))
+"""
+
+
+def test_debug_lines_tell_of_leases(shell: Shell, host: Host) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEASED],
+        env=shell.on(host).env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "2.0\n", done.stderr
+    assert re.search(
+        r"^math:sqrt of client 3 has a lease on 2\.0 GiB of GPU \d after \d+\.\d\d s$", done.stderr, re.M
+    )
+
+
+def test_the_documentation_names_commands_that_there_are() -> None:
+    _, _, page = PAGE.read_text().partition("\n## All commands\n")
+    table = re.findall(r"^\| (`[a-z`, -]+`) \|.*\|.*\|$", page, re.MULTILINE)
+    named = {word.removesuffix(" --count") for row in table for word in re.findall(r"`([a-z -]+)`", row)}
+    assert {"launch", "simulate", "doctor"} <= named
+    assert {f"flower-gpu {name}" for name in named} <= PARSERS.keys()

@@ -1,0 +1,247 @@
+"""What the apps of these tests do in their workers, which import this module."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import nvml_stub
+from flwr.app import Array, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from mod_messages import answer
+
+from flower_gpu import GPUClient
+from flower_gpu.leases.lease import Lease
+
+
+def where(received: Message, context: Context) -> Message:
+    """Tell where this runs, and what it got."""
+    return answer(
+        received,
+        pid=os.getpid(),
+        kind=received.metadata.message_type,
+        partition=context.node_config["partition-id"],
+        which=os.environ.get("MOD_TEST_WHICH", ""),
+        lr=received.content["config"]["lr"],
+    )
+
+
+def special(received: Message, context: Context) -> Message:
+    return answer(received, pid=os.getpid(), kind="the special one")
+
+
+def writes_to_another(received: Message, context: Context) -> Message:
+    """Make a message that is no reply: Flower then asks who this process is. Tell what it has found."""
+    found = Message(RecordDict(), dst_node_id=77, message_type="query").metadata
+    told = {name: getattr(found, name) for name in ("src_task_id", "run_id", "src_node_id", "dst_node_id")}
+    return Message(RecordDict({"told": ConfigRecord(told)}), reply_to=received)
+
+
+class Client(NumPyClient):
+    """A client as people have them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_parameters(self, config: dict[str, Any]) -> list[Any]:
+        return [np.full(3, float(os.getpid()))]
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"pid": os.getpid(), "name": self.name}
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        use_gpus(1000)
+        return [array + 1 for array in parameters], 5, {"pid": os.getpid(), "name": self.name, **config}
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+        return 0.5, 5, {"pid": os.getpid(), "name": self.name}
+
+
+def client_fn(context: Context) -> Any:
+    return Client(f"partition {context.node_config['partition-id']}").to_client()
+
+
+def client_fn_of_old(cid: str) -> Any:
+    return Client(f"cid {cid}").to_client()
+
+
+def forgets_to_convert(context: Context) -> Any:
+    return Client("not converted")
+
+
+def leases_again(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
+    """Train as a ``GPUClient`` does, in a worker of its own."""
+    return weights, 5, {"pid": os.getpid(), "parent": os.getppid(), "lease": os.environ["FLOWER_GPU_LEASE"]}
+
+
+def client_fn_with_workers(context: Context) -> Any:
+    client = GPUClient(leases_again, context=context, num_gpus=2, start_method="fork", lease_timeout_s=5)
+    return client.to_client()
+
+
+def client_fn_without_options(context: Context) -> Any:
+    return GPUClient(leases_again, context=context, num_gpus=2).to_client()
+
+
+# State ----------------------------------------------------------------------------------------------------
+
+
+def counts(received: Message, context: Context) -> Message:
+    """Change the state in every way that there is."""
+    state = context.state
+    assert state["numbers"]["calls"] >= 0
+    state["numbers"]["calls"] += 1  # changed in place
+    state["numbers"]["pid"] = os.getpid()
+    old = state["arrays"]["momentum"].numpy()
+    state["arrays"]["momentum"] = Array(old * np.float32(0.9) + np.float32(1 / 3))
+    state["new"] = ConfigRecord({"text": "added", "list": [1, 2], "bytes": b"\0\xff", "bool": True})
+    del state["removed"]
+    state["retyped"] = MetricRecord({"was": 1})
+    return answer(received, pid=os.getpid(), calls=state["numbers"]["calls"])
+
+
+def reassigns(received: Message, context: Context) -> Message:
+    """Put another state in the place of the one that was there."""
+    context.state = type(context.state)({"other": MetricRecord({"pid": os.getpid()})})
+    return answer(received)
+
+
+def spoils_and_fails(received: Message, context: Context) -> Message:
+    context.state["numbers"]["calls"] = -1
+    context.state["arrays"].clear()
+    context.state["left"] = ConfigRecord({})
+    received.content["arrays"].clear()
+    raise ValueError("after it has changed everything")
+
+
+def gives_state_back(received: Message, context: Context) -> Message:
+    """Send the content back as it came, and keep it in the state."""
+    for name, record in received.content.items():
+        context.state[name] = record
+    return Message(received.content, reply_to=received)
+
+
+# Failures -------------------------------------------------------------------------------------------------
+
+
+class UnpicklableError(Exception):
+    def __init__(self, lock: Any, more: str) -> None:
+        super().__init__(f"with a lock, {more}")
+        self.lock = lock
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fails(received: Message, context: Context) -> Any:
+    how = received.content["config"]["how"]
+    if how == "value":
+        raise ValueError("the data are gone")
+    if how == "unpicklable":
+        raise UnpicklableError(threading.Lock(), "and more")
+    if how == "mute":
+        raise MuteError
+    if how == "exit":
+        print("last words", file=sys.stderr)
+        sys.exit(3)
+    if how == "kill":
+        print("last words", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "sleep":
+        time.sleep(600)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "weights":
+        from flower_gpu.errors import WeightsError
+
+        raise WeightsError("model has 3 arrays, got 2")
+    if how == "interrupts its client":
+        trace = Path(os.environ["FLOWER_GPU_RUN_DIR"], "trace.jsonl")
+        while not trace.exists() or str(os.getpid()) not in trace.read_text():
+            time.sleep(0.01)
+        os.kill(received.content["config"]["client"], signal.SIGINT)
+        time.sleep(600)
+    if how == "another node's":
+        reply = Message(received.content, reply_to=received)
+        reply.metadata.__dict__["_src_node_id"] = 14
+        return reply
+    if how == "a message of its own":
+        return Message(received.content, dst_node_id=received.metadata.src_node_id, message_type="train")
+    if how == "its own error":
+        return Message(Error(77, "e" * 1_000_000), reply_to=received)
+    others = {"none": None, "content": received.content, "a text": "reply", "the message": received}
+    return others[how]
+
+
+# Lifespan -------------------------------------------------------------------------------------------------
+
+
+def lives(context: Context) -> Iterator[None]:
+    """Write down that it begins and ends, and in which process."""
+    path = Path(context.node_config["log"])
+    with path.open("a") as file:
+        file.write(f"begin {os.getpid()}\n")
+    context.state.setdefault("lifespan", ConfigRecord({"begun": 0, "ended": 0}))["begun"] += 1
+    yield
+    with path.open("a") as file:
+        file.write(f"end {os.getpid()}\n")
+    context.state["lifespan"]["ended"] += 1
+
+
+def in_lifespan(received: Message, context: Context) -> Message:
+    return answer(received, pid=os.getpid(), begun=context.state["lifespan"]["begun"])
+
+
+def breaks_at_once(context: Context) -> Iterator[None]:
+    with contextlib.suppress(FileExistsError):
+        Path(context.node_config["log"]).touch(exist_ok=False)  # the client's own lifespan works
+        yield
+        return
+    raise OSError("the database is locked")
+
+
+# On a GPU -------------------------------------------------------------------------------------------------
+
+
+def use_gpus(mib: int) -> None:
+    """Use so much of each GPU of this worker's lease, as far as NVML can tell."""
+    lease = Lease.from_environment(os.environ)
+    for share in lease.shares if lease is not None else ():
+        nvml_stub.allocate(share.uuid, mib << 20)
+
+
+def leased(received: Message, context: Context) -> Message:
+    """Tell what this call has of which GPU, and use as much of it as the config says."""
+    lease = Lease.from_environment(os.environ)
+    shares = lease.shares if lease is not None else ()
+    use_gpus(received.content["config"].get("use-mib", 0))
+    return answer(
+        received,
+        pid=os.getpid(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES", "not set"),
+        mib=[share.memory_bytes >> 20 for share in shares],
+        gpus=[share.index for share in shares],
+        alone=lease is not None and lease.alone,
+    )
+
+
+def runs_out_of_memory_once(received: Message, context: Context) -> Message:
+    """Fail as PyTorch does, until the lease is large enough."""
+    context.state.setdefault("tries", MetricRecord({"count": 0}))["count"] += 1
+    reply = leased(received, context)
+    (mib,) = reply.content["told"]["mib"]
+    if mib < 6000:
+        raise RuntimeError(
+            "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of ..."
+        )
+    return reply

@@ -1,0 +1,62 @@
+"""What a ClientApp of these tests gets, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+
+#: Start methods with a process of its own for each call.
+WORKERS = ["fork", "forkserver", "spawn"]
+#: Those of them that cost little; where a new interpreter shows nothing else.
+FORKED = ["fork", "forkserver"]
+#: Those in which the call runs in the client's own process.
+HERE = ["inline", "in-process"]
+
+
+def message(kind: str = "train", config: Mapping[str, Any] | None = None) -> Message:
+    """Return a message of the server with two arrays and a config."""
+    arrays = ArrayRecord(
+        {"weight": Array(np.arange(6, dtype=np.float32).reshape(2, 3)), "count": Array(np.array(7))}
+    )
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord({"lr": 0.1, **(config or {})})})
+    return Message(content, dst_node_id=13, message_type=kind)
+
+
+def context(
+    node_config: Mapping[str, Any] | None = None,
+    run_config: Mapping[str, Any] | None = None,
+    state: RecordDict | None = None,
+) -> Context:
+    """Return the Context of the client with partition 3."""
+    return Context(
+        run_id=12,
+        node_id=13,
+        node_config={"partition-id": 3, "num-partitions": 5, **(node_config or {})},
+        state=RecordDict() if state is None else state,
+        run_config=dict(run_config or {}),
+    )
+
+
+def answer(received: Message, **values: Any) -> Message:
+    """Return a reply with the arrays that came, one more each, and these values."""
+    arrays = {
+        key: Array(np.asarray(array.numpy() + 1))
+        for record in received.content.array_records.values()
+        for key, array in record.items()
+    }
+    content = RecordDict(
+        {"arrays": ArrayRecord(arrays), "metrics": MetricRecord({"num-examples": 5})}
+        | {"told": ConfigRecord(values)}
+    )
+    return Message(content, reply_to=received)
+
+
+def told(reply: Message) -> dict[str, Any]:
+    """Return the values of a reply, after a look at its arrays."""
+    assert reply.content["arrays"]["weight"].numpy().tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert reply.content["arrays"]["weight"].numpy().dtype == np.float32
+    assert reply.content["arrays"]["count"].numpy() == 8
+    return dict(reply.content.config_records["told"])

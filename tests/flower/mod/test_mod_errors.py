@@ -1,0 +1,257 @@
+"""A call that fails: which client it was, why, what to do; and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mod_functions as functions
+import pytest
+from flwr.clientapp import ClientApp
+from mod_messages import FORKED, HERE, WORKERS, context, message
+
+import flower_gpu
+from flower_gpu import errors, gpu_mod, trace
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
+    """Let a client fail like this; return what Flower makes a message of."""
+    app = ClientApp(mods=[gpu_mod(start_method=method, **options)])
+    app.train()(functions.fails)
+    received = message(config={"how": how, "client": os.getpid()})
+    received.metadata.__dict__.update(_message_id="of the server", _src_node_id=1)
+    with pytest.raises(BaseException) as caught:  # also what is no Exception
+        app(received, context())
+    return caught.value
+
+
+@pytest.mark.parametrize("method", [*WORKERS, *HERE])
+def test_an_exception_of_the_function_names_the_client(method: str) -> None:
+    error = fail("value", method)
+    assert type(error) is flower_gpu.ClientCallError and isinstance(error, flower_gpu.FlowerGPUError)
+    assert str(error) == "train of client 3: ValueError: the data are gone"
+    assert type(error.__cause__) is ValueError
+    if method in WORKERS:
+        assert "in fails" in str(error.__cause__.__cause__), "the worker's traceback"
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_an_exception_that_cannot_be_passed_on_is_told_in_words(method: str) -> None:
+    error = fail("unpicklable", method)
+    assert type(error) is flower_gpu.WorkerTaskError
+    assert str(error) == "train of client 3 raised mod_functions.UnpicklableError: with a lock, and more"
+
+
+@pytest.mark.parametrize("method", ["fork", "in-process"])
+def test_an_exception_without_a_text_is_told_by_its_name(method: str) -> None:
+    assert str(fail("mute", method)) == "train of client 3: MuteError"
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_a_killed_worker(method: str) -> None:
+    error = fail("kill", method)
+    assert isinstance(error, flower_gpu.WorkerDiedError) and error.exitcode == -9
+    assert str(error).startswith("train of client 3: the worker (pid ")
+    assert "was killed by SIGKILL (9)" in str(error) and "last words" in str(error)
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_a_function_that_exits(method: str) -> None:
+    error = fail("exit", method)
+    assert isinstance(error, flower_gpu.WorkerDiedError) and error.exitcode == 3
+    assert "train of client 3" in str(error) and "exited with code 3" in str(error)
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_one_that_takes_too_long(method: str) -> None:
+    error = fail("sleep", method, timeout_s=1.5)
+    assert isinstance(error, flower_gpu.WorkerTimeoutError)
+    assert "train of client 3: no" in str(error) and "within timeout_s=1.5" in str(error)
+    if "no result" in str(error):  # and not only no worker, on a very busy machine
+        assert "mod_functions.py" in str(error), "where it was"
+
+
+@pytest.mark.parametrize("method", ["forkserver", "in-process"])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("none", "a NoneType, not a Message"),
+        ("content", "a RecordDict, not a Message"),
+        ("a text", "a str, not a Message"),
+        ("the message", "the message that it was given: return Message(content,"),
+        ("another node's", "a Message that is no reply to it: return Message(content,"),
+        ("a message of its own", "a Message that is no reply to it: return Message(content,"),
+    ],
+)
+def test_what_is_no_reply(how: str, what: str, method: str) -> None:
+    error = fail(how, method)
+    assert type(error) is flower_gpu.InvalidResultError
+    assert str(error).startswith(f"train of client 3: the function returned {what}")
+
+
+@pytest.mark.parametrize("method", ["fork", "in-process"])
+def test_a_long_error_of_its_own_is_cut(method: str) -> None:
+    app = ClientApp(mods=[gpu_mod(start_method=method)])
+    app.train()(functions.fails)
+    reply = app(message(config={"how": "its own error"}), context())
+    assert reply.error.code == 77 and len(reply.error.reason) < errors.MOST_CHARACTERS + 100
+    assert "characters left out" in reply.error.reason
+
+
+def test_an_error_of_ours_from_the_function_names_the_client_too() -> None:
+    error = fail("weights")
+    assert type(error) is errors.WeightsError
+    assert str(error) == "train of client 3: model has 3 arrays, got 2"
+
+
+def test_keyboard_interrupt_passes() -> None:
+    assert type(fail("interrupt", "in-process")) is KeyboardInterrupt
+    assert type(fail("interrupt", "inline")) is KeyboardInterrupt
+    # What a worker's function raises is its own affair.
+    error = fail("interrupt", "forkserver")
+    assert str(error) == "train of client 3 raised KeyboardInterrupt: "
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_ctrl_c_at_the_client_ends_its_worker(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    assert type(fail("interrupts its client", method)) is KeyboardInterrupt
+    events = trace.read(tmp_path / trace.FILE_NAME)
+    [finished] = [one for one in events if one["event"] == "worker_finished"]
+    assert finished["outcome"] == "cancelled"
+    with pytest.raises(ProcessLookupError):
+        os.kill(finished["pid"], 0)
+
+
+# What cannot be used --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"num_gpu": 1}, TypeError, "no option 'num_gpu'; there are start_method, timeout_s"),
+        ({"context": None}, TypeError, "no option 'context': each message brings its own"),
+        ({"num_gpus": "half"}, TypeError, "num_gpus must be a number such as 0.25, 1 or 2"),
+        ({"num_gpus": 0}, ValueError, "num_gpus=0 must be more than 0"),
+        ({"num_gpus": 1, "gpu_memory": "2GiB"}, ValueError, "are both given; give one"),
+        ({"gpu_memory": "2G"}, ValueError, "G could mean GB or GiB"),
+        ({"start_method": "thread"}, ValueError, "start_method='thread' is not one of auto, forkserver"),
+        ({"timeout_s": -1}, ValueError, "timeout_s must be a number of seconds above 0"),
+        ({"resources": 0.5}, TypeError, "a function of the Context or a table by partition-id, not a float"),
+        ({"resources": {0: 0.5}}, TypeError, 'must give options such as {"num_gpus": 0.5}, or None, not 0.5'),
+        ({"resources": {0: {"num_gpu": 1}}}, TypeError, "no option 'num_gpu'"),
+        ({"resources": {0: {"num_gpus": 1.5}}}, ValueError, "a call can have 1 or 2"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_where_they_are_written(
+    options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        gpu_mod(**options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [(0.5,), ({"num_gpus": 1}, "2GiB"), (functions.where,)])
+def test_options_are_given_by_name(wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=r"takes options by their names only, such as num_gpus=0.5"):
+        gpu_mod(*wrong)
+
+
+def ask(node_config: dict[str, Any] | None = None, **options: Any) -> Exception:
+    app = ClientApp(mods=[gpu_mod(start_method="fork", **options)])
+    app.train()(functions.where)
+    its = context(node_config)
+    if its.node_config["partition-id"] is None:
+        del its.node_config["partition-id"]
+    with pytest.raises(flower_gpu.FlowerGPUError) as caught:
+        app(message(), its)
+    return caught.value
+
+
+def test_what_cannot_be_used_of_a_client_names_it() -> None:
+    error = ask(resources=lambda its: {}["3"])
+    assert type(error) is flower_gpu.ConfigError
+    assert str(error).startswith(
+        "train of client 3: the function given to gpu_mod as resources raised KeyErr"
+    )
+    assert "'partition-id': 3" in str(error)
+    error = ask(resources=lambda its: 0.5)
+    assert 'train of client 3: TypeError: resources of gpu_mod must give options such as {"num_g' in str(
+        error
+    )
+    error = ask(resources=lambda its: {"gpus": 1})
+    assert "train of client 3: TypeError: no option 'gpus'; there are" in str(error)
+    error = ask(resources=lambda its: {"num_gpus": 1.5})
+    assert str(error).startswith("train of client 3: num_gpus=1.5 is neither a share")
+    error = ask({"partition-id": None}, resources={3: {"num_gpus": 1}})
+    assert str(error).startswith(
+        "train of client 13: resources of gpu_mod is a table by partition-id, and th"
+    )
+    assert "--node-config 'partition-id=0'" in str(error)
+    error = ask({"num-gpus": 1, "gpu-memory": "2GiB"})
+    assert str(error).startswith(
+        "train of client 3: num-gpus in the node config=1 and gpu-memory in the node"
+    )
+    error = ask({"num-gpus": "half"})
+    assert str(error).startswith("train of client 3: TypeError: num-gpus in the node config must be a number")
+    error = ask({"gpu-memory": "2G"})
+    assert str(error).startswith("train of client 3: gpu-memory in the node config='2G' is no size of memory")
+    error = ask({"gpu": "maybe"})
+    assert str(error).startswith("train of client 3: ") and "'maybe'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("table", "which"),
+    [
+        ({3: {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),
+        ({"3": {"env": {"MOD_TEST_WHICH": "three"}}}, "three"),  # as from a file
+        ({4: {"env": {"MOD_TEST_WHICH": "four"}}}, "default"),
+        ({3: None}, "default"),
+        ({}, "default"),
+    ],
+)
+def test_a_table_by_partition(table: Any, which: str) -> None:
+    app = ClientApp(mods=[gpu_mod(start_method="fork", env={"MOD_TEST_WHICH": "default"}, resources=table)])
+    app.train()(functions.where)
+    assert app(message(), context()).content["told"]["which"] == which
+
+
+def test_what_only_a_worker_cannot_load_is_told(run_script: Callable[..., Any]) -> None:
+    """A function that holds what cannot be passed on; a fork needs no passing on."""
+    done = run_script(
+        """
+        import threading
+        from flwr.app import Context, Message, RecordDict
+        from flwr.clientapp import ClientApp
+        from flwr.supercore.task_identity import TaskIdentity
+        from flower_gpu import WorkerStartError, gpu_mod
+
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 2, 3
+        lock = threading.Lock()
+
+        def train(message, context):
+            with lock:
+                return Message(RecordDict(), reply_to=message)
+
+        for method in ("fork", "forkserver"):
+            app = ClientApp(mods=[gpu_mod(start_method=method)])
+            app.train()(train)
+            message = Message(RecordDict(), dst_node_id=3, message_type="train")
+            try:
+                app(message, Context(2, 3, {}, RecordDict(), {}))
+                print(method, "ok")
+            except WorkerStartError as error:
+                print(error)
+        """
+    )
+    ok, told = done.stdout.splitlines()
+    assert ok == "fork ok"
+    assert told.startswith("train of client 3: ") and "cannot be passed to a worker" in told
+    assert "TypeError" in told and "lock" in told

@@ -1,0 +1,152 @@
+"""``context.state``: what the function does to it in the worker has been done to it here, in place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import mod_functions as functions
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from hypothesis import HealthCheck, given, settings
+from mod_messages import FORKED, HERE, WORKERS, answer, context, message, told
+from mod_strategies import plain, record_dicts
+
+from flower_gpu import ClientCallError, gpu_mod
+from flower_gpu.flower.message_call import take_over
+
+pytestmark = pytest.mark.timeout(120)
+
+MOMENTUM = np.linspace(-1, 1, 40_000, dtype=np.float32).reshape(200, 200)
+
+
+def state() -> RecordDict:
+    return RecordDict(
+        {
+            "numbers": MetricRecord({"calls": 0}),
+            "removed": ConfigRecord({"it": "goes"}),
+            "arrays": ArrayRecord({"momentum": Array(MOMENTUM), "other": Array(np.array([1.5]))}),
+            "retyped": ConfigRecord({"is": "a config record"}),
+        }
+    )
+
+
+def app_of(function: Any, method: str, *outer: Any) -> ClientApp:
+    app = ClientApp(mods=[*outer, gpu_mod(start_method=method)])
+    app.train()(function)
+    return app
+
+
+@pytest.mark.parametrize("method", [*WORKERS, *HERE])
+def test_every_change_is_there_in_the_next_call(method: str) -> None:
+    of = context(state=state())
+    held, records = of.state, dict(of.state)
+    seen = []
+
+    def outer(received: Message, its: Context, call_next: Any) -> Message:
+        numbers = its.state["numbers"]
+        reply: Message = call_next(received, its)
+        seen.append((numbers["calls"], its.state["numbers"] is numbers))
+        return reply
+
+    app = app_of(functions.counts, method, outer)
+    pids = [told(app(message(), of))["pid"]]
+    after_one = MOMENTUM * np.float32(0.9) + np.float32(1 / 3)
+    assert held["arrays"]["momentum"].numpy().tobytes() == after_one.tobytes()
+    of.state["removed"] = ConfigRecord({"it": "comes again"})
+    pids += [told(app(message(), of))["pid"]]
+
+    assert of.state is held
+    # Flower's order of records is that of a dict: what was removed and added is the last one.
+    assert list(of.state) == ["numbers", "arrays", "retyped", "new"]
+    assert (len(set(pids)) == 2) == (method in WORKERS)
+    assert held["numbers"] == {"calls": 2, "pid": pids[1]} and held["numbers"] is records["numbers"]
+    assert seen == [(1, True), (2, True)]
+    momentum, other = held["arrays"]["momentum"].numpy(), held["arrays"]["other"].numpy()
+    assert momentum.tobytes() == (after_one * np.float32(0.9) + np.float32(1 / 3)).tobytes()
+    assert (momentum.dtype, momentum.shape, other.tolist()) == (np.float32, (200, 200), [1.5])
+    assert held["arrays"] is records["arrays"] and list(held["arrays"]) == ["momentum", "other"]
+    assert isinstance(held["retyped"], MetricRecord) and held["retyped"] == {"was": 1}
+    assert held["new"] == {"text": "added", "list": [1, 2], "bytes": b"\0\xff", "bool": True}
+    assert type(held["new"]["bool"]) is bool
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_another_state_in_its_place_is_taken_over_too(method: str) -> None:
+    of = context(state=state())
+    held = of.state
+    app_of(functions.reassigns, method)(message(), of)
+    assert of.state is held and list(held) == ["other"] and held["other"]["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize("method", FORKED)
+def test_after_a_failed_call_it_is_what_it_was(method: str) -> None:
+    of, sent = context(state=state()), message()
+    held, before = of.state, plain(of.state)
+    records = dict(of.state)
+    with pytest.raises(ClientCallError, match="ValueError: after it has changed everything"):
+        app_of(functions.spoils_and_fails, method)(sent, of)
+    assert of.state is held and plain(held) == before
+    assert all(held[name] is record for name, record in records.items())
+    assert list(sent.content["arrays"]) == ["weight", "count"]
+
+
+def test_a_record_under_two_names_becomes_two() -> None:
+    """As with control variates: the old one is kept, and a new one takes its place."""
+
+    def replaces(received: Message, of: Context) -> Message:
+        of.state["old"] = of.state["current"]
+        of.state["current"] = MetricRecord({"round": of.state["current"]["round"] + 1})
+        return answer(received)
+
+    record = MetricRecord({"round": 1})
+    of = context(state=RecordDict({"current": record, "old": record}))
+    app = app_of(replaces, "forkserver")
+    for server_round in (2, 3):
+        app(message(), of)
+        assert (of.state["current"]["round"], of.state["old"]["round"]) == (server_round, server_round - 1)
+        of.state["old"] = of.state["current"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(record_dicts(), record_dicts())
+def test_any_state_becomes_any_other_in_place(old: RecordDict, new: RecordDict) -> None:
+    expected = plain(new)
+    kinds = {name: (type(record), record) for name, record in old.items()}
+    held = list(map(id, old.values()))
+    take_over(old, new)
+    assert plain(old) == expected and plain(new) == expected
+    for name, (kind, record) in kinds.items():
+        if name in new and type(new[name]) is kind and held.count(id(record)) == 1:
+            assert old[name] is record
+    # No two names have got one record that had one each: to change the one must not change the other.
+    for name in old:
+        for other in old:
+            if name != other and old[name] is old[other]:
+                assert new[name] is new[other]
+
+
+@settings(max_examples=100, deadline=None)
+@given(record_dicts())
+def test_a_state_taken_over_from_itself_stays(state: RecordDict) -> None:
+    expected = plain(state)
+    take_over(state, state)
+    assert plain(state) == expected
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(record_dicts(), record_dicts())
+def test_any_records_come_back_as_they_were_sent(content: RecordDict, state: RecordDict) -> None:
+    """Into the worker, into the state, and back in the reply and in the state."""
+    app = app_of(functions.gives_state_back, "forkserver")
+    expected, before = plain(content), plain(state)
+    of = context(state=state)
+    for _ in range(2):  # a second time what came back is sent
+        reply = app(Message(content, dst_node_id=13, message_type="train"), of)
+        assert plain(reply.content) == expected
+        content = reply.content
+    kept = {name: rest for name, *rest in before}
+    kept.update((name, rest) for name, *rest in expected)
+    assert {name: rest for name, *rest in plain(of.state)} == kept

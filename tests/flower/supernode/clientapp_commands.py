@@ -1,0 +1,167 @@
+"""Flower's ``flwr-clientapp`` and ours, to be run side by side on the same host."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clientapp_supernode import Handed, SuperNode
+
+from flower_gpu.flower import commands
+from flower_gpu.launch.environment import script_folders
+
+#: Who handles a message: Flower's own command; ours, which only starts faster; ours, with a lease.
+FLOWERS, FAST, LEASED = "flower's", "fast", "leased"
+WAYS = (FLOWERS, FAST, LEASED)
+COMMAND = "flwr-clientapp"
+TIMEOUT_S = 150  # far above what it takes: it only ends a test that hangs
+
+_RULES = {FLOWERS: "", FAST: "start", LEASED: "lease"}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Commands:
+    """Both commands, with one environment and folders of a test's own.
+
+    Parameters
+    ----------
+    folder : Path
+        For what they write.
+    more : mapping of str to str
+        Further environment variables.
+    """
+
+    def __init__(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        self._ours = ""
+        ledger = folder / "ledger"
+        ledger.mkdir(exist_ok=True)
+        kept = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
+        self.env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("FLOWER_GPU", "FLWR_", "CUDA_")) or name in kept
+        }
+        self.env |= {"FLWR_HOME": str(folder / "flwr"), "FLWR_TELEMETRY_ENABLED": "0"}
+        self.env |= {"FLOWER_GPU_LEDGER_DIR": str(ledger), **(more or {})}
+
+    def program_of_ours(self) -> str:
+        """Return our command, made in the state folder; from now on that very file is started."""
+        self._ours = program(LEASED)
+        return self._ours
+
+    def start(
+        self,
+        way: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Start a command in a process group of its own; its output is captured unless told otherwise."""
+        environ = {**self.env, "FLOWER_GPU_SUPERNODE": _RULES[way], **(env or {})}
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(
+            [*wrapper, (way != FLOWERS and self._ours) or program(way), *arguments],
+            env=environ,
+            text=True,
+            errors="replace",
+            process_group=0,
+            **{**pipes, "cwd": self.folder, **options},
+        )
+
+    def run(self, way: str, arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        text = options.pop("input", None)
+        if text is not None:
+            options["stdin"] = subprocess.PIPE
+        return finished(self.start(way, arguments, **options), text)
+
+    def tell(
+        self, way: str, node: SuperNode, config: Mapping[str, Any] | None = None, **options: Any
+    ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+        """Have a message handled; return what the app says of its process, and the command."""
+        path = self.folder / "told.json"
+        path.unlink(missing_ok=True)
+        handed = node.hand_out({"tell": str(path), **(config or {})}, options.pop("run_config", None))
+        done = self.run(way, handed.arguments, **options)
+        assert node.status(handed) == ("completed", ""), done.stderr
+        assert not node.reply(handed).has_error()
+        assert done.returncode == 0, done.stderr
+        return json.loads(path.read_text()), done
+
+    def at_work(self, way: str, node: SuperNode, *more: str) -> tuple[subprocess.Popen[str], Handed, int]:
+        """Start a command with a message that is never done; return with the app's pid when it runs."""
+        path = self.folder / f"at-work-{time.monotonic_ns()}"
+        handed = node.hand_out({"wait": str(path)})
+        process = self.start(way, (*handed.arguments, *more))
+        until(lambda: path.exists() and path.read_text() != "", process)
+        return process, handed, int(path.read_text())
+
+
+def program(way: str) -> str:
+    """Return the path of a command."""
+    if way != FLOWERS:
+        return str(commands.CommandFolder().make() / COMMAND)
+    found = shutil.which(COMMAND, path=os.pathsep.join(script_folders()))
+    assert found is not None
+    return found
+
+
+def finished(process: subprocess.Popen[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a command; one that does not end fails the test."""
+    try:
+        stdout, stderr = process.communicate(text, timeout=TIMEOUT_S)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout or "", plain(stderr or ""))
+
+
+def plain(text: str) -> str:
+    """Return a text without colours."""
+    return _COLOURS.sub("", text)
+
+
+def status(code: int) -> int:
+    """Return an exit status as a shell shows it: 128 and the number for a signal."""
+    return 128 - code if code < 0 else code
+
+
+def until(
+    condition: Callable[[], bool],
+    process: subprocess.Popen[str] | None = None,
+    limit_s: float | None = None,
+) -> bool:
+    """Wait for what happens soon in another process, and return whether it has happened.
+
+    Parameters
+    ----------
+    condition : callable
+        Whether it has.
+    process : Popen, optional
+        Must not end before.
+    limit_s : float, optional
+        Without it, what does not happen fails the test.
+    """
+    deadline = time.monotonic() + (limit_s or TIMEOUT_S)
+    while not condition():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"ended with {process.returncode}: {finished(process).stderr}")
+        if time.monotonic() > deadline:
+            if limit_s is not None:
+                return False
+            if process is not None:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"not within {TIMEOUT_S} s")
+        time.sleep(0.01)
+    return True

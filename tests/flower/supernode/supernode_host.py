@@ -1,0 +1,302 @@
+"""A host with stub GPUs, its SuperLink, and SuperNodes that `flower-gpu` starts there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ledger_observer import observed
+from live_processes import processes_with, wait_until
+from nvml_stub import Host
+
+from flower_gpu import trace
+from flower_gpu.launch import ports
+from flower_gpu.launch.environment import script_folders
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
+APP = Path(__file__).parent / "unchanged_app"
+
+_COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli")
+
+
+class Message(NamedTuple):
+    """The processes of one message; 0 for what is not there yet."""
+
+    #: Our `flwr-clientapp`, which the SuperNode starts.
+    command: int
+    #: The fork server's child that it waits for.
+    child: int
+    #: The worker that this waits for.
+    worker: int
+
+
+class Federation:
+    """A SuperLink on a host with GPUs of 16 GiB, a ledger and fork servers of its own; a context manager.
+
+    Parameters
+    ----------
+    folder : Path
+        Where all of it is.
+    gpus : int
+        How many GPUs the host has.
+    """
+
+    def __init__(self, folder: Path, gpus: int = 2) -> None:
+        self.folder = folder
+        self.host = Host(folder / "host", gpus=gpus)
+        self.ledger, self.state = folder / "ledger", folder / "state"
+        self._processes: list[Process] = []
+        self.pauses, self.trace, self._tmp = folder / "pauses", folder / "trace", folder / "tmp"
+        for made in (self.ledger, self.state, self.pauses, self.trace, self._tmp, folder / "flwr"):
+            made.mkdir(mode=0o700)
+        self.port = ports.free_ports(1)[0]
+        config = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
+        (folder / "flwr" / "config.toml").write_text(config)
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_GPU_")},
+            **self.host.env,
+            "HOME": str(folder),
+            "TMPDIR": str(self._tmp),
+            "FLWR_HOME": str(folder / "flwr"),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
+            "FLOWER_GPU_STATE_DIR": str(self.state),
+            "FLOWER_GPU_SERVER_IDLE_S": "10",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # there is no GPU to CUDA, only to NVML
+            "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
+        }
+
+    def __enter__(self) -> Federation:
+        link = self.start(
+            "superlink",
+            *("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)),
+            "--disable-runtime-dependency-installation",
+        )
+        wait_until(lambda: not link.runs or ports.is_healthy(self.port), "the SuperLink answers")
+        assert link.runs, link.output
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None) -> None:
+        for process in reversed(self._processes):
+            process.end()
+        left = gone(self.processes)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if kind is None:
+            assert not left, left
+        elif error is not None:
+            logs = sorted([*self.folder.glob("*.log"), *self.folder.glob("runs/*/*.log")])
+            error.add_note("\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs))
+
+    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Process:
+        """Start a process of this host."""
+        process = Process(name, command, {**self.env, **(env or {})}, self.folder)
+        self._processes.append(process)
+        return process
+
+    def supernodes(self, count: int, *options: str, flower: tuple[str, ...] = ()) -> Process:
+        """Start `flower-gpu supernode --count N`; their trace is in the folder of their logs."""
+        command = (*_COMMAND, "supernode", "--count", str(count), *options, "--log-dir", str(self.runs))
+        return self.start(f"supernodes-{len(self._processes)}", *command, "--", *self._flower, *flower)
+
+    def supernode(self, *options: str, node_config: str, env: Mapping[str, str] | None = None) -> Process:
+        """Start `flower-gpu supernode`; the trace of all of these is in :attr:`trace`."""
+        port = str(ports.free_ports(1)[0])
+        flower = (*self._flower, "--port", port, "--node-config", node_config)
+        name = f"supernode-{len(self._processes)}"
+        env = {"FLOWER_GPU_RUN_DIR": str(self.trace), **(env or {})}
+        return self.start(name, *_COMMAND, "supernode", *options, "--", *flower, env=env)
+
+    def users_of_fork_servers(self) -> int:
+        """Return how many processes the fork servers of this host stay for."""
+        command = [*_COMMAND, "server", "status"]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
+
+    def run(self, app: Path = APP, **config: bool | float | str) -> Process:
+        """Submit a run, and follow its log."""
+        name = f"run-{len(self._processes)}"
+        file = self.folder / f"{name}.toml"
+        if (app / APP.name).is_dir():  # the app, or a copy of it
+            config["log_file"] = str(self.folder / f"{name}.serverapp.log")
+        lines = (f"{key.replace('_', '-')} = {json.dumps(value)}\n" for key, value in config.items())
+        file.write_text("".join(lines))
+        return self.start(name, "flwr", "run", str(app), "here", "--stream", "--run-config", str(file))
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def _flower(self) -> tuple[str, ...]:
+        return ("--insecure", "--superlink", f"127.0.0.1:{self.port}")
+
+    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
+        """Look all the time at who holds how much of which GPU, by lease."""
+        return observed(
+            self.ledger,
+            lambda holders: {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in holders},
+        )
+
+    def holders(self) -> list[str]:
+        """Who holds a lease now."""
+        return [one.id for one in self._status().holders]
+
+    def waiting(self) -> list[str]:
+        """Who waits for a lease now."""
+        return [one.id for one in self._status().waiting]
+
+    def _status(self) -> State:
+        return Ledger(LedgerFolder(self.ledger)).status()
+
+    def processes(self) -> dict[int, str]:
+        """Every process that has this host in its environment."""
+        return processes_with("HOME", self.folder)
+
+    def held(self, server_round: int) -> dict[int, int]:
+        """Return the workers of a round that wait for :meth:`let_go`, by partition."""
+        found = self.pauses.glob(f"{server_round}-*")
+        return {int(path.name.partition("-")[2]): int(path.read_text()) for path in found}
+
+    def let_go(self, server_round: int) -> None:
+        """Let the messages of a round go on."""
+        (self.pauses / f"go-{server_round}").touch()
+
+    def messages(self) -> list[Message]:
+        """Return the processes of the messages that are handled now."""
+        found = []
+        for pid, command in self.processes().items():
+            # Its SuperNode has given it a token for this message; a ServerApp has one, too.
+            if " --token " in command and "serverapp" not in command:
+                child = waits_for(pid)
+                found.append(Message(pid, child, waits_for(child)))
+        return found
+
+    def files(self) -> set[str]:
+        """Return the files that are neither logs, nor what the test or Flower has put there."""
+        own = {"host", "flwr", "pauses", "runs", "trace"}
+        files = [path.relative_to(self.folder) for path in self.folder.rglob("*") if not path.is_dir()]
+        return {
+            str(path) for path in files if path.parts[0] not in own and path.suffix not in (".log", ".toml")
+        }
+
+
+class Process:
+    """A process that writes into a log."""
+
+    def __init__(self, name: str, command: tuple[str, ...], env: Mapping[str, str], folder: Path) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def server_output(self) -> str:
+        """What the ServerApp of a run has logged."""
+        log = self._log.with_suffix(".serverapp.log")
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end; returns the exit status."""
+        return self._process.wait(timeout_s)
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """End it, as a user does."""
+        if self.runs:
+            self._process.terminate()
+            try:
+                self._process.wait(20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[str, list[str]]:
+    """Return how many results and failures Flower has counted in a round, and the texts of the failures.
+
+    As the ServerApp has logged it: what `flwr run` shows comes late on a busy machine, or not at all.
+    """
+    end = f"round {server_round} has ended"
+    # Flower gives a node that is silent a minute.
+    wait_until(lambda: end in run.server_output or not run.runs, end, timeout_s=150)
+    text = run.server_output.split(f"[ROUND {server_round}/")[-1].partition(end)[0]
+    counted = re.search(rf"aggregate_{kind}: Received (\d+ results and \d+ failures)", text)
+    assert counted is not None, run.server_output + run.output
+    return counted[1], text.split("Received error in reply from node ")[1:]
+
+
+def logs_of(fed: Federation, supernodes: Process) -> Path:
+    """Return the folder in which several SuperNodes have their logs and their trace."""
+    wait_until(lambda: "logs in" in supernodes.output, "the SuperNodes' folder is there")
+    match = re.search(r"logs in (\S+)\. ", supernodes.output)
+    assert match is not None, supernodes.output
+    return fed.folder / match[1]
+
+
+def waits_for(pid: int) -> int:
+    """Return the child that a process has a pidfd of; 0 where there is none."""
+    with suppress(OSError):
+        parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+        for path in Path(f"/proc/{pid}/fdinfo").iterdir():
+            with suppress(OSError):
+                for line in path.read_text().splitlines():
+                    name, _, value = line.partition(":")
+                    if name == "Pid" and int(value) > 0 and value.strip() != parent:
+                        return int(value)
+    return 0
+
+
+def gone(processes: Callable[[], dict[int, str]], timeout_s: float = 20.0) -> dict[int, str]:
+    """Wait until there are none of these processes any more; returns those that are left."""
+    deadline = time.monotonic() + timeout_s
+    while (left := processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Return these events of a trace, in their order."""
+    return [event for event in trace.read(folder / trace.FILE_NAME) if event["event"] in names]
+
+
+def sights(log: str) -> Iterator[dict[str, Any]]:
+    """Yield what the app has seen of its processes, from the log of its SuperNode."""
+    for line in log.splitlines():
+        if line.startswith("saw {"):
+            yield json.loads(line.removeprefix("saw "))

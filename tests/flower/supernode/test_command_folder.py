@@ -1,0 +1,249 @@
+"""The folder that goes first on a SuperNode's `PATH`: whose it is, what is in it, for which interpreter."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import commands
+from flower_gpu.flower.flwr_clientapp import takes_lease
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import identity
+
+pytestmark = pytest.mark.timeout(120)
+
+COMMAND = "flwr-clientapp"
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+# Makes the folder, and reads a command in it at once, as a SuperNode may that has just been started.
+MAKE_AND_READ = """
+import ast, sys
+from flower_gpu.flower import commands
+sys.stdin.readline()
+folder = commands.CommandFolder().make()
+print(folder, len(ast.parse((folder / "python" / "flwr-clientapp").read_text()).body))
+"""
+# An interpreter that tells what it was started with.
+SHOW = '#!/bin/sh\nprintf \'%s\\0\' "$@" >"$SHOWN"\n'
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "state"
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
+    return folder
+
+
+def test_only_its_user_can_enter_it(state: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = commands.CommandFolder().make()
+    finally:
+        os.umask(before)
+    assert folder.is_relative_to(state)
+    for each in (state, folder.parent, folder, *folder.iterdir()):
+        assert each.stat().st_mode & 0o777 == 0o700, each
+        assert each.stat().st_uid == os.getuid()
+
+
+def test_it_comes_first_on_the_path_and_says_the_rule(state: Path) -> None:
+    for with_lease, word in ((True, "lease"), (False, "start")):
+        env = commands.fast_start({"PATH": "/somewhere:/bin", "OTHER": "kept"}, with_lease=with_lease)
+        first, *rest = env["PATH"].split(":")
+        assert first == str(commands.CommandFolder().make())
+        assert rest == ["/somewhere", "/bin"]
+        assert (env["OTHER"], env["FLOWER_GPU_SUPERNODE"]) == ("kept", word)
+        assert takes_lease(env) == with_lease
+        assert shutil.which(COMMAND, path=env["PATH"]) == f"{first}/{COMMAND}"
+    without = commands.fast_start({}, with_lease=True)
+    assert without["PATH"] == f"{first}:{os.defpath}"
+
+
+@pytest.mark.parametrize("word", ["", "lease", "Start", "no", "0"])
+def test_an_unknown_rule_is_the_strict_one(word: str) -> None:
+    assert takes_lease({"FLOWER_GPU_SUPERNODE": word})
+    assert takes_lease({})
+
+
+def test_a_folder_that_is_not_safe_is_refused(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    state.mkdir()
+    state_folder.state_dir().symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"must be a folder of this user .* FLOWER_GPU_STATE_DIR") as caught:
+        commands.CommandFolder().make()
+    assert str(state) in str(caught.value)
+    assert list(tmp_path.rglob(COMMAND)) == []
+
+
+def test_processes_that_make_it_at_once_find_it_complete(state: Path) -> None:
+    makers = [
+        subprocess.Popen(
+            [sys.executable, "-c", MAKE_AND_READ], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    for maker in makers:  # they are in front of it by now, or come a little later
+        assert maker.stdin is not None
+        maker.stdin.write("\n")
+        maker.stdin.flush()
+    said = {maker.communicate(timeout=60)[0] for maker in makers}
+    assert [maker.returncode for maker in makers] == [0] * len(makers)
+    (line,) = said
+    folder, statements = line.split()
+    assert int(statements) == len(ast.parse(Path(folder, "python", COMMAND).read_text()).body)
+    assert sorted(path.name for path in Path(folder).iterdir()) == sorted([*commands.COMMANDS, "python"])
+    assert [path.name for path in Path(folder).parent.iterdir()] == [Path(folder).name]
+
+
+def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits by this, and finds the folder that is on its path: the environment is the same there."""
+    monkeypatch.syspath_prepend(state)
+    folder = commands.CommandFolder().make()
+    as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
+    wait = "from flower_gpu.flower.supernode import Clock; from flower_gpu.flower import commands"
+    wait += "; Clock(0.01, commands.CommandFolder().make).sleep(3.0)"
+    shutil.rmtree(folder)
+    python = [sys.executable, *identity.interpreter_flags()]
+    subprocess.run([*python, "-c", f"{as_in_supernode}\n{wait}"], timeout=60, check=True)
+    assert os.access(folder / COMMAND, os.X_OK)
+
+
+def test_another_environment_has_another_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = [commands.CommandFolder().make(), commands.CommandFolder().make()]
+    assert folders[0] == folders[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(tmp_path / "other" / "python"))
+        folders.append(commands.CommandFolder().make())
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        folders.append(commands.CommandFolder().make())
+    assert len(set(folders)) == 3
+    flags = [sys.executable, "-O", "-W", "error::UserWarning", "-c"]
+    make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
+    done = subprocess.run([*flags, make], capture_output=True, text=True, timeout=60, check=True)
+    optimised = Path(done.stdout.strip())
+    assert optimised not in folders
+    assert "-O" in (optimised / COMMAND).read_text()
+
+
+def test_the_command_of_a_virtual_environment_with_an_odd_name_starts(state: Path, tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a "$HOME" `id` \\n é 100% {env}'
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder], check=True, timeout=60
+    )
+    site = next((folder / "lib").glob("python*")) / "site-packages"
+    paths = [entry for entry in sys.path if entry and Path(entry).is_dir()]
+    (site / "ours.pth").write_text("\n".join(paths))
+    make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
+    python = str(folder / "bin" / "python")
+    made = subprocess.run([python, "-c", make], capture_output=True, text=True, timeout=60, check=True)
+    command = f"{made.stdout.strip()}/{COMMAND}"
+    # Flower's own help, from that interpreter: nothing of the name was taken apart.
+    done = subprocess.run(
+        [command, "--allow-runtime-dependency-installation", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd="/",
+        env={**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"},
+    )
+    assert (done.returncode, "Run a Flower ClientApp" in done.stdout) == (0, True), done.stderr
+    assert "the app's environment is built at run time" in done.stderr
+
+
+# Paths and arguments hold whatever the file system takes, also bytes that are no UTF-8.
+_CHARACTERS = st.sampled_from(
+    string.ascii_letters + string.digits + " '\"$`!*?~#&;|<>(){}[]%\n\t\r=:,@^-.é中"
+)
+_TEXTS = st.text(_CHARACTERS, min_size=1, max_size=12)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(_TEXTS, st.lists(_TEXTS, max_size=3), st.lists(_TEXTS, max_size=4))
+@example("it's", ["a b", 'c"d', "e\\f", "{path}"], ["--token", "", "$HOME", "-"])
+def test_paths_and_arguments_arrive_as_they_are(
+    tmp_path: Path, name: str, entries: list[str], arguments: list[str]
+) -> None:
+    folder = tmp_path / name.replace("/", "_")
+    folder.mkdir(exist_ok=True)
+    python, shown = folder / "python", tmp_path / "shown"
+    python.write_text(SHOW)
+    python.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        patch.setattr(sys, "path", [*(f"/{entry}" for entry in entries), *sys.path])
+        command = commands.CommandFolder().make() / COMMAND
+        path = list(sys.path)
+    subprocess.run([command, *arguments], env={"SHOWN": str(shown)}, timeout=60, check=True)
+    *_, program = shown.read_bytes().decode().split("\0")[:-1][: -len(arguments) or None]
+    assert shown.read_bytes().decode().split("\0")[:-1][-len(arguments) :] == arguments or not arguments
+    assert program == str(command.parent / "python" / COMMAND)
+    # What a real interpreter reads then.
+    tree = ast.parse(Path(program).read_text())
+    (assigned,) = (node for node in tree.body if isinstance(node, ast.Assign))
+    assert ast.literal_eval(assigned.value) == [entry for entry in path if entry]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["/a/\U0001f600/lib", "/a/\udcff/lib"],
+)
+def test_a_path_beyond_the_basic_characters_arrives(monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    monkeypatch.setattr(sys, "path", [entry, *sys.path])
+    tree = ast.parse((commands.CommandFolder().make() / "python" / COMMAND).read_text())
+    (assigned,) = (node for node in tree.body if isinstance(node, ast.Assign))
+    assert ast.literal_eval(assigned.value)[0] == entry
+
+
+@pytest.mark.parametrize("name", ["a\\x", "a\\N", "a\\u12", 'it\'s a "b" $c'])
+def test_any_name_of_an_interpreter_arrives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    python = tmp_path / name
+    python.write_text(SHOW)
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    command = commands.CommandFolder().make() / COMMAND
+    env = {**os.environ, "SHOWN": str(tmp_path / "shown")}
+    subprocess.run([command, "argument"], env=env, timeout=60, check=True)
+    assert (tmp_path / "shown").read_text().endswith(f"{COMMAND}\0argument\0")
+
+
+def test_a_folder_with_a_colon_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "a:b"))
+    with pytest.raises(ConfigError):
+        commands.fast_start({"PATH": "/bin"}, with_lease=True)
+
+
+@needs_root
+def test_a_folder_from_which_nothing_can_be_started_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / "noexec"
+    state.mkdir()
+    make = "from flower_gpu.flower import commands; commands.fast_start({}, with_lease=True)"
+    mount = f"mount -t tmpfs -o noexec,mode=0700 none {shlex.quote(str(state))} || exit 77"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f'{mount}; exec "$0" "$@"', sys.executable, "-c", make],
+        env={**os.environ, "FLOWER_GPU_STATE_DIR": str(state)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77:
+        pytest.skip("file systems cannot be mounted here")
+    assert "ConfigError" in done.stderr, "messages would be handled by Flower's own command, without a lease"

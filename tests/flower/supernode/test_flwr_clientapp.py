@@ -1,0 +1,268 @@
+"""Our ``flwr-clientapp`` beside Flower's own: what starts it, and the app in it, find no difference."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clientapp_commands import (
+    FAST,
+    FLOWERS,
+    LEASED,
+    WAYS,
+    Commands,
+    finished,
+    status,
+    until,
+)
+from clientapp_supernode import SuperNode
+from live_processes import is_running
+
+from flower_gpu.workers.forkserver import client
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what Flower builds and serves apps with
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+OURS = (FAST, LEASED)
+HEAVY = {
+    "torch",
+    "numpy",
+    "flwr",
+    "ray",
+    "sklearn",
+    "grpc",
+    "httpx",
+    "rich",
+    "tqdm",
+    "asyncio",
+    "pynvml",
+    "psutil",
+}
+
+# Tells, at the end of the process that the shell script has become, what it has imported.
+PROBE = """
+import atexit, os, sys
+
+def tell():
+    if str(os.getpid()) == open(os.environ["PROBE_PID"]).read():
+        open(os.environ["PROBE_MODULES"], "w").write(" ".join(sys.modules))
+
+atexit.register(tell)
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[SuperNode]:
+    with SuperNode() as found:
+        yield found
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Commands:
+    return Commands(tmp_path)
+
+
+def test_the_small_start_imports_nothing_heavy(commands: Commands, node: SuperNode, tmp_path: Path) -> None:
+    site, pid, modules = tmp_path / "site", tmp_path / "pid", tmp_path / "modules"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(PROBE)
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, "PROBE_PID": str(pid), "PROBE_MODULES": str(modules)}
+    process = commands.start(LEASED, node.hand_out({}).arguments, env=env)
+    pid.write_text(str(process.pid))
+    done = finished(process)
+    assert done.returncode == 0, done.stderr
+    found = set(modules.read_text().split())
+    assert "flower_gpu.flower.flwr_clientapp" in found
+    assert not {name.partition(".")[0] for name in found} & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--token", "a", "--parent-pid", "first"),
+        ("--token", "a", "--unknown"),
+        ("--token", " "),
+        ("--token-file", "a file that is not there"),
+    ],
+    ids=" ".join,
+)
+def test_help_and_wrong_arguments_are_answered_as_by_flower(
+    commands: Commands, arguments: tuple[str, ...]
+) -> None:
+    processes = [commands.start(way, arguments) for way in (FLOWERS, LEASED)]
+    expected, found = map(finished, processes)
+    assert found.returncode == expected.returncode
+    assert answer(found.stdout) == answer(expected.stdout)
+    assert answer(found.stderr) == answer(expected.stderr)
+
+
+def answer(text: str) -> str:
+    """Return what a command says, without its usage: that is wrapped by the length of the command's name."""
+    return text.rpartition("error: ")[2] if "error: " in text else text.partition("\n\n")[2] or text
+
+
+def test_an_app_finds_the_process_that_it_has_with_flower(
+    commands: Commands, node: SuperNode, tmp_path: Path
+) -> None:
+    folder = tmp_path / 'a folder\'s "name"'
+    folder.mkdir()
+    odd = {"EMPTY": "", "ODD": "a 'b' \"c\"\\\n$HOME \u00e9", "PYTHONUNBUFFERED": "1", "LONG": "x" * 100_000}
+    (processor, *_) = os.sched_getaffinity(0)
+
+    def set_up() -> None:
+        os.umask(0o27)
+        os.nice(1)
+        os.sched_setaffinity(0, {processor})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    told = {
+        way: commands.tell(way, node, cwd=folder, env={**odd, "PWD": str(folder)}, preexec_fn=set_up)[0]
+        for way in WAYS
+    }
+    environs = {way: one.pop("environ") for way, one in told.items()}
+    for one in told.values():
+        del one["pid"]
+        one["executable"] = str(Path(one["executable"]).parent)
+    assert told[FAST] == told[LEASED] == told[FLOWERS]
+    expected = environs[FLOWERS]
+    for way, added in ((FAST, set()), (LEASED, {"FLOWER_GPU_LEASE", "CUDA_VISIBLE_DEVICES"})):
+        found = environs[way]
+        changed = {name for name in {**expected, **found} if expected.get(name) != found.get(name)}
+        assert changed - {"OMP_NUM_THREADS"} == {"FLOWER_GPU_SUPERNODE"} | added
+        assert all(found[name] == "" for name in added)  # the run has not asked for a GPU
+
+
+@pytest.mark.parametrize("to", ["pipes", "files"])
+def test_what_an_app_writes_comes_out_as_from_flower(
+    commands: Commands, node: SuperNode, tmp_path: Path, to: str
+) -> None:
+    config = {"print": "line one\r\nline two \u00e9\u4e2d\U0001f600 " + "x" * 200_000, "complain": "oh no"}
+    texts = []
+    for way in WAYS:
+        path = tmp_path / "stdout"
+        with path.open("wb") as file:
+            done = commands.tell(way, node, config, **({"stdout": file} if to == "files" else {}))[1]
+        stdout = path.read_bytes().decode() if to == "files" else done.stdout
+        # What Flower says of the app's installation comes from the first of them.
+        texts.append((stdout[stdout.index("line one") :], done.stderr))
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("way", [FAST, LEASED])
+def test_an_app_finds_nothing_on_stdin(commands: Commands, node: SuperNode, way: str) -> None:
+    """Unlike Flower's: apps of several SuperNodes would take each other's lines."""
+    assert commands.tell(way, node, {"read": True}, input="some words")[0]["stdin"] == ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_message_is_handled_where_all_standard_streams_are_closed(
+    commands: Commands, node: SuperNode, way: str
+) -> None:
+    closed = ("/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
+    told, done = commands.tell(way, node, wrapper=closed)
+    assert told["cwd"] == str(commands.folder)
+    assert done.stdout == done.stderr == ""
+
+
+ENDS: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    ({"raise": "not today"}, {}, "ZeroDivisionError: not today"),
+    ({}, {"WATCHED_APP_FAILS": "1"}, "this app cannot be loaded"),
+    ({"exit": 3}, {}, "exited with code 3"),
+    ({"kill": 1}, {}, "was killed by SIGKILL"),
+]
+
+
+@pytest.mark.parametrize(("config", "env", "words"), ENDS, ids=lambda value: str(value)[:20])
+def test_an_app_that_fails_ends_as_with_flower(
+    commands: Commands, node: SuperNode, config: dict[str, Any], env: dict[str, str], words: str
+) -> None:
+    ends = {}
+    for way in WAYS:
+        handed = node.hand_out(config)
+        done = commands.run(way, handed.arguments, env=env)
+        replies = node.replies(handed)
+        ends[way] = (status(done.returncode), node.status(handed), [reply.error for reply in replies])
+        if way == LEASED:
+            assert words in done.stderr, done.stderr
+    assert str(ends[FAST]) == str(ends[FLOWERS])
+    # With a lease nothing of the app runs in the process that reports: the SuperNode hears of its end.
+    code, (sub_status, details), (error,) = ends[LEASED]
+    assert (code, sub_status) == (1, "failed")
+    if ends[FLOWERS][2]:
+        assert (code, sub_status) == (ends[FLOWERS][0], ends[FLOWERS][1][0])
+        assert error.code == ends[FLOWERS][2][0].code
+    if "WATCHED_APP_FAILS" not in env:
+        assert words in details and words in error.reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_message_as_with_flower(
+    commands: Commands, node: SuperNode, number: signal.Signals
+) -> None:
+    ends = {}
+    for way in WAYS:
+        process, handed, app = commands.at_work(way, node)
+        process.send_signal(number)
+        done = finished(process)
+        assert until(lambda app=app: not is_running(app))
+        ends[way] = (status(done.returncode), node.status(handed), "Task stopped" in done.stderr)
+        assert node.replies(handed) == []
+    assert ends[FAST] == ends[LEASED] == ends[FLOWERS]
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_killed_start_takes_what_it_has_started_along(
+    commands: Commands, node: SuperNode, way: str
+) -> None:
+    process, handed, app = commands.at_work(way, node)
+    assert app != process.pid
+    process.kill()
+    assert finished(process).returncode == -signal.SIGKILL
+    until(lambda: not is_running(app))
+    assert node.status(handed) == ("", "")  # as with Flower's own, its SuperNode notices by the heartbeats
+    commands.tell(way, node)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_end_of_the_supernode_ends_a_message(commands: Commands, node: SuperNode, way: str) -> None:
+    with subprocess.Popen(["sleep", "100"]) as parent:
+        process, handed, app = commands.at_work(way, node, "--parent-pid", str(parent.pid))
+        parent.kill()
+    try:
+        ended = until(lambda: process.poll() is not None, limit_s=6)
+    finally:
+        process.kill()
+    done = finished(process)
+    assert ended and not is_running(app)
+    assert (done.returncode, node.status(handed)[0]) == (0, "failed")
+    assert "Task stopped" in done.stderr
+
+
+def test_who_finds_no_supernode_tries_again_until_told_to_stop(commands: Commands) -> None:
+    nobody = ("--insecure", "--token", "a", "--runtime-api-address", "127.0.0.1:9")
+    processes = {way: commands.start(way, nobody) for way in WAYS}
+    for process in processes.values():
+        assert process.stderr is not None
+        read = ""
+        while "retrying" not in read:
+            line = process.stderr.readline()
+            assert line, read
+            read += line
+        time.sleep(0.3)  # a signal in the middle of the line may get lost in Flower's logging
+        process.terminate()
+    ends = {way: finished(process) for way, process in processes.items()}
+    assert all("Task stopped" in done.stderr for done in ends.values())
+    assert len({status(done.returncode) for done in ends.values()}) == 1, ends

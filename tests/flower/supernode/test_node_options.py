@@ -1,0 +1,319 @@
+"""Options of `flower-gpu supernode`: what is refused, and what SuperNodes get of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clientapp_commands import until
+from flwr.common.config import parse_config_args
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flower_gpu import options
+from flower_gpu.apps.config_values import parse_pairs
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.cli import main as cli
+from flower_gpu.cli import supernode
+from flower_gpu.errors import ConfigError
+from flower_gpu.options import CallOptions
+
+pytestmark = pytest.mark.timeout(120)
+
+FLOWERS_OPTIONS = ("--insecure", "--superlink", "127.0.0.1:9")
+
+# The line, and words of the refusal: what is wrong, and what would do.
+REFUSED = [
+    ("supernode --gpu maybe", "--gpu 'maybe' never offer force require"),
+    ("supernode --gpu-ids ,", '--gpu-ids empty "4,5"'),
+    ("supernode --gpu-ids=", "--gpu-ids must be GPU numbers or UUIDs"),
+    ("supernode --gpu-ids GPU_0", "--gpu-ids='GPU_0' nvidia-smi -L"),
+    ("supernode --gpu-num GPU_0", "--gpu-ids='GPU_0' nvidia-smi -L"),
+    ("supernode --num-gpus 0", "--num-gpus above 0"),
+    ("supernode --num-gpus nan", "--num-gpus above 0"),
+    ("supernode --num-gpus 0.5 --gpu-memory 1GiB", "--gpu-memory not allowed --num-gpus"),
+    ("supernode --lease-timeout-s never", "--lease-timeout-s 'never' a number"),
+    ("supernode --on-oom explode", "--on-oom 'explode' retry cpu fail"),
+    ("supernode --max-concurrent 0", "--max-concurrent 1 or more"),
+    ("supernode --max-concurrent 1.5", "--max-concurrent whole number"),
+    ("supernode --timeout-s 0", "--timeout-s above 0"),
+    ("supernode --timeout-s inf", "--timeout-s above 0"),
+    ("supernode --insecure", "unknown: --insecure --help"),
+    ("supernode --count 2 -- --port 1", "--port leave it out free ones"),
+    ("supernode --log-dir logs -- --insecure", "--log-dir goes with --count"),
+    ("supernode -- --isolation process", "--isolation process lease leave it out"),
+    ("supernode -- --insecure --isolation=process", "--isolation process lease leave it out"),
+    ("supernodes -- --insecure", "--count N is missing"),
+    ("supernodes --count 2 -- --port 1", "--port leave it out free ones"),
+    ("supernode --count 0", "--count 1 or more"),
+    ("supernode --count 1.5", "--count whole number"),
+    ("supernode --count 2 -- --isolation process", "--isolation process lease leave it out"),
+    ("supernode --count 2 -- --port 9101", "--port leave it out free ones"),
+    ("supernode --count 2 -- --insecure --port=9101", "--port leave it out free ones"),
+    ("supernode --count 2 -- --node-config", "--node-config key=value"),
+    ("supernode --count 2 -- --node-config data", "--node-config 'data' key=value"),
+    ("supernode --count 2 -- --node-config data=here", "--node-config data=here quoted text '\"here\"'"),
+    ("supernode --count 2 -- --node-config=data=[1]", "--node-config data=[1]"),
+    ("supernode --count 2 --gpu never -- --node-config \"gpu='force'\"", "--gpu --node-config gpu twice"),
+    ("supernode --count 2 --gpu-ids 0 -- --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
+    ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
+]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No variable of ours is set, and what a command writes goes to a folder of the test's own."""
+    for name in [name for name in os.environ if name.startswith("FLOWER_GPU")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that is refused, in this process; return what it says."""
+
+    def not_refused(*_: Any) -> None:
+        raise AssertionError("not refused")
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "execvpe", not_refused)  # this process would become the SuperNode
+            code = cli.main(shlex.split(line))
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED)
+def test_wrong_options_are_refused_in_one_line_that_says_what_to_do(
+    line: str, words: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    text = refusal(line, capsys)
+    assert text.startswith(f"flower-gpu {line.split()[0]}: ")
+    assert text.count("\n") == 1 and text.endswith("\n")
+    assert [word for word in words.split() if word not in text] == [], text
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("option", ["--gpu-memory 1potato", "--num-gpus 1.5"])
+def test_an_amount_that_cannot_be_is_refused_in_the_users_words(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(f"supernode {option} -- --insecure", capsys)
+    assert option.split()[0] in text and "FLOWER_GPU_" not in text
+
+
+@pytest.mark.parametrize("option", ["--iso process", "--isolatio=process"])
+def test_the_isolation_of_others_is_refused_however_it_is_written(option: str) -> None:
+    with pytest.raises(ConfigError):
+        supernode.check(["--insecure", *option.split()])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FLOWER_GPU_POLICY", "sometimes"),
+        ("FLOWER_GPU_MEMORY", "much"),
+        ("FLOWER_GPU_LEASE_TIMEOUT_S", "soon"),
+        ("FLOWER_GPU_ON_OOM", "explode"),
+        ("FLOWER_GPU_POLL_S", "often"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    text = refusal("supernode -- --insecure", capsys)
+    assert variable in text and value in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("where", ["a file", "/proc/nothing"])
+def test_a_state_folder_that_cannot_be_is_named(
+    where: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "a file").touch()
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", where)
+    text = refusal("supernode -- --insecure", capsys)
+    assert where in text and "FLOWER_GPU_STATE_DIR" in text
+
+
+def environment(line: str, base: dict[str, str], nodes: int = 1) -> dict[str, str]:
+    arguments = cli.build_parser().parse_args(shlex.split(line))
+    return supernode.environment(arguments, base, nodes)
+
+
+def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() -> None:
+    line = (
+        "supernode --gpu require --gpu-ids 0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59 --gpu-memory 2GiB "
+        "--lease-timeout-s 7 --on-oom cpu --timeout-s 60 -- --insecure"
+    )
+    base = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM_GPUS": "0.5", "FLOWER_GPU_TIMEOUT_S": "1"}
+    base |= {"FLOWER_GPU_PLACEMENT": "pack", "HOME": "/home/me", "PATH": "/my/bin"}
+    env = environment(line, base)
+    assert "FLOWER_GPU_NUM_GPUS" not in env  # a share would say again, and something else, than the size
+    assert env["FLOWER_GPU_POLICY"] == "require"
+    assert env["FLOWER_GPU_NUM"] == "0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59"
+    assert env["FLOWER_GPU_MEMORY"] == "2GiB"
+    assert env["FLOWER_GPU_LEASE_TIMEOUT_S"] == "7.0"
+    assert env["FLOWER_GPU_ON_OOM"] == "cpu"
+    assert env["FLOWER_GPU_TIMEOUT_S"] == "60.0"
+    assert (env["FLOWER_GPU_PLACEMENT"], env["HOME"]) == ("pack", "/home/me")
+    assert env["FLOWER_GPU_SUPERNODE"] == "lease"
+    assert env["PATH"].endswith(":/my/bin")
+    assert base["FLOWER_GPU_POLICY"] == "never"
+
+
+def test_without_options_the_variables_stay_as_they_are() -> None:
+    mine = {
+        "FLOWER_GPU_POLICY": "never",
+        "FLOWER_GPU_NUM_GPUS": "0.5",
+        "FLOWER_GPU_TIMEOUT_S": "9",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "3",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+        "PATH": "/my/bin",
+    }
+    env = environment("supernode -- --insecure", mine)
+    assert {name: env[name] for name in mine if name != "PATH"} == {
+        k: v for k, v in mine.items() if k != "PATH"
+    }
+    assert "FLOWER_GPU_SLOTS" not in env
+    # A rule that is in the environment by chance is none: this command's own is.
+    assert (
+        environment("supernode -- -V", {"FLOWER_GPU_SUPERNODE": "start"})["FLOWER_GPU_SUPERNODE"] == "lease"
+    )
+
+
+def test_slots_are_made_for_the_messages_of_all_supernodes() -> None:
+    env = environment("supernode --count 5 --max-concurrent 3 -- --insecure", {"FLOWER_GPU_SLOTS": "/old"}, 5)
+    names = sorted(path.name for path in Path(env["FLOWER_GPU_SLOTS"]).iterdir())
+    assert names == ["0", "1", "2", "queue"]
+
+
+KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True) | st.sampled_from(
+    ["partition-id", "num-partitions"]
+)
+VALUES = (
+    st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats(-1e6, 1e6, allow_nan=False)
+    | st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=8)
+)
+PAIRS = st.dictionaries(KEYS.filter(lambda key: key not in ("gpu", "gpu-ids")), VALUES, max_size=4)
+OTHERS = st.lists(
+    st.sampled_from([("--insecure",), ("--superlink", "a:1"), ("--max-retries=3",), ("--host", "127.0.0.1")]),
+    unique=True,
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    count=st.integers(1, 9),
+    given_pairs=st.lists(PAIRS, max_size=2),
+    as_one=st.booleans(),
+    others=OTHERS,
+    gpus=st.none() | st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True),
+    policy=st.sampled_from([None, "offer", "never"]),
+)
+def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win(
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    given_pairs: list[dict[str, Any]],
+    as_one: bool,
+    others: list[tuple[str, ...]],
+    gpus: list[int] | None,
+    policy: str | None,
+) -> None:
+    mine: dict[str, Any] = {}
+    line: list[str] = []
+    for pairs in filter(None, given_pairs):
+        text = supernode.format_pairs(pairs)
+        line += [f"--node-config={text}"] if as_one else ["--node-config", text]
+        mine |= pairs
+    line = [word for option in others for word in option] + line
+    rest, texts = supernode.without_option(line, "--node-config")
+    assert rest == [word for option in others for word in option]
+    calls: CallOptions = {} if policy is None else {"gpu": policy}
+    if gpus is not None:
+        calls["gpu_ids"] = ",".join(map(str, gpus))
+    logs = RunFolder.create(tmp_path_factory.mktemp("runs"))
+    env = options.environment(calls, {"PATH": "/bin"})
+    for number in range(count):
+        one = supernode.Node(number, count, rest, parse_pairs("--node-config", texts), calls, env, logs)
+        # What Flower's own parser makes of the options.
+        parsed = _parse_args_run_supernode().parse_args(one.options)
+        found = parse_config_args([parsed.node_config])
+        expected = {"partition-id": number, "num-partitions": count, **mine}
+        if gpus is not None:
+            expected["gpu-ids"] = gpus[number % len(gpus)]
+            assert one.env["FLOWER_GPU_NUM"] == str(expected["gpu-ids"])
+        if policy is not None:
+            expected["gpu"] = policy
+            assert one.env["FLOWER_GPU_POLICY"] == policy
+        assert found == expected
+        assert {key: type(value) for key, value in found.items()} == {k: type(v) for k, v in expected.items()}
+        assert one.env["FLOWER_GPU_CLIENT"] == str(expected["partition-id"])
+
+
+@pytest.mark.parametrize("option", ["--node-conf", "--nod=x"])
+def test_an_abbreviated_node_config_is_not_lost(option: str) -> None:
+    name, sign, _ = option.partition("=")
+    line = [f"{name}=data=1"] if sign else [name, "data=1"]
+    assert supernode.without_option(line, "--node-config") == ([], ["data=1"])
+
+
+@pytest.mark.parametrize(
+    ("line", "base", "concurrency"),
+    [
+        ("supernode --count 6 -- --insecure", {}, "6"),
+        ("supernode --count 6 --max-concurrent 2 -- --insecure", {}, "2"),
+        ("supernode --count 6 -- --insecure", {"FLOWER_GPU_CONCURRENCY": "3"}, "3"),
+        ("supernode --count 1 -- --insecure", {}, None),
+    ],
+)
+def test_supernodes_share_the_cores(line: str, base: dict[str, str], concurrency: str | None) -> None:
+    count = int(line.split()[2])
+    env = environment(line, {"PATH": os.environ["PATH"], **base}, count)
+    assert env.get("FLOWER_GPU_CONCURRENCY") == concurrency
+
+
+def test_the_command_becomes_the_supernode_with_its_environment(here: Path) -> None:
+    port = str(supernode.ports.free_ports(1)[0])
+    options = ["supernode", "--gpu", "never", "--num-gpus", "0.25", "--max-concurrent", "2", "--"]
+    command = [sys.executable, "-m", "flower_gpu.cli", *options, *FLOWERS_OPTIONS, "--port", port]
+    env = {
+        **os.environ,
+        "FLWR_HOME": str(here),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+    }
+    with (here / "log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, text=True)
+    try:
+        until(lambda: "Starting Flower SuperNode" in (here / "log").read_text(), process)
+        pairs = Path(f"/proc/{process.pid}/environ").read_text().split("\0")[:-1]
+        found = dict(pair.split("=", 1) for pair in pairs)
+        options = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")[:-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert options[-len(FLOWERS_OPTIONS) - 2 :] == [*FLOWERS_OPTIONS, "--port", port]
+    assert (found["FLOWER_GPU_POLICY"], found["FLOWER_GPU_NUM_GPUS"]) == ("never", "0.25")
+    assert found["FLOWER_GPU_SUPERNODE"] == "lease"
+    assert Path(found["FLOWER_GPU_SLOTS"]).name.startswith(f"{process.pid}-")  # it is that process
+    assert Path(found["PATH"].partition(":")[0], "flwr-clientapp").exists()

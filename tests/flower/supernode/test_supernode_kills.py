@@ -1,0 +1,168 @@
+"""SIGKILL, SIGTERM and Ctrl-C for each of the processes of SuperNodes, in the middle of a round."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from live_processes import is_running, processes_with, wait_until
+from supernode_host import Federation, Message, events_of, logs_of, results_of
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not Path("/proc/self/fdinfo").exists(), reason="there is no fork server but on Linux"),
+]
+
+SIZE = ("--gpu-memory", "4GiB")
+
+
+def all_held(fed: Federation, server_round: int, clients: int) -> dict[int, Message]:
+    """Wait until all messages of a round are in their workers; returns their processes by client."""
+
+    def in_workers() -> bool:
+        held = fed.held(server_round)
+        return len(held) == clients and {one.worker for one in fed.messages()} >= set(held.values())
+
+    wait_until(in_workers, f"all {clients} messages of round {server_round} train")
+    assert len(fed.holders()) == clients
+    messages = {one.worker: one for one in fed.messages()}
+    return {client: messages[worker] for client, worker in fed.held(server_round).items()}
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def until_gone(pids: Iterable[int], what: str) -> None:
+    wait_until(lambda: not any(map(is_running, pids)), f"{what} is gone")
+
+
+def until_leases(fed: Federation, count: int) -> None:
+    wait_until(lambda: len(fed.holders()) == count, f"there are {count} leases")
+
+
+def supernode_of(folder: Path, client: int) -> int:
+    """Return the SuperNode with this partition whose logs are in a folder."""
+    commands = processes_with("FLOWER_GPU_RUN_DIR", folder)
+    [pid] = [pid for pid, command in commands.items() if f"partition-id={client} " in command]
+    return pid
+
+
+def fork_servers(fed: Federation) -> list[int]:
+    """Return those that run, also one that has a successor and is there for its workers only."""
+    forked = {pid for message in fed.messages() for pid in message}
+    return [
+        pid
+        for pid, command in fed.processes().items()
+        if "flower_gpu.workers.forkserver" in command and pid not in forked
+    ]
+
+
+def assert_only_state_is_left(fed: Federation) -> set[str]:
+    """Check that there are no leases, and no files but those of two folders; returns these files."""
+    assert not fed.holders()
+    left = fed.files()
+    assert not {path for path in left if not path.startswith(("state/", "ledger/"))}
+    return left
+
+
+def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path) -> None:
+    with Federation(tmp_path) as fed:
+        fed.env["FLOWER_GPU_SERVER_IDLE_S"] = "600"  # no fork server ends only because nobody has used it
+        launcher = fed.supernodes(3, *SIZE)
+        other = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
+        run = fed.run(num_clients=4, num_server_rounds=3, pause_folder=str(fed.pauses))
+
+        # Round 1: a worker, then the fork servers. What runs does not need them.
+        messages = all_held(fed, 1, 4)
+        kill(messages[0].worker)
+        until_leases(fed, 3)
+        until_gone(messages[0], "its message")
+        servers = fork_servers(fed)
+        assert servers
+        for pid in servers:
+            kill(pid)
+        until_gone(servers, "each fork server")
+        assert all(is_running(pid) for client in (1, 2, 3) for pid in messages[client])
+        fed.let_go(1)
+        counted, [reason] = results_of(run, 1)
+        assert counted == "3 results and 1 failures"
+        assert "train of client 0: the worker" in reason and "was killed by SIGKILL (9)" in reason
+
+        # Round 2: the child of the fork server, a SuperNode, a launcher.
+        messages = all_held(fed, 2, 4)
+        assert not set(fork_servers(fed)) & set(servers)
+        kill(messages[1].child)
+        until_gone(messages[1], "the message")
+        until_leases(fed, 3)
+        log = (logs_of(fed, launcher) / "supernode-1.log").read_text()
+        assert "flower-gpu: flwr-clientapp: the worker" in log and "was killed by SIGKILL (9)" in log
+
+        killed = supernode_of(logs_of(fed, launcher), 2)
+        kill(killed)
+        until_gone([killed, *messages[2]], "the SuperNode with its message")
+        until_leases(fed, 2)
+        wait_until(lambda: "SuperNode 2 ended with SIGKILL (-9); it is" in launcher.output, "that is said")
+
+        logs = logs_of(fed, other)
+        assert processes_with("FLOWER_GPU_RUN_DIR", logs)
+        kill(other.pid)
+        wait_until(lambda: not processes_with("FLOWER_GPU_RUN_DIR", logs), "nothing is left of the launcher")
+        until_gone(messages[3], "its message")
+        until_leases(fed, 1)
+        assert all(map(is_running, messages[0])), "what others have started goes on"
+        again = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
+
+        fed.let_go(2)
+        fed.let_go(3)
+        counted, reasons = results_of(run, 2)
+        assert counted == "1 results and 3 failures"
+        assert sum("stopped responding" in reason for reason in reasons) == 1, reasons
+        assert sum("Node Unavailable" in reason for reason in reasons) == 2, reasons
+        assert results_of(run, 3) == ("4 results and 0 failures", [])
+        assert run.wait(60) == 0
+
+        for process in (launcher, again):
+            process.send(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert not processes_with("FLOWER_GPU_RUN_DIR", logs_of(fed, process))
+        wait_until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
+        left = assert_only_state_is_left(fed)
+        # Tickets of the dead are taken away by those who come after them.
+        assert {path for path in left if path.startswith("ledger/")} == {"ledger/flower-gpu-leases.mutex"}
+        assert len(events_of(logs_of(fed, launcher), "worker_started")) == 3 + 3 + 3
+
+
+def test_ctrl_c_and_sigterm_leave_nothing_and_others_go_on(tmp_path: Path) -> None:
+    with Federation(tmp_path) as fed:
+        folders = [fed.runs / name for name in ("2", "3")]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        nodes = {
+            **{n: fed.supernodes(1, *SIZE, flower=("--node-config", f"partition-id={n}")) for n in (0, 1)},
+            **{
+                n: fed.supernode(
+                    *SIZE, node_config=f"partition-id={n}", env={"FLOWER_GPU_RUN_DIR": str(folder)}
+                )
+                for n, folder in zip((2, 3), folders, strict=True)
+            },
+        }
+        folders = [*(logs_of(fed, nodes[n]) for n in (0, 1)), *folders]
+        fed.run(num_clients=4, pause_folder=str(fed.pauses))
+        messages = all_held(fed, 1, 4)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
+        for client, (number, folder) in enumerate(zip(numbers, folders, strict=True)):
+            assert processes_with("FLOWER_GPU_RUN_DIR", folder)
+            nodes[client].send(number)
+            assert nodes[client].wait(30) == 0
+            wait_until(lambda at=folder: not processes_with("FLOWER_GPU_RUN_DIR", at), "nothing is left")
+            until_gone(messages[client], "its message")
+            until_leases(fed, 3 - client)
+            others = [pid for other in range(client + 1, 4) for pid in messages[other]]
+            assert all(map(is_running, others)), f"the others of {client} go on"
+        wait_until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
+        assert_only_state_is_left(fed)

@@ -1,0 +1,445 @@
+"""What a node allows against what the server requests: the whole table, and where the policy comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.policy import POLICIES, Decision, DevicePolicy, decide, gpu_numbers, requested
+
+PAGE = Path(__file__).parents[2] / "docs/explanation/device-policy.md"
+GIB = 1 << 30
+
+
+def gpu(index: int, uuid: str | None = None, **fields: Any) -> GPU:
+    """A healthy GPU of 16 GiB, unless the fields say otherwise."""
+    figures = {
+        "total_bytes": 16 * GIB,
+        "used_bytes": 0,
+        "free_bytes": 16 * GIB,
+        "reserved_bytes": 0,
+        "utilization_percent": 0,
+        "processes": (),
+    }
+    return GPU(index=index, uuid=uuid or f"GPU-{index}000", name="Stub 16GB", **{**figures, **fields})
+
+
+# Two GPUs: 0 and 1.
+GPUS = (gpu(0), gpu(1))
+
+#: What a node can look like: its GPUs, and what gpu-ids says.
+SITUATIONS: dict[str, tuple[tuple[GPU, ...], str | None]] = {
+    "no GPU": ((), None),
+    "no GPU, gpu-ids set": ((), "1"),
+    "GPUs, no gpu-ids": (GPUS, None),
+    "gpu-ids is there": (GPUS, "1"),
+    "gpu-ids is missing": (GPUS, "7"),
+    "part of gpu-ids is missing": (GPUS, "1,7"),
+}
+
+#: What is expected, in the columns of SITUATIONS. "CPU": every GPU is hidden. "all": any GPU of the node.
+#: "named": those of gpu-ids that are there. "error": GPUUnavailableError. In brackets: the warning.
+TABLE = """
+policy  use-gpu | no GPU    no GPU, set | GPUs        there          missing        partly
+never   missing | CPU       CPU         | CPU         CPU            CPU            CPU
+never   true    | CPU(b)    CPU(b)      | CPU(b)      CPU(b)         CPU(b)         CPU(b)
+never   false   | CPU       CPU         | CPU         CPU            CPU            CPU
+offer   missing | CPU       CPU(c)      | all         named          all(d)         named(d)
+offer   true    | CPU(b)    CPU(b)      | all         named          all(d)         named(d)
+offer   false   | CPU       CPU         | CPU         CPU            CPU            CPU
+force   missing | CPU(e)    CPU(e)      | all         named          all(d)         named(d)
+force   true    | CPU(e)    CPU(e)      | all         named          all(d)         named(d)
+force   false   | CPU(e)    CPU(e)      | all(a)      named(a)       all(a,d)       named(a,d)
+require missing | error     error       | all         named          error          error
+require true    | error     error       | all         named          error          error
+require false   | error     error       | all(a)      named(a)       error          error
+"""
+
+#: The warnings by their letters, and what is to be found in each.
+WARNINGS = {
+    "a": r"policy is (force|require): a GPU is used though the server does not want one",
+    "b": r"runs on the CPU though the server requests a GPU: .+",
+    "c": r"runs on the CPU though gpu-ids is 1: this node has no GPU",
+    "d": r"there is no GPU 7; used instead: .+",
+    "e": r"policy is force, but no GPU can be used, so this call runs on the CPU: this node has no GPU",
+}
+
+USE_GPU = {"missing": None, "true": True, "false": False}
+UUIDS = {"CPU": (), "all": ("GPU-0000", "GPU-1000"), "named": ("GPU-1000",)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table."""
+
+    policy: str
+    use_gpu: str
+    situation: str
+    outcome: str  # CPU, all, named, error
+    letters: str
+
+    def __str__(self) -> str:
+        return f"{self.policy} use-gpu {self.use_gpu}: {self.situation}"
+
+
+def cases_of(rows: list[list[str]]) -> list[Case]:
+    """Read rows of policy, use-gpu and one cell for each situation."""
+    cases = []
+    for policy, use_gpu, *cells in rows:
+        for situation, cell in zip(SITUATIONS, cells, strict=True):
+            found = re.fullmatch(r"(\w+)(?: ?\(([a-e](?:, ?[a-e])*)\))?", cell)
+            assert found, f"{cell!r} in the row {policy}, {use_gpu}"
+            cases.append(Case(policy, use_gpu, situation, found[1], re.sub(r"\W", "", found[2] or "")))
+    return cases
+
+
+CASES = cases_of([line.replace("|", " ").split() for line in TABLE.strip().splitlines()[1:]])
+
+
+def documented() -> list[Case]:
+    """Read the table of the documentation."""
+    text = PAGE.read_text()
+    lines = [line for line in text.splitlines() if re.match(r"\| `(never|offer|force|require)` \|", line)]
+    return cases_of([[cell.strip().strip("`") for cell in line.strip("| ").split("|")] for line in lines])
+
+
+def outcome_of(case: Case) -> tuple[str, str]:
+    """Ask decide() and return what it says in the words of the table."""
+    gpus, numbers = SITUATIONS[case.situation]
+    policy = DevicePolicy(case.policy, gpu_numbers(numbers))
+    try:
+        decision = decide(policy, USE_GPU[case.use_gpu], gpus)
+    except GPUUnavailableError:
+        return "error", ""
+    outcome = next(word for word, uuids in UUIDS.items() if uuids == decision.uuids)
+    letters = ""
+    for warning in decision.warnings:
+        (letter,) = (letter for letter, pattern in WARNINGS.items() if re.search(pattern, warning))
+        letters += letter
+    return outcome, letters
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decision(case: Case) -> None:
+    assert outcome_of(case) == (case.outcome, case.letters)
+
+
+def test_table_is_complete() -> None:
+    combinations = {(case.policy, case.use_gpu, case.situation) for case in CASES}
+    assert len(combinations) == len(CASES) == len(POLICIES) * len(USE_GPU) * len(SITUATIONS)
+
+
+def test_documented_table_is_what_is_decided() -> None:
+    found = documented()
+    assert len(found) == len(CASES)
+    for case in found:
+        assert (str(case), case.outcome, case.letters) == (str(case), *outcome_of(case))
+
+
+def test_documented_columns_and_letters_are_those_of_the_table() -> None:
+    text = PAGE.read_text()
+    (head,) = re.findall(r"^\| policy \| `use-gpu` \| (.+) \|$", text, re.MULTILINE)
+    assert [column.strip().replace("`", "") for column in head.split("|")] == list(SITUATIONS)
+    explained = re.findall(r"^- \(([a-z])\) ", text, re.MULTILINE)
+    assert explained == list(WARNINGS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_a_forced_gpu_that_is_not_there_is_serious(policy: str) -> None:
+    serious = {case for case in CASES if "e" in case.letters}
+    for case in (case for case in CASES if case.policy == policy and case.outcome != "error"):
+        gpus, numbers = SITUATIONS[case.situation]
+        decision = decide(DevicePolicy(policy, gpu_numbers(numbers)), USE_GPU[case.use_gpu], gpus)
+        assert decision.is_serious == (case in serious)
+        assert decision.on_gpu == (case.outcome != "CPU")
+
+
+# The reasons in warnings and errors.
+
+BROKEN = gpu(1, problem="GPU is lost; restart the host")
+UNKNOWN = gpu(1, used_bytes=None)
+CARD = gpu(1, "GPU-1000", problem="MIG mode is on")
+MIG = (gpu(1, "MIG-aa11", mig_parent="GPU-1000"), gpu(1, "MIG-bb22", mig_parent="GPU-1000"))
+
+
+def test_reason_why_there_is_no_gpu_is_passed_on() -> None:
+    decision = decide(DevicePolicy("force"), None, (), "the NVIDIA driver is not loaded")
+    assert decision.warnings[0].endswith("the NVIDIA driver is not loaded")
+    with pytest.raises(GPUUnavailableError, match="the NVIDIA driver is not loaded"):
+        decide(DevicePolicy("require"), None, (), "the NVIDIA driver is not loaded")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"), [(BROKEN, "GPU is lost; restart the host"), (UNKNOWN, "memory is not known")]
+)
+def test_gpu_with_a_problem_is_never_used_and_its_reason_is_told(broken: GPU, reason: str) -> None:
+    gpus = (gpu(0), broken)
+    assert decide(DevicePolicy("force"), True, gpus) == Decision(("GPU-0000",))
+    for number in ("1", "GPU-1000"):
+        named = DevicePolicy("offer", gpu_numbers(number))
+        decision = decide(named, True, gpus)
+        assert decision.uuids == ("GPU-0000",)
+        assert len(decision.warnings) == 1 and reason in decision.warnings[0]
+        with pytest.raises(GPUUnavailableError, match=reason):
+            decide(DevicePolicy("require", named.gpu_ids), True, gpus)
+    only = decide(DevicePolicy("force"), True, (broken,))
+    assert not only.on_gpu and reason in only.warnings[0]
+
+
+def test_hidden_gpu_is_said_to_be_hidden() -> None:
+    decision = decide(DevicePolicy("offer", (1,)), True, (gpu(0),), hidden=(gpu(1),))
+    assert decision.uuids == ("GPU-0000",)
+    assert "GPU 1 is hidden by CUDA_VISIBLE_DEVICES" in decision.warnings[0]
+    with pytest.raises(GPUUnavailableError, match="GPU 1 is hidden by CUDA_VISIBLE_DEVICES"):
+        decide(DevicePolicy("require", (0, 1)), True, (gpu(0),), hidden=(gpu(1),))
+    (warning,) = decide(DevicePolicy("offer"), True, (), hidden=GPUS).warnings
+    assert "CUDA_VISIBLE_DEVICES hides every GPU" in warning
+
+
+def test_required_gpus_must_all_be_there() -> None:
+    with pytest.raises(GPUUnavailableError) as caught:
+        decide(DevicePolicy("require", (0, 7, "GPU-ffff")), True, GPUS)
+    message = str(caught.value)
+    for part in ("there is no GPU 7", "there is no GPU-ffff", "usable here: GPU 0", "flower-gpu gpus"):
+        assert part in message
+
+
+@pytest.mark.parametrize("policy", ["offer", "force"])
+@pytest.mark.parametrize("number", ["-1", "7", "GPU-ffff"])
+def test_number_that_no_gpu_has_falls_back_to_all(policy: str, number: str) -> None:
+    decision = decide(DevicePolicy(policy, gpu_numbers(number)), True, GPUS)
+    assert decision.uuids == UUIDS["all"]
+    assert number in decision.warnings[0]
+
+
+def test_warning_names_what_is_used_instead() -> None:
+    (warning,) = decide(DevicePolicy("offer", (7,)), True, GPUS).warnings
+    assert warning == (
+        "there is no GPU 7; used instead: all that there are, GPU 0 (Stub 16GB), GPU 1 (Stub 16GB)"
+    )
+    (warning,) = decide(DevicePolicy("offer", (1, 7)), True, GPUS).warnings
+    assert warning == "there is no GPU 7; used instead: the others that were named, GPU 1 (Stub 16GB)"
+
+
+# Which GPUs a name means.
+
+MANY = (gpu(0, "GPU-ab12-0001"), gpu(1, "GPU-ab34-0002"), gpu(2, "GPU-ab34-0003"), gpu(3, "GPU-ab3"))
+
+
+@pytest.mark.parametrize(
+    ("named", "uuids"),
+    [
+        ("0", ("GPU-ab12-0001",)),
+        ("GPU-ab12-0001", ("GPU-ab12-0001",)),
+        ("GPU-ab12", ("GPU-ab12-0001",)),
+        ("gpu-AB12", ("GPU-ab12-0001",)),
+        ("GPU-ab3", ("GPU-ab3",)),  # the whole UUID of one, the beginning of others
+        ("2,0", ("GPU-ab34-0003", "GPU-ab12-0001")),  # in the order of the list
+        ("0, GPU-ab12, GPU-ab12-0001, 0", ("GPU-ab12-0001",)),  # once
+    ],
+)
+def test_gpus_are_named_by_number_uuid_or_its_beginning(named: str, uuids: tuple[str, ...]) -> None:
+    assert decide(DevicePolicy("require", gpu_numbers(named)), None, MANY) == Decision(uuids)
+
+
+def test_beginning_that_fits_two_gpus_names_none() -> None:
+    (warning,) = decide(DevicePolicy("offer", ("GPU-ab34",)), None, MANY).warnings
+    assert "GPU-ab34 fits 2 GPUs (GPU-ab34-0002, GPU-ab34-0003)" in warning
+    with pytest.raises(GPUUnavailableError, match="fits 2 GPUs"):
+        decide(DevicePolicy("require", ("GPU-ab34",)), None, MANY)
+
+
+@pytest.mark.parametrize("gpus", [(gpu(0), CARD, *MIG), (gpu(0), *MIG)], ids=["with card", "without"])
+@pytest.mark.parametrize(
+    ("named", "uuids"),
+    [
+        ("1", ("MIG-aa11", "MIG-bb22")),
+        ("GPU-1000", ("MIG-aa11", "MIG-bb22")),
+        ("GPU-10", ("MIG-aa11", "MIG-bb22")),
+        ("MIG-bb22", ("MIG-bb22",)),
+        ("MIG-bb", ("MIG-bb22",)),
+        (None, ("GPU-0000", "MIG-aa11", "MIG-bb22")),
+    ],
+)
+def test_card_in_mig_mode_means_its_mig_devices(
+    gpus: tuple[GPU, ...], named: str | None, uuids: tuple[str, ...]
+) -> None:
+    assert decide(DevicePolicy("require", gpu_numbers(named)), True, gpus) == Decision(uuids)
+
+
+def test_order_of_the_visible_gpus_is_kept() -> None:
+    assert decide(DevicePolicy(), None, (gpu(1), gpu(0))).uuids == ("GPU-1000", "GPU-0000")
+
+
+# Where the policy comes from.
+
+
+@pytest.mark.parametrize(
+    ("value", "numbers"),
+    [
+        (None, None),
+        (0, (0,)),
+        (-1, (-1,)),
+        ("0", (0,)),
+        ("4,5", (4, 5)),
+        (" 0 , GPU-abc ", (0, "GPU-abc")),
+        ("GPU-abc,MIG-0-1,MIG-GPU-abc/1/0", ("GPU-abc", "MIG-0-1", "MIG-GPU-abc/1/0")),
+        ("1,1,01", (1,)),
+        ("-1", (-1,)),
+    ],
+)
+def test_gpu_numbers(value: int | str | None, numbers: tuple[int | str, ...] | None) -> None:
+    assert gpu_numbers(value) == numbers
+
+
+@pytest.mark.parametrize("value", [True, False, 1.5, 1.0, [4, 5], (4,), b"1", {}])
+def test_gpu_numbers_of_a_wrong_type_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be a GPU number, a UUID, or a list of them as one text"):
+        gpu_numbers(value)
+
+
+@pytest.mark.parametrize("value", ["", " ", ",", "1,", ",1", "1,,2"])
+def test_empty_entries_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="has an empty entry"):
+        gpu_numbers(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["cuda:0", "all", "1 2", "1.0", "GPU-", "0x1", "[4,5]", "GPU 1", "1" * 5000]
+)
+def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="is neither a GPU number nor a UUID"):
+        gpu_numbers(value)
+
+
+NODE = {"gpu": "force", "gpu-ids": 1, "partition-id": 0}
+ENVIRON = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM": "2,3"}
+
+
+@pytest.mark.parametrize(
+    ("code", "node_config", "environ", "expected"),
+    [
+        ({}, {}, {}, ("offer", None)),
+        ({"gpu": "require", "gpu_ids": 4}, {}, {}, ("require", (4,))),
+        ({"gpu": "require", "gpu_ids": 4}, {}, ENVIRON, ("never", (2, 3))),
+        ({"gpu": "require", "gpu_ids": 4}, NODE, ENVIRON, ("force", (1,))),
+        # Each key on its own.
+        ({"gpu": "require"}, {"gpu-ids": "5"}, {"FLOWER_GPU_POLICY": "force"}, ("force", (5,))),
+        ({"gpu_ids": "GPU-ab"}, {"gpu": "never"}, {}, ("never", ("GPU-ab",))),
+        # A number alone is an offer.
+        ({}, {"gpu-ids": 0}, {}, ("offer", (0,))),
+        ({}, {}, {"FLOWER_GPU_NUM": "0"}, ("offer", (0,))),
+        # Empty variables are not set.
+        ({"gpu": "force"}, {}, {"FLOWER_GPU_POLICY": "", "FLOWER_GPU_NUM": ""}, ("force", None)),
+        # What is hidden is not looked at.
+        ({"gpu": "always"}, {"gpu": "offer"}, {}, ("offer", None)),
+    ],
+)
+def test_node_config_wins_over_environment_over_code(
+    code: dict[str, Any],
+    node_config: Mapping[str, Any],
+    environ: Mapping[str, str],
+    expected: tuple[str, tuple[int | str, ...] | None],
+) -> None:
+    assert DevicePolicy.resolve(**code, node_config=node_config, environ=environ) == DevicePolicy(*expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        ({"node_config": {"gpu": "always"}}, "gpu in the node config='always'"),
+        ({"environ": {"FLOWER_GPU_POLICY": "always"}}, "FLOWER_GPU_POLICY='always'"),
+        ({"gpu": "always"}, "gpu='always'"),
+        ({"gpu": "Force"}, "gpu='Force'"),
+        ({"gpu": ""}, "gpu=''"),
+    ],
+)
+def test_wrong_word_names_its_source_and_the_choices(arguments: dict[str, Any], source: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DevicePolicy.resolve(**arguments)
+    assert str(caught.value) == f"{source} is not one of never, offer, force, require"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "source"),
+    [
+        ({"gpu": True}, "gpu must be one of the words"),
+        ({"gpu": 1}, "gpu must be one of the words"),
+        ({"node_config": {"gpu": True}}, "gpu in the node config must be one of the words"),
+        ({"node_config": {"gpu": False}}, "gpu in the node config must be one of the words"),
+        ({"gpu_ids": True}, "gpu_ids must be"),
+        ({"gpu_ids": 1.5}, "gpu_ids must be"),
+        ({"gpu_ids": [4, 5]}, "gpu_ids must be"),
+        ({"node_config": {"gpu-ids": 1.5}}, "gpu-ids in the node config must be"),
+        ({"node_config": {"gpu-ids": False}}, "gpu-ids in the node config must be"),
+    ],
+)
+def test_wrong_types_are_type_errors_that_name_their_source(arguments: dict[str, Any], source: str) -> None:
+    with pytest.raises(TypeError, match=f"^{source}"):
+        DevicePolicy.resolve(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [(True,), (None,), ("offer", 1), ("offer", [1]), ("offer", (1.5,))])
+def test_policy_of_wrong_types_cannot_be_made(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError):
+        DevicePolicy(*arguments)
+
+
+@pytest.mark.parametrize("arguments", [("always",), ("offer", ()), ("offer", ("cuda:0",))])
+def test_policy_of_wrong_values_cannot_be_made(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError):
+        DevicePolicy(*arguments)
+
+
+def test_policy_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        DevicePolicy().gpu = "never"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("fit_config", "run_config", "expected"),
+    [
+        ({}, {}, None),
+        ({"lr": 0.1}, {"use-gpu": True}, True),
+        ({}, {"use-gpu": False}, False),
+        ({"use-gpu": False}, {"use-gpu": True}, False),
+        ({"use-gpu": True}, {"use-gpu": False}, True),
+        ({"use-gpu": True}, {"use-gpu": "yes"}, True),  # not looked at
+    ],
+)
+def test_request_of_the_call_wins_over_that_of_the_run(
+    fit_config: dict[str, Any], run_config: dict[str, Any], expected: bool | None
+) -> None:
+    assert requested(fit_config, run_config) is expected
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "", 1, 0, 1.0, None, [True]])
+@pytest.mark.parametrize("place", [0, 1])
+def test_request_must_be_a_bool(value: Any, place: int) -> None:
+    configs: list[dict[str, Any]] = [{}, {}]
+    configs[place]["use-gpu"] = value
+    source = ("config of this call", "run config")[place]
+    with pytest.raises(TypeError, match=f"use-gpu in the {source} must be true or false"):
+        requested(*configs)
+
+
+@pytest.mark.parametrize("use_gpu", ["yes", 1, 0])
+def test_decide_takes_no_other_request(use_gpu: Any) -> None:
+    for policy in POLICIES:
+        with pytest.raises(TypeError, match="use_gpu must be True, False or None"):
+            decide(DevicePolicy(policy), use_gpu, GPUS)
+
+
+def test_a_message_cannot_change_the_policy() -> None:
+    """What the server sends has the keys of a node config: they mean nothing."""
+    sent = {"gpu": "force", "gpu-ids": 0, "use-gpu": True}
+    assert requested(sent, sent) is True
+    policy = DevicePolicy.resolve(node_config={"gpu": "never"}, environ={})
+    assert decide(policy, requested(sent, sent), GPUS).uuids == ()

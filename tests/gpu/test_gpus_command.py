@@ -1,0 +1,182 @@
+"""What `flower-gpu gpus` prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nvml_stub
+import pytest
+from nvml_stub import GIB, Host
+
+from flower_gpu.cli import gpus
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 2**20
+
+PAGE = Path(__file__).parents[2] / "docs/reference/gpus.md"
+
+COMMAND = """
+import argparse, sys
+from flower_gpu.cli import gpus
+parser = argparse.ArgumentParser()
+gpus.add_arguments(parser)
+code = gpus.run(parser.parse_args())
+heavy = {"torch", "flwr", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+sys.exit(code)
+"""
+
+
+def output(env: dict[str, str], *arguments: str) -> str:
+    """Run the command and return what it prints; it never fails and says nothing on stderr."""
+    plain = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments], env={**plain, **env}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def parsed(env: dict[str, str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(output(env, "--json"))
+    return result
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Host:
+    """One GPU at work, one lost, one in MIG mode, one whose processes are not told."""
+    host = Host(tmp_path / "host", gpus=4, reserved=400 * MIB)
+    host.set(0, util=37)
+    host.program(0, 2 * GIB, pid=7_000_000, name="/usr/bin/python3")
+    host.program(0, 341 * MIB, pid=7_000_001, name="/usr/lib/xorg/Xorg", graphics=True)
+    host.set(1, lost=True)
+    host.set(2, name="NVIDIA A100-SXM4-40GB", total=40 * GIB)
+    host.mig(2, [5 * GIB, 10 * GIB])
+    for version in ("v2", "v3"):
+        host.fail(f"nvmlDeviceGetComputeRunningProcesses_{version}", nvml_stub.NO_PERMISSION, index=3)
+    return host
+
+
+def test_the_table_is_that_of_the_documentation(mixed: Host) -> None:
+    text = output({**mixed.env, "CUDA_VISIBLE_DEVICES": "2,0"})
+    assert [text] == re.findall(r"```text\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def test_every_key_is_documented(mixed: Host) -> None:
+    found = parsed(mixed.env)
+    documented = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert documented == [*found, *found["gpus"][0]]
+
+
+def test_the_table_fits_a_terminal(mixed: Host) -> None:
+    mixed.set(
+        3, name="NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", total=999 * GIB, used=998 * GIB
+    )
+    lines = output(mixed.env).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("998.0 of 999.0 GiB" in line for line in lines)
+
+
+def test_the_json(mixed: Host) -> None:
+    found = parsed({**mixed.env, "CUDA_VISIBLE_DEVICES": "2,0"})
+    assert {key: value for key, value in found.items() if key != "gpus"} == {
+        "driver_version": "550.54.14",
+        "problem": None,
+        "cuda_visible_devices": "2,0",
+    }
+    first, lost, card, instance, _, last = found["gpus"]
+    assert first == {
+        "index": 0,
+        "uuid": mixed.uuids[0],
+        "name": "NVIDIA Stub 16GB",
+        "mig_parent": None,
+        "usable": True,
+        "visible": True,
+        "problem": None,
+        "total_bytes": 16 * GIB,
+        "used_bytes": 2 * GIB + 341 * MIB,
+        "free_bytes": 14 * GIB - 741 * MIB,
+        "reserved_bytes": 400 * MIB,
+        "utilization_percent": 37,
+        "processes": [
+            {"pid": 7_000_000, "name": "/usr/bin/python3", "used_bytes": 2 * GIB},
+            {"pid": 7_000_001, "name": "/usr/lib/xorg/Xorg", "used_bytes": 341 * MIB},
+        ],
+    }
+    assert set(lost) == set(first)
+    assert {key for key, value in lost.items() if value is not None} == {
+        "index",
+        "usable",
+        "visible",
+        "problem",
+    }
+    assert (card["usable"], card["visible"]) == (False, False)
+    assert (instance["usable"], instance["visible"], instance["mig_parent"]) == (True, True, mixed.uuids[2])
+    assert (last["usable"], last["visible"], last["processes"]) == (True, False, None)
+
+
+def test_memory_of_a_process_that_is_not_told(host: Host) -> None:
+    host.program(0, GIB, pid=7_000_000)
+    host.set(0, hidden=1)
+    host.fail("nvmlSystemGetProcessName", 6)
+    assert "   unknown  pid 7000000  (no such process here)\n" in output(host.env)
+    assert parsed(host.env)["gpus"][0]["processes"] == [{"pid": 7_000_000, "name": None, "used_bytes": None}]
+
+
+def test_a_name_cannot_write_to_the_terminal(host: Host) -> None:
+    host.program(0, GIB, pid=7_000_000, name="/bin/\x1b]0;title\x07evil")
+    text = output({**host.env, "CUDA_VISIBLE_DEVICES": "\x1b[2J"})
+    assert "?]0;title?evil" in text
+    assert "\x1b" not in text
+
+
+def test_an_old_driver_does_not_tell_what_it_reserves(tmp_path: Path) -> None:
+    host = Host(tmp_path / "old", gpus=1, reserved=512 * MIB, driver="470.199.02")
+    assert parsed(host.env)["gpus"][0]["reserved_bytes"] is None
+    assert "reserves" not in output(host.env)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "CUDA_VISIBLE_DEVICES is not set: all are visible."),
+        ("", "CUDA_VISIBLE_DEVICES= hides them all."),
+        ("7", "CUDA_VISIBLE_DEVICES=7 hides them all."),
+        ("1", "CUDA_VISIBLE_DEVICES=1 leaves 1 visible."),
+    ],
+)
+def test_what_the_variable_leaves(host: Host, value: str | None, words: str) -> None:
+    text = output({**host.env, **({} if value is None else {"CUDA_VISIBLE_DEVICES": value})})
+    assert words in " ".join(text.split())
+
+
+def test_why_there_is_none(host: Host) -> None:
+    host.fail_init(nvml_stub.LIB_RM_VERSION_MISMATCH)
+    text = output(host.env)
+    assert text.startswith(
+        "No GPU: the NVIDIA driver's library and its kernel module are of different\nversions"
+    )
+    found = parsed(host.env)
+    assert found["gpus"] == [] and "restart the machine" in found["problem"]
+    host.fail_init(0)
+    host.set_count(0)
+    assert output(host.env).startswith(
+        "NVIDIA driver 550.54.14\nNo GPU: the NVIDIA driver runs and shows no GPU"
+    )
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(description=gpus.DESCRIPTION)
+    gpus.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    assert "--json" in capsys.readouterr().out
+    assert "\n" not in gpus.HELP

@@ -1,0 +1,431 @@
+"""What is told about GPUs through the real nvidia-ml-py, on hosts in every state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nvml_stub
+import pytest
+from nvml_stub import GIB, Host
+
+pytestmark = pytest.mark.timeout(60)
+
+MIB = 2**20
+
+Start = Callable[[dict[str, str]], Callable[..., Any]]
+
+
+@pytest.fixture
+def take(host: Host, taker: Start) -> Callable[..., Any]:
+    return taker(host.env)
+
+
+def memory(gpu: dict[str, Any]) -> tuple[Any, ...]:
+    return gpu["total_bytes"], gpu["used_bytes"], gpu["free_bytes"], gpu["reserved_bytes"]
+
+
+def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
+    found = take()
+    assert found["driver_version"] == "550.54.14"
+    assert found["problem"] is None
+    assert found["usable"] == host.uuids
+    first, second = found["gpus"]
+    assert first == {
+        "index": 0,
+        "uuid": host.uuids[0],
+        "name": "NVIDIA Stub 16GB",
+        "total_bytes": 16 * GIB,
+        "used_bytes": 0,
+        "free_bytes": 16 * GIB,
+        "reserved_bytes": 0,
+        "utilization_percent": 0,
+        "processes": [],
+        "mig_parent": None,
+        "problem": None,
+        "persistence_mode": None,
+    }
+    assert second == {**first, "index": 1, "uuid": host.uuids[1]}
+
+
+def test_another_program_fills_a_gpu_and_ends(host: Host, take: Callable[..., Any]) -> None:
+    host.set(0, reserved=400 * MIB, util=93)
+    for used in (4, 8, 12):
+        host.set(0, used=used * GIB)
+        gpu = take()["gpus"][0]
+        assert memory(gpu) == (16 * GIB, used * GIB, (16 - used) * GIB - 400 * MIB, 400 * MIB)
+        assert gpu["utilization_percent"] == 93
+    program = host.program(0, 3 * GIB, name="/opt/other/train")
+    gpu = take()["gpus"][0]
+    assert gpu["used_bytes"] == 15 * GIB
+    assert gpu["processes"] == [{"pid": program.pid, "used_bytes": 3 * GIB, "name": "/opt/other/train"}]
+    program.end()
+    assert take()["gpus"][0]["used_bytes"] == 12 * GIB
+    assert take()["gpus"][1]["used_bytes"] == 0
+
+
+def test_workers_count_while_they_are_there(host: Host, take: Callable[..., Any], taker: Start) -> None:
+    workers = [taker(host.env) for _ in range(3)]
+    for worker in workers:
+        worker(f"allocate 0 {2 * GIB}")
+    assert workers[0](f"allocate {host.uuids[0]} {GIB}") == 5 * GIB == host.used(0)
+    gpu = take()["gpus"][0]
+    assert gpu["used_bytes"] == 5 * GIB
+    pids = {worker.process.pid: worker for worker in workers}  # type: ignore[attr-defined]
+    assert {one["pid"]: one["used_bytes"] for one in gpu["processes"]} == dict(
+        zip(pids, (GIB, 2 * GIB, 2 * GIB), strict=True)
+    )
+    assert all(one["name"] == sys.executable for one in gpu["processes"])
+    victim = workers[1].process  # type: ignore[attr-defined]
+    victim.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)  # it stays as a zombie, which holds no memory
+    assert take()["gpus"][0]["used_bytes"] == 3 * GIB == host.used(0)
+    workers[0](f"allocate 0 {0}")
+    assert take()["gpus"][0]["used_bytes"] == 2 * GIB
+
+
+def test_a_later_process_with_the_number_of_a_dead_worker_uses_nothing(
+    host: Host, take: Callable[..., Any]
+) -> None:
+    (host.folder / "use" / f"{os.getpid()}.1").write_text(f"{os.getpid()} 0 -1 {GIB}\n")
+    assert take()["gpus"][0]["used_bytes"] == 0 == host.used(0)
+
+
+def test_a_gpu_that_is_lost_from_the_start(host: Host, take: Callable[..., Any]) -> None:
+    host.set(0, lost=True)
+    found = take()
+    lost, healthy = found["gpus"]
+    assert "it is lost" in lost["problem"] and "dmesg" in lost["problem"]
+    assert memory(lost) == (None,) * 4
+    assert (lost["index"], lost["uuid"]) == (0, "")
+    assert healthy["problem"] is None
+    assert found["usable"] == [host.uuids[1]]
+    assert found["problem"] is None
+
+
+def test_a_gpu_that_is_lost_while_running_and_comes_back(host: Host, take: Callable[..., Any]) -> None:
+    take()
+    host.set(1, lost=True)
+    for _ in range(2):
+        found = take()
+        lost = found["gpus"][1]
+        assert "it is lost" in lost["problem"]
+        assert (lost["index"], lost["uuid"], lost["name"]) == (1, host.uuids[1], "NVIDIA Stub 16GB")
+        assert memory(lost) == (None,) * 4
+        assert found["usable"] == [host.uuids[0]]
+    host.set(1, lost=False)
+    assert take()["usable"] == host.uuids
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (nvml_stub.NO_PERMISSION, "may not use it"),
+        (8, "power cables"),
+        (11, "interrupts"),
+        (16, "reset"),
+        (nvml_stub.UNKNOWN, "'Unknown Error' (NVML code 999)"),
+        (4711, "(NVML code 4711)"),
+    ],
+)
+def test_a_gpu_with_another_problem(host: Host, take: Callable[..., Any], code: int, words: str) -> None:
+    host.set(0, error=code)
+    found = take()
+    assert words in found["gpus"][0]["problem"]
+    assert found["usable"] == [host.uuids[1]]
+
+
+def test_a_gpu_whose_memory_is_not_told_is_not_usable(host: Host, take: Callable[..., Any]) -> None:
+    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
+        host.fail(function, nvml_stub.NOT_SUPPORTED, index=0)
+    found = take()
+    assert "how much memory" in found["gpus"][0]["problem"]
+    assert memory(found["gpus"][0]) == (None,) * 4
+    assert found["gpus"][0]["name"] == "NVIDIA Stub 16GB"
+    assert found["usable"] == [host.uuids[1]]
+
+
+def test_a_gpu_without_any_memory_is_not_usable(host: Host, take: Callable[..., Any]) -> None:
+    host.set(0, total=0)
+    assert take()["usable"] == [host.uuids[1]]
+
+
+def test_figures_of_processes_that_are_refused(host: Host, take: Callable[..., Any]) -> None:
+    host.program(0, GIB)
+    for version in ("v2", "v3"):
+        host.fail(f"nvmlDeviceGetComputeRunningProcesses_{version}", nvml_stub.NO_PERMISSION, index=0)
+    found = take()
+    assert found["gpus"][0]["processes"] is None
+    assert found["gpus"][0]["used_bytes"] == GIB
+    assert found["gpus"][1]["processes"] == []
+    assert found["usable"] == host.uuids
+
+
+def test_processes_without_memory_figures(host: Host, take: Callable[..., Any]) -> None:
+    program = host.program(0, GIB, name="/usr/bin/hidden")
+    host.set(0, hidden=1)
+    assert take()["gpus"][0]["processes"] == [
+        {"pid": program.pid, "used_bytes": None, "name": "/usr/bin/hidden"}
+    ]
+    assert take()["usable"] == host.uuids
+
+
+def test_a_process_that_is_gone_but_still_listed(host: Host, take: Callable[..., Any]) -> None:
+    program = host.program(0, GIB)
+    host.fail("nvmlSystemGetProcessName", 6)  # not found
+    assert take()["gpus"][0]["processes"] == [{"pid": program.pid, "used_bytes": GIB, "name": ""}]
+
+
+def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Callable[..., Any]) -> None:
+    host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender")
+    host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender", graphics=True)
+    host.program(0, 2 * GIB, pid=7_000_001, name="/usr/bin/Xorg", graphics=True)
+    assert take()["gpus"][0]["processes"] == [
+        {"pid": 7_000_000, "used_bytes": GIB, "name": "/usr/bin/blender"},
+        {"pid": 7_000_001, "used_bytes": 2 * GIB, "name": "/usr/bin/Xorg"},
+    ]
+
+
+def test_a_process_whose_name_is_no_text(host: Host, take: Callable[..., Any]) -> None:
+    program = host.program(0, GIB)
+    program.path.write_bytes(b"%d 0 -1 %d \xff\xfe\n" % (program.pid, GIB))
+    assert take()["gpus"][0]["processes"] == [{"pid": program.pid, "used_bytes": GIB, "name": ""}]
+
+
+def test_without_processes_nobody_is_asked_about_them(host: Host, take: Callable[..., Any]) -> None:
+    host.program(0, GIB)
+    quick = take("quick")["gpus"][0]
+    assert quick["processes"] is None
+    assert quick["used_bytes"] == GIB
+    assert quick["problem"] is None
+
+
+def test_mig_devices_are_used_instead_of_their_card(
+    host: Host, take: Callable[..., Any], taker: Start
+) -> None:
+    small, large = host.mig(1, [4 * GIB, 8 * GIB])
+    taker(host.env)(f"allocate {large} {3 * GIB}")
+    found = take()
+    plain, card, first, second = found["gpus"]
+    assert found["usable"] == [host.uuids[0], small, large]
+    assert (plain["mig_parent"], plain["problem"]) == (None, None)
+    assert card["problem"] == "MIG mode is on: its MIG devices are used instead"
+    assert (first["uuid"], first["index"], first["mig_parent"]) == (small, 1, host.uuids[1])
+    assert (first["name"], first["problem"]) == ("NVIDIA Stub 16GB MIG 1g.4gb", None)
+    assert (first["utilization_percent"], second["utilization_percent"]) == (None, None)
+
+
+def test_memory_of_a_mig_device_is_its_own(host: Host, take: Callable[..., Any], taker: Start) -> None:
+    _, large = host.mig(1, [4 * GIB, 8 * GIB])
+    worker = taker(host.env)
+    worker(f"allocate {large} {3 * GIB}")
+    _, card, first, second = take()["gpus"]
+    assert memory(first) == (4 * GIB, 0, 4 * GIB, 0)
+    assert memory(second) == (8 * GIB, 3 * GIB, 5 * GIB, 0)
+    assert card["used_bytes"] == 3 * GIB
+    assert [one["used_bytes"] for one in second["processes"]] == [3 * GIB]
+
+
+def test_mig_mode_that_changes_while_running(host: Host, take: Callable[..., Any]) -> None:
+    host.mig(0, None)  # the card can be in MIG mode, and is not
+    assert take()["usable"] == host.uuids
+    instances = host.mig(0, [GIB])
+    assert take()["usable"] == [*instances, host.uuids[1]]
+    instances = host.mig(0, [GIB, GIB])
+    assert take()["usable"] == [*instances, host.uuids[1]]
+    host.mig(0, [])
+    found = take()
+    assert "it has no MIG device" in found["gpus"][0]["problem"]
+    assert found["usable"] == [host.uuids[1]]
+    host.mig(0, None)
+    assert take()["usable"] == host.uuids
+
+
+def test_mig_devices_of_a_card_that_may_not_be_looked_at(host: Host, take: Callable[..., Any]) -> None:
+    instances = host.mig(0, [GIB])
+    for function in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"):
+        host.fail(function, nvml_stub.NO_PERMISSION, index=0)
+    found = take()
+    assert found["usable"] == [*instances, host.uuids[1]]
+    assert found["gpus"][0]["uuid"] == host.uuids[0]
+
+
+def test_a_mig_device_with_a_problem_costs_the_others_nothing(host: Host, take: Callable[..., Any]) -> None:
+    first, second = host.mig(0, [GIB, GIB])
+    host.set(first, error=nvml_stub.NO_PERMISSION)
+    found = take()
+    assert found["usable"] == [second, host.uuids[1]]
+    assert "may not use it" in found["gpus"][1]["problem"]
+    assert found["gpus"][1]["mig_parent"] == host.uuids[0]
+
+
+def test_mig_devices_that_cannot_be_had(host: Host, take: Callable[..., Any]) -> None:
+    host.mig(0, [GIB, GIB])
+    host.fail("nvmlDeviceGetMigDeviceHandleByIndex", nvml_stub.NO_PERMISSION, index=0)
+    found = take()
+    assert found["usable"] == [host.uuids[1]]
+    assert "may not use it" in found["gpus"][1]["problem"]
+    assert found["gpus"][1]["mig_parent"] == host.uuids[0]
+
+
+@pytest.mark.parametrize("driver", ["470.199.02", "418.40"])
+def test_an_old_driver_that_lacks_functions(tmp_path: Path, taker: Start, driver: str) -> None:
+    host = Host(tmp_path / "old", reserved=500 * MIB, driver=driver)
+    program = host.program(0, GIB)
+    take = taker(host.env)
+    for _ in range(2):  # the second time it is known what the library lacks
+        found = take()
+        gpu = found["gpus"][0]
+        assert found["driver_version"] == driver
+        # What the driver reserves is in what is used: it cannot be told apart.
+        assert memory(gpu) == (16 * GIB, GIB + 500 * MIB, 15 * GIB - 500 * MIB, None)
+        told = [{"pid": program.pid, "used_bytes": GIB, "name": "/usr/bin/other"}]
+        assert gpu["processes"] == (told if driver.startswith("470") else None)
+        assert found["usable"] == host.uuids
+
+
+def test_a_driver_too_old_to_be_started(tmp_path: Path, taker: Start) -> None:
+    host = Host(tmp_path / "ancient", driver="375.20")
+    found = taker(host.env)()
+    assert found["gpus"] == []
+    assert "too old" in found["problem"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (nvml_stub.DRIVER_NOT_LOADED, "the NVIDIA driver is not loaded"),
+        (nvml_stub.NO_PERMISSION, "/dev/nvidiactl"),
+        (nvml_stub.LIB_RM_VERSION_MISMATCH, "different versions"),
+        (nvml_stub.UNKNOWN, "'Unknown Error' (NVML code 999)"),
+    ],
+)
+def test_a_driver_that_does_not_start_and_then_does(
+    host: Host, take: Callable[..., Any], code: int, words: str
+) -> None:
+    host.fail_init(code)
+    for _ in range(2):
+        found = take()
+        assert found["gpus"] == [] and found["usable"] == [] and found["driver_version"] is None
+        assert words in found["problem"]
+    host.fail_init(0)
+    assert take()["usable"] == host.uuids
+
+
+def test_a_driver_without_gpus(host: Host, take: Callable[..., Any]) -> None:
+    host.set_count(0)
+    found = take()
+    assert found["gpus"] == [] and "shows no GPU" in found["problem"]
+    assert found["driver_version"] == "550.54.14"
+    host.set_count(1)
+    assert take()["usable"] == host.uuids[:1]
+
+
+def test_a_driver_that_cannot_count(host: Host, take: Callable[..., Any]) -> None:
+    host.fail("nvmlDeviceGetCount_v2", nvml_stub.UNKNOWN)
+    found = take()
+    assert found["gpus"] == [] and "NVML code 999" in found["problem"]
+    host.fail("nvmlDeviceGetCount_v2", None)
+    assert take()["usable"] == host.uuids
+
+
+def test_no_library(tmp_path: Path, taker: Start) -> None:
+    if _library_of_this_machine():
+        pytest.skip("this machine has NVIDIA's library")
+    found = taker({"LD_LIBRARY_PATH": str(tmp_path)})()
+    assert found["gpus"] == []
+    assert "cannot be loaded" in found["problem"] and "No such file" in found["problem"]
+
+
+def test_a_broken_library(tmp_path: Path, taker: Start) -> None:
+    if _library_of_this_machine():
+        pytest.skip("this machine has NVIDIA's library")
+    (tmp_path / "libnvidia-ml.so.1").write_text("this is no library")
+    found = taker({"LD_LIBRARY_PATH": str(tmp_path)})()
+    assert found["gpus"] == []
+    assert "cannot be loaded" in found["problem"]
+    assert "file too short" in found["problem"] or "ELF" in found["problem"]
+
+
+def _library_of_this_machine() -> bool:
+    code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_a_fork_starts_anew(host: Host, take: Callable[..., Any]) -> None:
+    assert take("fork")["usable"] == host.uuids
+    take()
+    assert take("fork")["usable"] == host.uuids  # the stub refuses handles of the process it was forked from
+    assert take()["usable"] == host.uuids
+
+
+def test_a_fork_does_not_wait_for_a_thread_it_does_not_have(host: Host, take: Callable[..., Any]) -> None:
+    assert take("fork-meanwhile")["usable"] == host.uuids
+
+
+def test_threads_look_at_the_same_time(host: Host, take: Callable[..., Any]) -> None:
+    assert [found["usable"] for found in take("threads")] == [host.uuids] * 8
+
+
+def test_others_use_nvml_in_the_same_process(host: Host, take: Callable[..., Any]) -> None:
+    take("user-init")
+    assert take()["usable"] == host.uuids
+    take("close")
+    assert take("user-count") == 2  # ours is not theirs
+    take()
+    take("user-shutdown")
+    assert take()["usable"] == host.uuids  # and theirs not ours
+
+
+def test_somebody_shuts_nvml_down_too_often(host: Host, take: Callable[..., Any]) -> None:
+    take()
+    take("user-shutdown")
+    assert take()["usable"] == host.uuids
+    take("user-shutdown")
+    take("user-init")  # handles from before are worthless, and nothing says so
+    assert take()["usable"] == host.uuids
+
+
+def test_closed_means_closed(host: Host, take: Callable[..., Any]) -> None:
+    take("close")
+    take()
+    take("close")
+    with pytest.raises(AssertionError, match="Uninitialized"):
+        take("user-count")
+    assert take()["usable"] == host.uuids
+
+
+def test_dozens_of_processes_allocate_at_once(host: Host, take: Callable[..., Any]) -> None:
+    code = f"""
+import nvml_stub, sys
+for gib in (3, 1):
+    nvml_stub.allocate(0, gib * {MIB})
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    env = {**os.environ, **host.env, "PYTHONPATH": str(Path(__file__).parents[1])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+        )
+        for _ in range(30)
+    ]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None and worker.stdout.readline() == b"ready\n"
+        gpu = take()["gpus"][0]
+        assert gpu["used_bytes"] == 30 * MIB == host.used(0)
+        assert {one["pid"] for one in gpu["processes"]} == {worker.pid for worker in workers}
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert take()["gpus"][0]["used_bytes"] == 0

@@ -1,0 +1,229 @@
+"""Which GPUs CUDA_VISIBLE_DEVICES leaves: against examples, a plain model, and PyTorch's own reading."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nvml_stub import Host
+
+from flower_gpu.gpu.inventory import GPU, Inventory, visible
+
+pytestmark = pytest.mark.timeout(60)
+
+GIB = 2**30
+
+
+def gpu(index: int, uuid: str, mig_parent: str | None = None, problem: str | None = None) -> GPU:
+    return GPU(index, uuid, "Model", GIB, 0, GIB, 0, 0, (), mig_parent, problem)
+
+
+def inventory(*gpus: GPU) -> Inventory:
+    return Inventory(gpus, "550.54.14", None)
+
+
+THREE = inventory(gpu(0, "GPU-aa11"), gpu(1, "GPU-aa22"), gpu(2, "GPU-bb33"))
+WITH_MIG = inventory(
+    gpu(0, "GPU-aa11"),
+    gpu(1, "GPU-bb22", problem="MIG mode is on"),
+    gpu(1, "MIG-cc33", mig_parent="GPU-bb22"),
+    gpu(1, "MIG-cc44", mig_parent="GPU-bb22"),
+    gpu(2, "GPU-dd55"),
+)
+
+
+def uuids(gpus: Sequence[GPU]) -> list[str]:
+    return [one.uuid.partition("-")[2] for one in gpus]
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        (None, ["aa11", "aa22", "bb33"]),
+        ("0,1,2", ["aa11", "aa22", "bb33"]),
+        ("", []),
+        (" ", []),
+        ("-1", []),
+        ("NoDevFiles", []),  # Slurm's "none"
+        ("2,0", ["bb33", "aa11"]),
+        (" 1 , 2", ["aa22", "bb33"]),
+        ("0,-1,1", ["aa11"]),
+        ("0,7,1", ["aa11"]),
+        ("0,,1", ["aa11"]),
+        ("0,x,1", ["aa11"]),
+        ("1gpu2,2ampere", ["aa22", "bb33"]),
+        ("0,1,0", []),
+        ("9" * 5000, []),
+        ("GPU-bb33,GPU-aa11", ["bb33", "aa11"]),
+        ("GPU-b", ["bb33"]),
+        ("GPU-aa", []),  # two begin so
+        ("GPU-aa1,GPU-zz,GPU-b", ["aa11"]),
+        ("GPU-b,GPU-bb33", []),  # twice the same
+        ("GPU-b,GPU-b", []),
+        ("GPU-aa11,1", ["aa11"]),
+        ("0,GPU-bb33", ["aa11"]),
+        ("gpu-aa11", []),
+        ("aa11", []),
+    ],
+)
+def test_examples(value: str | None, left: list[str]) -> None:
+    assert uuids(visible(THREE, value)) == left
+
+
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        (None, ["aa11", "cc33", "cc44", "dd55"]),
+        ("1", ["cc33", "cc44"]),
+        ("2,1", ["dd55", "cc33", "cc44"]),
+        ("GPU-b", ["cc33", "cc44"]),
+        ("MIG-cc44", ["cc44"]),
+        ("MIG-cc44,MIG-cc33", ["cc44", "cc33"]),
+        ("MIG-cc4", []),  # only GPUs' UUIDs may be shortened
+        ("MIG-cc44,MIG-cc44", []),
+        ("MIG-cc44,GPU-aa11", ["cc44"]),
+        ("MIG-cc44,0", ["cc44"]),
+    ],
+)
+def test_examples_with_mig(value: str | None, left: list[str]) -> None:
+    assert uuids(visible(WITH_MIG, value)) == left
+
+
+def test_a_broken_gpu_keeps_its_number() -> None:
+    found = inventory(gpu(0, "", problem="it is lost"), gpu(1, "GPU-aa22"))
+    assert [one.index for one in visible(found, "1")] == [1]
+    assert [one.index for one in visible(found, "0,1")] == [0, 1]
+    assert uuids(visible(found, "GPU-")) == ["aa22"]
+
+
+@given(st.lists(st.integers(-2, 6), max_size=6), st.integers(0, 5))
+def test_numbers_follow_the_model(numbers: list[int], count: int) -> None:
+    cards = [gpu(index, f"GPU-{index}") for index in range(count)]
+    valid = list(numbers)
+    for position, number in enumerate(numbers):
+        if number < 0:  # ends the list before anything else is looked at
+            valid = numbers[:position]
+            break
+    twice = len(set(valid)) < len(valid)
+    expected: list[GPU] = []
+    for number in [] if twice else valid:
+        if number >= count:
+            break
+        expected.append(cards[number])
+    text = ",".join(map(str, numbers))
+    assert list(visible(inventory(*cards), text)) == expected
+
+
+@given(
+    st.sets(st.text("ab", min_size=4, max_size=4), max_size=5).map(sorted),
+    st.lists(st.text("abc", max_size=4), min_size=1, max_size=4),
+)
+def test_beginnings_of_uuids_follow_the_model(known: list[str], wanted: list[str]) -> None:
+    cards = [gpu(index, f"GPU-{text}") for index, text in enumerate(known)]
+    expected: list[GPU] = []
+    for text in wanted:
+        matches = [card for card in cards if card.uuid.startswith(f"GPU-{text}")]
+        if len(matches) != 1:
+            break
+        expected += matches
+    if len(set(expected)) < len(expected) or len(set(wanted)) < len(wanted):
+        expected = []
+    value = ",".join(f"GPU-{text}" for text in wanted)
+    assert list(visible(inventory(*cards), value)) == expected
+
+
+@given(st.text("0123456789,-+ GPUMIabcd/x\x00\n٣", max_size=40))
+def test_any_text_leaves_some_of_the_gpus_each_once(value: str) -> None:
+    left = visible(WITH_MIG, value)
+    assert len(set(left)) == len(left)
+    assert set(left) <= set(visible(WITH_MIG, None))
+
+
+COUNTED = """
+import json, os, sys
+import torch
+assert torch.cuda.is_available() and torch.cuda.device_count() == 2
+counts = []
+for value in json.loads(sys.argv[1]):
+    os.environ["CUDA_VISIBLE_DEVICES"] = value
+    counts.append(torch.cuda.device_count())
+print(json.dumps(counts))
+"""
+
+
+def test_pytorch_counts_as_many(host: Host) -> None:
+    first, second = host.uuids
+    values = [
+        "",
+        "0",
+        "1",
+        "0,1",
+        "1,0",
+        "0,0",
+        "0,2",
+        "2",
+        "2,0",
+        "-1",
+        "0,-1",
+        "0,x",
+        "1a,0b",
+        " 1",
+        "x",
+        "5,5,0",
+    ]
+    values += [first, f"{first},{second}", first[:7], "GPU-", f"{first},{first[:8]}", f"{second},0", "GPU-zz"]
+    env = {**os.environ, **host.env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, "-c", COUNTED, json.dumps(values)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    found = inventory(gpu(0, first), gpu(1, second))
+    ours = {value: len(visible(found, value)) for value in values}
+    assert ours == dict(zip(values, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("which", "uuid"),
+    [
+        (0, "GPU-aa11"),
+        (1, "GPU-bb22"),
+        ("2", "GPU-dd55"),
+        ("GPU-bb22", "GPU-bb22"),
+        ("GPU-d", "GPU-dd55"),
+        ("MIG-cc44", "MIG-cc44"),
+        ("MIG-cc3", "MIG-cc33"),
+        ("GPU-", None),
+        ("MIG-cc", None),
+        ("", None),
+        ("a", None),
+        (3, None),
+        (-1, None),
+        ("-1", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_find(which: int | str, uuid: str | None) -> None:
+    found = WITH_MIG.find(which)
+    assert (found.uuid if found else None) == uuid
+
+
+def test_find_does_not_take_a_whole_uuid_for_the_beginning_of_another() -> None:
+    found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
+    assert found.find("GPU-aa") == found.gpus[0]
+    assert visible(found, "GPU-aa") == found.gpus[:1]
+
+
+def test_what_is_not_known_counts_against_a_gpu() -> None:
+    healthy = gpu(0, "GPU-aa11")
+    assert healthy.is_usable
+    for missing in ("total_bytes", "used_bytes", "free_bytes"):
+        fields = {**vars(healthy), missing: None}
+        assert not GPU(**fields).is_usable
+    assert GPU(**{**vars(healthy), "reserved_bytes": None, "processes": None}).is_usable
+    assert not GPU(**{**vars(healthy), "uuid": ""}).is_usable
+    assert not GPU(**{**vars(healthy), "problem": "it is lost"}).is_usable

@@ -1,0 +1,407 @@
+"""Who gets what: the pure function that everybody decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_gpu.leases.admission import (
+    LEAST_SHARE_BYTES,
+    SHARED_PART,
+    Card,
+    Claim,
+    Holding,
+    Option,
+    Part,
+    plan,
+    possible,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
+
+
+def cards(*sizes_gib: float) -> list[Card]:
+    return [Card(uuid, int(size * GIB)) for uuid, size in zip((A, B, C), sizes_gib, strict=False)]
+
+
+def memory(order: int, gib: float, uuids: Iterable[str] = (A, B, C), **fields: object) -> Claim:
+    alone = bool(fields.pop("alone", False))
+    options = tuple(Option(uuid, memory_bytes=int(gib * GIB), alone=alone) for uuid in uuids)
+    return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
+
+
+def share(order: int, part: float | None, uuids: Iterable[str] = (A,), **fields: object) -> Claim:
+    alone = bool(fields.pop("alone", False))
+    options = tuple(Option(uuid, share=part, alone=alone) for uuid in uuids)
+    return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
+
+
+def held(order: int, gib: float, *uuids: str, alone: bool = False) -> Holding:
+    parts = tuple(Part(uuid, int(gib * GIB), 16 * GIB, alone) for uuid in uuids or (A,))
+    return Holding(f"t{order}", order, parts)
+
+
+def where(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[str]]:
+    return {id_: [part.uuid for part in parts] for id_, parts in granted.items()}
+
+
+def in_turn(
+    all_cards: list[Card], claims: Iterable[Claim], holdings: Iterable[Holding] = ()
+) -> list[Holding]:
+    """Let claims come one after the other; return all holdings."""
+    present = list(holdings)
+    for claim in claims:
+        for id_, parts in plan(all_cards, present, [claim]).items():
+            present.append(Holding(id_, claim.order, parts))
+    return present
+
+
+@pytest.mark.parametrize(
+    ("sizes", "holdings", "claim", "expected"),
+    [
+        ((16, 16), [held(1, 4, A)], memory(2, 4), [B]),  # the emptiest
+        ((16, 16), [held(1, 4, A)], memory(2, 4, pack=True), [A]),  # the fullest that is enough
+        ((16, 16), [held(1, 14, A)], memory(2, 4, pack=True), [B]),
+        ((16, 16), [], memory(1, 4, uuids=[B]), [B]),  # named
+        ((16, 16), [held(1, 14, B)], memory(2, 4, uuids=[B]), None),
+        ((3, 16), [], memory(1, 4), [B]),  # A is full of somebody else's work
+        ((3, 16), [], share(1, 0.5, [A, B]), [B]),
+        ((0.5, 16), [], share(1, 1.0, [A, B], pack=True), [B]),  # too little is none
+        ((16, 16), [], memory(1, 4, uuids=["GPU-elsewhere"]), None),
+        ((16, 16), [], memory(1, 4, uuids=["GPU-elsewhere", B]), [B]),
+        ((16, 16), [], memory(1, 12, count=2), [A, B]),
+        ((16, 16), [held(1, 8, A)], memory(2, 12, count=2), None),  # together or not at all
+        ((16, 16, 16), [held(1, 8, B)], memory(2, 12, count=2), [A, C]),
+        ((16, 16), [], memory(1, 4, count=3), None),
+        ((16,), [], memory(1, 16), [A]),  # to the byte
+        ((16,), [held(1, 1)], memory(2, 15), [A]),
+        ((16,), [held(1, 1)], memory(2, 15 + 1 / GIB), None),
+        ((16, 16), [held(1, 1, A)], memory(2, 4, uuids=[A], alone=True), None),
+        ((16, 16), [held(1, 1, A)], memory(2, 4, alone=True), [B]),
+        ((16,), [held(1, 1, alone=True)], memory(2, 4), None),
+        ((16,), [held(1, 4, "GPU-lost")], memory(2, 16), [A]),  # what is held elsewhere takes nothing here
+        ((), [], memory(1, 1), None),
+    ],
+)
+def test_a_claim_gets_the_right_gpu(
+    sizes: tuple[float, ...], holdings: list[Holding], claim: Claim, expected: list[str] | None
+) -> None:
+    found = where(plan(cards(*sizes), holdings, [claim])).get(claim.id)
+    assert (sorted(found) if found else found) == expected
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5, 0.25, 0.125, 1 / 3, 0.2, 0.1])
+@pytest.mark.parametrize("others_gib", [0.0, 0.7, 3.3])
+def test_as_many_shares_fit_as_there_are(part: float, others_gib: float) -> None:
+    """Also beside a desktop session."""
+    count = int(1 / part + 1e-9)
+    claims = [share(order, part) for order in range(1, count + 2)]
+    for holdings in (
+        in_turn(cards(16 - others_gib), claims),
+        [Holding(id_, 1, parts) for id_, parts in plan(cards(16 - others_gib), [], claims).items()],
+    ):
+        assert len(holdings) == count
+        assert len({holding.parts[0].memory_bytes for holding in holdings}) == 1
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_shares_fit_while_other_programs_use_a_little_more_or_less(count: int) -> None:
+    sizes = [15, 15.05, 14.93, 15.1, 14.95, 15.02, 14.99, 15.07]
+    present: list[Holding] = []
+    for order in range(1, count + 1):
+        granted = plan(cards(sizes[order - 1]), present, [share(order, 1 / count)])
+        present.append(Holding(f"t{order}", order, granted[f"t{order}"]))
+    assert len({holding.parts[0].memory_bytes for holding in present}) == 1
+
+
+def test_shares_follow_when_other_programs_use_much_more() -> None:
+    first = plan(cards(16), [], [share(1, 0.25)])["t1"]
+    present = [Holding("t1", 1, first)]
+    second = plan(cards(12), present, [share(2, 0.25)])["t2"]
+    assert first[0].memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
+    assert second[0].memory_bytes == int(int(12 * GIB * SHARED_PART) * 0.25)
+
+
+def test_a_share_means_all_that_is_left_if_none_is_named() -> None:
+    assert plan(cards(16), [], [share(1, None)])["t1"][0].memory_bytes == int(16 * GIB * SHARED_PART)
+
+
+def test_shares_are_not_cut_below_what_cuda_needs() -> None:
+    least = LEAST_SHARE_BYTES / GIB / SHARED_PART * 1.001
+    assert plan(cards(4 * least), [], [share(1, 0.25)])
+    assert not plan(cards(4 * least * 0.99), [], [share(1, 0.25)])
+
+
+def test_first_come_first_served() -> None:
+    claims = [memory(order, 6, [A]) for order in (5, 3, 4, 1, 2)]
+    assert where(plan(cards(16), [], claims)) == {"t1": [A], "t2": [A]}
+
+
+def test_claims_with_one_order_are_gone_through_alike_by_all() -> None:
+    one, other = replace(memory(1, 10, [A]), id="one"), replace(memory(1, 10, [A]), id="other")
+    assert plan(cards(16), [], [one, other]) == plan(cards(16), [], [other, one])
+
+
+def test_small_claims_do_not_pass_a_large_one_that_waits() -> None:
+    assert not plan(cards(16), [held(1, 8)], [memory(2, 12, [A]), memory(3, 8, [A])])
+
+
+def test_small_claims_use_what_a_large_one_cannot() -> None:
+    granted = plan(cards(16), [held(1, 8)], [memory(2, 12, [A]), memory(3, 4, [A]), memory(4, 1, [A])])
+    assert where(granted) == {"t3": [A]}
+
+
+def test_small_claims_use_the_other_gpus_while_a_large_one_waits() -> None:
+    granted = plan(cards(16, 16), [held(1, 8, A), held(2, 9, B)], [memory(3, 12), memory(4, 6), memory(5, 6)])
+    assert where(granted) == {"t4": [B]}
+
+
+def test_large_claims_that_wait_reserve_different_gpus() -> None:
+    claims = [memory(3, 12), memory(4, 12), memory(5, 6)]
+    assert not plan(cards(16, 16), [held(1, 8, A), held(2, 9, B)], claims)
+
+
+def test_a_claim_for_several_gpus_reserves_them_together() -> None:
+    claims = [memory(2, 12, count=2), memory(3, 8)]
+    assert not plan(cards(16, 16), [held(1, 8, A)], claims)
+    assert where(plan(cards(16, 16), [held(1, 8, A)], [*claims, memory(4, 4)])) == {"t4": [B]}
+
+
+def test_who_wants_to_be_alone_reserves_the_whole_gpu() -> None:
+    assert not plan(cards(16), [held(1, 1)], [memory(2, 2, [A], alone=True), memory(3, 1, [A])])
+
+
+def test_who_wants_to_be_alone_does_not_pass_one_that_waits_for_two_gpus() -> None:
+    """However little that one needs: it could not be beside."""
+    claims = [memory(2, 1, count=2), memory(3, 2, [B], alone=True)]
+    assert not plan(cards(16, 16), [held(1, 16, A)], claims)
+
+
+def test_other_programs_in_the_way_of_a_claim_do_not_idle_a_gpu() -> None:
+    assert where(plan(cards(10), [], [memory(1, 12, [A]), memory(2, 8, [A])])) == {"t2": [A]}
+
+
+def test_workers_that_have_not_told_their_use_yet_are_no_other_programs() -> None:
+    """Each new small worker looks like another program for a moment; none may pass in that time."""
+    card = Card(A, int(15.5 * GIB), untold_bytes=GIB)
+    assert not plan([card], [held(1, 2)], [memory(2, 16, [A]), memory(3, 2, [A])])
+
+
+def test_a_whole_gpu_is_not_starved_by_shares_granted_when_there_was_more() -> None:
+    """Those still count the budget of before, of which the whole is more than there is now."""
+    before = int(16 * GIB * SHARED_PART)
+    holdings = [Holding("t1", 1, (Part(A, before // 8, before),))]
+    now = cards(15.7)
+    assert not plan(now, holdings, [share(2, 1.0), share(3, 0.125)])
+
+
+def test_options_that_can_never_be_granted_are_left_out() -> None:
+    sizes = {A: 16 * GIB, B: 2 * GIB}
+    options = [
+        Option(A, memory_bytes=16 * GIB),
+        Option(B, memory_bytes=16 * GIB),
+        Option(A, share=0.25),
+        Option(B, share=0.25),
+        Option(B),
+        Option(C, memory_bytes=1),
+    ]
+    assert possible(sizes, options) == [options[0], options[2], options[4]]
+
+
+# --- properties ---
+
+UUIDS = (A, B, C)
+memories = st.integers(1, 16 * 4).map(lambda quarters: quarters * GIB // 4)
+shares = st.sampled_from([1.0, 0.5, 0.25, 0.125, 1 / 3, None])
+
+
+@st.composite
+def claims_of(draw: st.DrawFn, order: int) -> Claim:
+    uuids = draw(st.lists(st.sampled_from(UUIDS), min_size=1, max_size=3, unique=True))
+    alone = draw(st.sampled_from([False, False, False, True]))
+    if draw(st.booleans()):
+        nbytes = draw(memories)
+        options = tuple(Option(uuid, memory_bytes=nbytes, alone=alone) for uuid in uuids)
+    else:
+        part = draw(shares)
+        options = tuple(Option(uuid, share=part, alone=alone) for uuid in uuids)
+    return Claim(f"t{order}", order, options, draw(st.integers(1, len(uuids))), draw(st.booleans()))
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> tuple[list[Card], list[Holding], list[Claim]]:
+    """Draw any state: also one in which other programs have come since leases were granted."""
+    all_cards = [Card(uuid, draw(st.integers(0, 64)) * GIB // 4) for uuid in UUIDS[: draw(st.integers(1, 3))]]
+    orders = draw(st.permutations(range(1, 13)))
+    holders = draw(st.integers(0, 5))
+    holdings = []
+    for order in orders[:holders]:
+        uuids = draw(st.lists(st.sampled_from(UUIDS), min_size=1, max_size=2, unique=True))
+        budget = draw(st.integers(1, 64)) * GIB // 4
+        parts = tuple(Part(uuid, draw(memories), budget, draw(st.booleans())) for uuid in uuids)
+        holdings.append(Holding(f"t{order}", order, parts))
+    waiting = [draw(claims_of(order)) for order in orders[holders : holders + draw(st.integers(0, 6))]]
+    return all_cards, holdings, waiting
+
+
+def check_grants(
+    all_cards: list[Card], holdings: list[Holding], waiting: list[Claim], granted: dict[str, tuple[Part, ...]]
+) -> None:
+    capacity = {card.uuid: card.capacity_bytes for card in all_cards}
+    by_id = {claim.id: claim for claim in waiting}
+    for id_, parts in granted.items():
+        claim = by_id[id_]
+        offered = {option.uuid: option for option in claim.options}
+        assert len(parts) == len({part.uuid for part in parts}) == claim.count
+        for part in parts:
+            option = offered[part.uuid]
+            assert part.alone == option.alone
+            if option.memory_bytes is not None:
+                assert part.memory_bytes == option.memory_bytes
+            else:
+                assert LEAST_SHARE_BYTES <= part.memory_bytes <= capacity[part.uuid] * (option.share or 1.0)
+    for uuid, capacity_bytes in capacity.items():
+        old = [part for holding in holdings for part in holding.parts if part.uuid == uuid]
+        new = [part for parts in granted.values() for part in parts if part.uuid == uuid]
+        if new:
+            assert sum(part.memory_bytes for part in (*old, *new)) <= capacity_bytes
+            assert len(old) + len(new) == 1 or not any(part.alone for part in (*old, *new))
+
+
+@given(lines())
+@settings(max_examples=60, deadline=None)
+def test_grants_are_offered_whole_and_never_more_than_there_is(
+    line: tuple[list[Card], list[Holding], list[Claim]],
+) -> None:
+    check_grants(*line, plan(*line))
+
+
+@given(lines())
+@settings(max_examples=60, deadline=None)
+def test_the_first_that_can_be_met_is_met_and_nothing_depends_on_the_order_of_arguments(
+    line: tuple[list[Card], list[Holding], list[Claim]],
+) -> None:
+    all_cards, holdings, waiting = line
+    granted = plan(*line)
+    assert plan(all_cards, holdings[::-1], waiting[::-1]) == granted
+    waiting = sorted(waiting, key=lambda claim: claim.order)
+    if waiting:
+        alone = plan(all_cards, holdings, waiting[:1])
+        assert alone.items() <= granted.items()
+        for index, claim in enumerate(waiting):  # what comes after a claim does not change what it gets
+            assert plan(all_cards, holdings, waiting[: index + 1]).get(claim.id) == granted.get(claim.id)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Card], list[Claim | int]]:
+    """Draw GPUs, and what happens: claims that come (which could be met), and numbers: who goes."""
+    all_cards = [
+        Card(uuid, draw(st.integers(12, 64)) * GIB // 4) for uuid in UUIDS[: draw(st.integers(1, 3))]
+    ]
+    sizes = {card.uuid: card.capacity_bytes for card in all_cards}
+    events: list[Claim | int] = []
+    for order in range(1, draw(st.integers(2, 30))):
+        claim = draw(claims_of(order))
+        options = tuple(possible(sizes, claim.options))
+        if len(options) >= claim.count:
+            events.append(replace(claim, options=options))
+        events += draw(st.lists(st.integers(0, 1000), max_size=2))
+    return all_cards, events
+
+
+class Host:
+    """What holds and waits while claims come and holders go."""
+
+    def __init__(self, all_cards: list[Card]) -> None:
+        self.cards = all_cards
+        self.present: list[Holding] = []
+        self.waiting: list[Claim] = []
+
+    def settle(self, now: list[Card] | None = None) -> None:
+        granted = plan(now or self.cards, self.present, self.waiting)
+        check_grants(now or self.cards, self.present, self.waiting, granted)
+        orders = {claim.id: claim.order for claim in self.waiting}
+        self.present += [Holding(id_, orders[id_], parts) for id_, parts in granted.items()]
+        self.waiting = [claim for claim in self.waiting if claim.id not in granted]
+
+    def check(self) -> None:
+        """However many come later: when all who came before are gone, a claim is met at once."""
+        assert not plan(self.cards, self.present, self.waiting)  # nothing was left undone
+        if self.waiting:
+            first = min(claim.order for claim in self.waiting)
+            assert any(holding.order < first for holding in self.present)
+
+
+@given(histories())
+@settings(max_examples=80, deadline=None)
+def test_nobody_waits_for_one_who_came_later(history: tuple[list[Card], list[Claim | int]]) -> None:
+    all_cards, events = history
+    host = Host(all_cards)
+    for event in events:
+        if isinstance(event, Claim):
+            host.waiting.append(event)
+        elif all_ := [*host.present, *host.waiting]:
+            gone = all_[event % len(all_)].id
+            host.present = [holding for holding in host.present if holding.id != gone]
+            host.waiting = [claim for claim in host.waiting if claim.id != gone]
+        host.settle()
+        host.check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_waits_for_one_who_came_later_in_long_histories(seed: int) -> None:
+    """Reservations that move from one GPU to another go wrong in some of a hundred of these, if at all."""
+    random = Random(seed)
+    for _ in range(60):
+        uuids = UUIDS[: random.randint(1, 3)]
+        host = Host(cards(*[16.0] * len(uuids)))
+        for order in range(1, 40):
+            mine = uuids if random.random() < 0.7 else random.sample(uuids, random.randint(1, len(uuids)))
+            count = random.randint(1, len(mine)) if random.random() < 0.2 else 1
+            alone, pack = random.random() < 0.05, random.random() < 0.3
+            gib = random.choice([1, 2, 4, 6, 8, 10, 12, 16])
+            host.waiting.append(memory(order, gib, mine, count=count, alone=alone, pack=pack))
+            host.settle()
+            host.check()
+            if random.random() < 0.8 and host.present:
+                host.present.pop(random.randrange(len(host.present)))
+            elif random.random() < 0.1 and host.waiting:
+                host.waiting.pop(random.randrange(len(host.waiting)))
+            host.settle()
+            host.check()
+
+
+@given(histories(), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_other_programs_that_come_and_go_starve_nobody(
+    history: tuple[list[Card], list[Claim | int]], seed: int
+) -> None:
+    """Once they stay as they are, everybody is met although ever more small claims come."""
+    all_cards, events = history
+    host = Host(all_cards)
+    order = 100
+    for index, event in enumerate(events):
+        if isinstance(event, Claim):
+            host.waiting.append(event)
+        elif host.present:
+            host.present.pop(event % len(host.present))
+        left = 4 - (seed >> index) % 4
+        host.settle([replace(card, capacity_bytes=card.capacity_bytes * left // 4) for card in all_cards])
+    old = {claim.id for claim in host.waiting}
+    uuids = [card.uuid for card in all_cards]
+    while old & {claim.id for claim in host.waiting}:
+        for _ in range(3):  # more small ones than there is room for
+            order += 1
+            host.waiting.append(memory(order, 0.5 + seed % 3, uuids))
+        host.settle()
+        assert host.present, "somebody waits while nobody holds anything"
+        host.present.pop(0)  # who has held longest
+        host.settle()
+        assert order < 1000

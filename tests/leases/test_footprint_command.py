@@ -1,0 +1,142 @@
+"""``flower-gpu footprint``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flower_gpu.cli import footprint as command
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_key import Key
+from flower_gpu.workers import state_folder
+
+GIB, MIB = 1 << 30, 1 << 20
+TRAIN = Key("task:train", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 32),))
+SAME_TASK = Key("task:train", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 64),))
+EVALUATE = Key("task:evaluate", "11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB")
+
+REFERENCE = Path(__file__).parents[2] / "docs/reference/footprint.md"
+
+
+@pytest.fixture(autouse=True)
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def learned(state_dir: Path) -> Footprints:
+    footprints = Footprints()
+    for key, peak in ((TRAIN, 2 * GIB), (TRAIN, GIB), (SAME_TASK, 4 * GIB), (EVALUATE, 100 * MIB)):
+        footprints.learn(key, peak)
+    footprints.learn_context("NVIDIA Stub 16GB", 400 * MIB)
+    return footprints
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+def test_nothing_learned(capsys: pytest.CaptureFixture[str], state_dir: Path) -> None:
+    assert run() == 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and "no footprint was learned yet" in printed.err
+    assert not state_dir.exists()
+    assert run("--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"footprints": [], "contexts": []}
+
+
+def test_tables(learned: Footprints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    footprints, contexts = capsys.readouterr().out.rstrip("\n").split("\n\n")
+    head, *rows = [re.split(r" {2,}", line) for line in footprints.splitlines()]
+    assert head == ["TASK", "WEIGHTS", "GPU", "SIZES", "PEAK", "ASKS FOR", "MEASURED", "LAST"]
+    same = ["11.2M parameters f32 ab12cd34", "NVIDIA Stub 16GB"]
+    assert [row[:-1] for row in rows] == [
+        ["task:train", *same, "batch-size=32", "2.0 GiB", "2.2 GiB", "2 times"],
+        ["task:train", *same, "batch-size=64", "4.0 GiB", "4.4 GiB", "once"],
+        ["task:evaluate", *same, "-", "100 MiB", "164 MiB", "once"],
+    ]
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", row[-1]) for row in rows)
+    head, row = [re.split(r" {2,}", line) for line in contexts.splitlines()]
+    assert head == ["CUDA CONTEXT ON", "SIZE", "MEASURED", "LAST"]
+    assert row[:-1] == ["NVIDIA Stub 16GB", "400 MiB", "once"]
+
+
+def test_json(learned: Footprints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    first = printed["footprints"][0]
+    assert first.pop("updated_s") == learned.entries()[TRAIN].updated_s
+    assert first == {
+        "task": "task:train",
+        "weights": "11.2M parameters f32 ab12cd34",
+        "gpu": "NVIDIA Stub 16GB",
+        "sizes": {"batch-size": 32},
+        "peak_bytes": 2 * GIB,
+        "needed_bytes": Footprints.needed_bytes(2 * GIB),
+        "last_bytes": GIB,
+        "measured": 2,
+    }
+    (context,) = printed["contexts"]
+    assert context["gpu"] == "NVIDIA Stub 16GB" and context["context_bytes"] == 400 * MIB
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "left"),
+    [
+        ((), 0, set()),
+        (("--task", "task:train"), 0, {EVALUATE}),
+        (("--task", "task:evaluate"), 0, {TRAIN, SAME_TASK}),
+        (("--task", "task:other"), 1, {TRAIN, SAME_TASK, EVALUATE}),
+    ],
+)
+def test_clear(
+    learned: Footprints,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    left: set[Key],
+) -> None:
+    assert run("clear", *arguments) == code
+    assert set(Footprints().entries()) == left
+    assert bool(Footprints().contexts()) == bool(arguments)
+    printed = capsys.readouterr()
+    removed = 3 - len(left)
+    assert printed.out == f"forgot {removed} footprint{'' if removed == 1 else 's'}\n"
+    if code:
+        assert printed.err == (
+            "no footprint of the task task:other; there are footprints of task:evaluate, task:train\n"
+        )
+
+
+@pytest.mark.parametrize("arguments", [("--json", "clear"), ("clear", "--json")])
+def test_clear_in_json(
+    learned: Footprints, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert run(*arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {"cleared": 3}
+
+
+def test_broken_file_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
+    (state_folder.made_state_dir() / "footprints.json").write_text("{")
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        assert run() == 0
+    assert "no footprint was learned yet" in capsys.readouterr().err
+
+
+def test_reference_has_every_column_and_key(learned: Footprints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    columns = re.split(r" {2,}", capsys.readouterr().out.splitlines()[0])
+    assert run("--json") == 0
+    keys: list[Any] = list(json.loads(capsys.readouterr().out)["footprints"][0])
+    rows = re.findall(r"^\| (?:`(.*)`)? ?\| `(\w+)` \|", REFERENCE.read_text(), re.MULTILINE)
+    assert [column for column, _ in rows if column] == columns
+    assert {key for _, key in rows} == set(keys)

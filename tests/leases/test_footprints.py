@@ -1,0 +1,533 @@
+"""Learned footprints: what they are of, that they are kept, and that many processes can learn at once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.leases import footprint
+from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
+from flower_gpu.leases.footprint_key import Key, key_of, sizes_of
+from flower_gpu.leases.footprint_rule import Measured
+from flower_gpu.workers import state_folder
+
+pytestmark = pytest.mark.timeout(120)
+
+GIB, MIB = 1 << 30, 1 << 20
+KEY = Key("task:train", "1.0k parameters f32 ab12cd34", "NVIDIA Stub 16GB", (("batch-size", 32),))
+OTHER = Key("task:evaluate", "1.0k parameters f32 ab12cd34", "NVIDIA Stub 16GB")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file that is not there yet, in a folder that only this user can write to."""
+    tmp_path.chmod(0o700)
+    return tmp_path / "footprints.json"
+
+
+# What a footprint is of.
+
+
+def test_same_weights_have_the_same_key_whatever_their_values_are() -> None:
+    zeros = [np.zeros((3, 4), np.float32), np.zeros(5, np.float32)]
+    ones = [np.ones((3, 4), np.float32), np.ones(5, np.float32)]
+    assert key_of("t", zeros, {}, "gpu") == key_of("t", ones, {}, "gpu")
+    assert key_of("t", zeros, {}, "gpu").weights.startswith("17 parameters f32 ")
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [np.zeros((4, 3), np.float32), np.zeros(5, np.float32)],
+        [np.zeros((3, 4), np.float16), np.zeros(5, np.float32)],
+        [np.zeros(5, np.float32), np.zeros((3, 4), np.float32)],
+        [np.zeros((3, 4), np.float32)],
+        [np.zeros((3, 4), np.float32), np.zeros(5, np.float32), np.zeros((), np.int64)],
+        [],
+    ],
+    ids=["shape", "dtype", "order", "fewer", "more", "none"],
+)
+def test_other_weights_have_another_key(weights: list[Any]) -> None:
+    usual = [np.zeros((3, 4), np.float32), np.zeros(5, np.float32)]
+    assert key_of("t", weights, {}, "gpu") != key_of("t", usual, {}, "gpu")
+
+
+def test_number_of_parameters_is_shown() -> None:
+    def shown(*shape: int, dtype: Any = np.float32) -> str:
+        return key_of("t", [np.broadcast_to(np.zeros((), dtype), shape)], {}, "gpu").weights[:-9]
+
+    assert shown(999) == "999 parameters f32"
+    assert shown(11_200_000) == "11.2M parameters f32"
+    assert shown(70, 10**9, dtype=np.float16) == "70.0B parameters f16"
+    assert shown(1500, dtype=np.int64) == "1.5k parameters int64"
+
+
+def test_task_gpu_and_sizes_are_part_of_the_key() -> None:
+    keys = {
+        key_of("t", [], {"batch-size": 32, "lr": 0.1}, "gpu"),
+        key_of("t", [], {"lr": 0.01, "batch-size": 32}, "gpu"),  # the same
+        key_of("t", [], {"batch-size": 64}, "gpu"),
+        key_of("u", [], {"batch-size": 32}, "gpu"),
+        key_of("t", [], {"batch-size": 32}, "another gpu"),
+    }
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch-size", 32),
+        ("batch_size", np.int64(32)),
+        ("batchsize", 32),
+        ("imageSize", 224),
+        ("image", "224x224"),
+        ("input_resolution", "224, 224, 3"),
+        ("max-seq-len", 512),
+        ("len", 5),
+        ("num_layers", 12),
+        ("hidden-dim", 768),
+        ("dims", 3),
+        ("precision", "bf16-mixed"),
+        ("use-amp", True),
+        ("dtype", "float16"),
+    ],
+)
+def test_setting_that_is_about_memory_counts(name: str, value: Any) -> None:
+    kept = str(value) if isinstance(value, bool) else value
+    assert sizes_of({name: value}) == ((name, kept),)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0.1),
+        ("learning-rate", 1),
+        ("server-round", 3),
+        ("local-epochs", 2),
+        ("silent", 1),
+        ("sample", True),
+        ("step-size", 0.1),  # a rate
+        ("batch-norm", True),
+        ("image-folder", "/data/client-3/images"),
+        ("image", "cat"),
+        ("precision", "x" * 65),
+        ("precision", 0.5),
+        ("layers", [1, 2]),
+        ("size", "1" * 5000),
+    ],
+)
+def test_setting_that_is_not_about_memory_does_not_count(name: str, value: Any) -> None:
+    assert sizes_of({name: value}) == ()
+
+
+# Learning.
+
+
+def test_nothing_is_known_at_first_and_asking_makes_no_file(path: Path) -> None:
+    footprints = Footprints(path)
+    assert footprints.get(KEY) is None
+    assert footprints.context("NVIDIA Stub 16GB") == DEFAULT_CONTEXT_BYTES
+    assert footprints.entries() == {} and footprints.contexts() == {} and footprints.version() is None
+    assert footprints.clear() == 0
+    assert list(path.parent.iterdir()) == []
+
+
+def test_what_was_learned_is_kept_for_others(path: Path) -> None:
+    Footprints(path).learn(KEY, 2 * GIB)
+    Footprints(path).learn_context("NVIDIA Stub 16GB", 400 * MIB)
+    others = Footprints(path)
+    assert others.get(KEY) == 2 * GIB
+    assert others.get(OTHER) is None
+    assert others.context("NVIDIA Stub 16GB") == 400 * MIB
+    assert others.context("another") == DEFAULT_CONTEXT_BYTES
+    assert list(others.entries()) == [KEY]
+    assert others.entries()[KEY].measured == 1
+
+
+def test_file_is_the_users_alone_whatever_the_umask(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Footprints(path).learn(KEY, GIB)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
+
+
+def test_default_file_is_in_the_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "new" / "state"))
+    Footprints().learn(KEY, GIB)
+    assert Footprints().get(KEY) == GIB
+    made = tmp_path / "new" / "state", state_folder.state_dir()
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
+
+
+def test_task_that_grows_teaches_it_at_once(path: Path) -> None:
+    footprints = Footprints(path)
+    for peak, known in ((2 * GIB, 2 * GIB), (GIB, 2 * GIB), (3 * GIB, 3 * GIB), (GIB, 3 * GIB)):
+        footprints.learn(KEY, peak)
+        assert footprints.get(KEY) == known
+
+
+def test_task_that_has_shrunk_is_believed_after_some_calls(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn(KEY, 10 * GIB)
+    for _ in range(REMEMBERED - 1):
+        footprints.learn(KEY, GIB)
+        assert footprints.get(KEY) == 10 * GIB
+    footprints.learn(KEY, GIB)
+    assert footprints.get(KEY) == GIB
+    assert footprints.entries()[KEY].measured == REMEMBERED + 1
+
+
+@pytest.mark.parametrize("peak", [0, -1, 1.5, True, None, "1"])
+def test_no_size_is_not_learned(path: Path, peak: Any) -> None:
+    for learn in (
+        lambda: Footprints(path).learn(KEY, peak),
+        lambda: Footprints(path).learn_context("gpu", peak),
+    ):
+        with pytest.raises(ConfigError, match="must be a number of bytes from 1 on"):
+            learn()
+    assert not path.exists()
+
+
+def test_the_smallest_of_several_contexts_counts(path: Path) -> None:
+    footprints = Footprints(path)
+    for size, known in ((900, 900), (400, 400), (500, 400), (390, 390)):
+        footprints.learn_context("gpu", size * MIB)
+        assert footprints.context("gpu") == known * MIB
+    for _ in range(REMEMBERED):  # another driver
+        footprints.learn_context("gpu", 600 * MIB)
+    assert footprints.context("gpu") == 600 * MIB
+
+
+@pytest.mark.parametrize("size", [1, 10 * MIB, 3 * GIB, 10 * GIB + 400 * MIB])
+def test_what_cannot_be_a_context_is_not_kept(path: Path, size: int) -> None:
+    footprints = Footprints(path)
+    footprints.learn_context("gpu", size)
+    assert footprints.context("gpu") == DEFAULT_CONTEXT_BYTES and not path.exists()
+
+
+def test_a_wrong_context_in_an_older_file_heals(path: Path) -> None:
+    path.write_bytes(with_context(recent_bytes=[10 * GIB + 400 * MIB]))
+    footprints = Footprints(path)
+    assert footprints.context("a") == DEFAULT_CONTEXT_BYTES
+    footprints.learn_context("a", 410 * MIB)
+    assert footprints.context("a") == 410 * MIB
+
+
+def test_entries_of_an_older_file_stay_valid_and_are_replaced_call_by_call(path: Path) -> None:
+    fields = {**vars(KEY), "recent_bytes": [9 * GIB, 10 * GIB], "measured": 2, "updated_s": 1.0}
+    path.write_bytes(json.dumps({"v": 1, "peaks": [fields], "contexts": []}).encode())
+    footprints = Footprints(path)
+    assert footprints.get(KEY) == 10 * GIB and footprints.outside(KEY) == 0
+    call = Measured(9 * GIB, GIB, 8 * GIB, 2 * GIB, 10 * GIB)
+    for _ in range(REMEMBERED - 1):
+        footprints.learn_call(KEY, call)
+        assert footprints.get(KEY) == 10 * GIB
+    footprints.learn_call(KEY, call)
+    assert abs(Footprints.needed_bytes(footprints.get(KEY) or 0) - (GIB + 0.85 * 8 * GIB)) <= 1
+    assert Footprints(path).entries()[KEY] == footprints.entries()[KEY]
+    assert footprints.outside(KEY) == GIB
+
+
+def test_a_call_that_failed_teaches_only_more(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn_call(KEY, Measured(5 * GIB), is_done=False)
+    assert footprints.get(KEY) is None
+    for peak, is_done, known in ((2, True, 2), (1, False, 2), (3, False, 3)):
+        footprints.learn_call(KEY, Measured(peak * GIB), is_done=is_done)
+        assert footprints.get(KEY) == known * GIB
+    assert footprints.entries()[KEY].measured == 2
+
+
+def test_what_a_call_that_ran_out_would_have_needed_is_kept_for_good(path: Path) -> None:
+    """Not only for as long as it is one of the last: then the task would run out again."""
+    footprints = Footprints(path)
+    footprints.learn_need(KEY, 5 * GIB, (4 * GIB, 2 * GIB))
+    assert footprints.get(KEY) == 5 * GIB
+    for _ in range(REMEMBERED):
+        footprints.learn_call(KEY, Measured(6 * GIB, GIB, 5 * GIB, 2 * GIB, 10 * GIB))
+    assert footprints.get(KEY) >= 5 * GIB
+    footprints.learn_need(OTHER, 5 * GIB, None)
+    assert footprints.get(OTHER) == 5 * GIB
+
+
+def test_margin() -> None:
+    assert Footprints.needed_bytes(100 * MIB) == 164 * MIB
+    assert Footprints.needed_bytes(640 * MIB) == 704 * MIB
+    assert Footprints.needed_bytes(10 * GIB) == 11 * GIB
+
+
+def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "_MOST_ENTRIES", 3)
+    footprints = Footprints(path)
+    keys = [Key(f"task-{number}", "no weights", "gpu") for number in range(5)]
+    for key in keys:
+        footprints.learn(key, GIB)
+    assert list(footprints.entries()) == keys[2:]
+
+
+def test_clear_one_task_or_all(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn(KEY, GIB)
+    footprints.learn(OTHER, GIB)
+    footprints.learn_context("gpu", 400 * MIB)
+    assert footprints.clear("nothing") == 0
+    assert footprints.clear("task:train") == 1
+    assert (footprints.get(KEY), footprints.get(OTHER), footprints.context("gpu")) == (None, GIB, 400 * MIB)
+    assert footprints.clear() == 1
+    assert footprints.get(OTHER) is None and footprints.contexts() == {}
+
+
+def test_version_changes_with_the_file(path: Path) -> None:
+    ours, others = Footprints(path), Footprints(path)
+    seen = {ours.version()}
+    for peak in (GIB, 2 * GIB, 3 * GIB):
+        others.learn(KEY, peak)
+        assert ours.version() not in seen
+        seen.add(ours.version())
+        assert ours.version() in seen  # not by being asked
+        assert ours.get(KEY) == peak
+
+
+# Files that are not ours.
+
+
+def with_context(**fields: Any) -> bytes:
+    """A file of one context whose fields are not what they should be."""
+    context = {"gpu": "a", "recent_bytes": [1], "measured": 1, "updated_s": 1.0, **fields}
+    return json.dumps({"v": 1, "peaks": [], "contexts": [context]}).encode()
+
+
+def with_peaks(**fields: Any) -> bytes:
+    """A file of one footprint whose fields are not what they should be."""
+    peaks = {**vars(KEY), "recent_bytes": [1], "measured": 1, "updated_s": 1.0, **fields}
+    return json.dumps({"v": 1, "peaks": [peaks], "contexts": []}).encode()
+
+
+BROKEN = {
+    "empty": b"",
+    "torn": b'{"v": 1, "peaks": [{"task": "task:tra',
+    "binary": bytes(range(256)),
+    "a list": b"[]",
+    "a number": b"1",
+    "another version": b'{"v": 2, "peaks": [], "contexts": []}',
+    "other keys": b'{"v": 1}',
+    "other types": b'{"v": 1, "peaks": {"a": 1}, "contexts": []}',
+    "nested": b"[" * 100_000,
+    "no size": with_context(recent_bytes=[]),
+    "negative": with_context(recent_bytes=[-1]),
+    "too large": with_context(recent_bytes=[10**30]),
+    "no time": with_context(updated_s=float("nan")),
+    "far time": with_context(updated_s=1e300),
+    "no share": with_peaks(spare=0.5),
+    "no share at all": with_peaks(spare="nan"),
+    "nothing outside": with_peaks(outside_bytes=-1),
+    "no name": with_context(gpu=None),
+    "no count": with_context(measured="often"),
+    "list as a size": b'{"v": 1, "peaks": [{"task": "t", "weights": "w", "gpu": "g", "sizes": [["a", []]], '
+    b'"recent_bytes": [1], "measured": 1, "updated_s": 1}], "contexts": []}',
+}
+
+
+def test_file_of_the_tests_is_a_good_one_otherwise(path: Path) -> None:
+    path.write_bytes(with_context(recent_bytes=[400 * MIB]))
+    assert Footprints(path).context("a") == 400 * MIB
+    path.write_bytes(with_peaks())
+    assert Footprints(path).get(KEY) == 1
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_broken_file_is_put_aside_with_a_warning(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    footprints = Footprints(path)
+    with pytest.warns(RuntimeWarning, match=r"could not be read .* footprints.json.unreadable"):
+        assert footprints.get(KEY) is None
+    assert (path.parent / "footprints.json.unreadable").read_bytes() == content
+    footprints.learn(KEY, GIB)
+    assert Footprints(path).get(KEY) == GIB
+
+
+def test_broken_file_does_not_stop_learning(path: Path) -> None:
+    path.write_bytes(b"torn")
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        Footprints(path).learn(KEY, GIB)
+    assert Footprints(path).get(KEY) == GIB
+
+
+def test_file_that_breaks_while_it_is_used_is_noticed(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn(KEY, GIB)
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.warns(RuntimeWarning, match="could not be read"):
+        assert footprints.get(KEY) is None
+
+
+def test_file_that_cannot_be_written_is_a_warning(path: Path) -> None:
+    path.with_name("footprints.json.tmp").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"footprints cannot be kept in .*footprints\.json"):
+        Footprints(path).learn(KEY, GIB)
+    assert not path.exists()
+
+
+def test_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.warns(RuntimeWarning, match="footprints cannot be kept in"):
+        Footprints(tmp_path / "file" / "state" / "footprints.json").learn(KEY, GIB)
+
+
+def test_what_a_killed_writer_left_is_no_obstacle(path: Path) -> None:
+    path.with_name("footprints.json.tmp").write_bytes(b"half of ")
+    Footprints(path).learn(KEY, GIB)
+    assert Footprints(path).get(KEY) == GIB
+
+
+@pytest.mark.parametrize("unsafe", ["writable", "a file", "a link"])
+def test_folder_that_others_can_write_to_is_refused(tmp_path: Path, unsafe: str) -> None:
+    folder = tmp_path / "state"
+    if unsafe == "writable":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif unsafe == "a file":
+        folder.touch()
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="set FLOWER_GPU_STATE_DIR to another folder"):
+        Footprints(folder / "footprints.json").learn(KEY, GIB)
+
+
+# Several at once.
+
+LEARN = """
+import sys
+from pathlib import Path
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_key import Key
+path, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+footprints = Footprints(path)
+sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
+for count in range(number):
+    footprints.learn(Key(name, "no weights", "gpu"), 1000 + count)
+    footprints.learn(Key("shared", "no weights", "gpu"), 1000 + count)
+    footprints.learn_context("gpu", (500 << 20) + count)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    """Start programs that wait for a line, and end them with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def one(code: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", "-c", code, *arguments]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def let_go(process: subprocess.Popen[str]) -> None:
+    """Wait until a program is ready, and let it begin."""
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def test_many_processes_learn_at_once_and_nothing_is_lost(path: Path, start: Any) -> None:
+    processes = [start(LEARN, str(path), f"task-{number}", "25") for number in range(8)]
+    for process in processes:
+        let_go(process)
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    footprints = Footprints(path)
+    measured = {key.task: peaks.measured for key, peaks in footprints.entries().items()}
+    assert measured == {**{f"task-{number}": 25 for number in range(8)}, "shared": 200}
+    assert footprints.contexts()["gpu"].measured == 200
+    assert all(peaks.peak_bytes == 1024 for peaks in footprints.entries().values())
+
+
+def test_threads_learn_at_once_and_nothing_is_lost(path: Path) -> None:
+    footprints = Footprints(path)  # one object for all
+    threads = [
+        threading.Thread(target=lambda: [footprints.learn(KEY, GIB) for _ in range(20)]) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert footprints.entries()[KEY].measured == Footprints(path).entries()[KEY].measured == 120
+
+
+@pytest.mark.filterwarnings("error")  # such as that the file could not be read
+def test_readers_always_find_a_whole_file_while_others_write(path: Path, start: Any) -> None:
+    Footprints(path).learn(KEY, GIB)
+    writers = [start(LEARN, str(path), f"task-{number}", "40") for number in range(2)]
+    for writer in writers:
+        let_go(writer)
+    while any(writer.poll() is None for writer in writers):
+        assert Footprints(path).get(KEY) == GIB
+        json.loads(path.read_bytes())
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert not path.with_name("footprints.json.unreadable").exists()
+
+
+def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, start: Any) -> None:
+    Footprints(path).learn(KEY, GIB)
+    for number in range(6):
+        process = start(LEARN, str(path), f"task-{number}", "1000000")
+        let_go(process)
+        version = Footprints(path).version()
+        while Footprints(path).version() == version:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+        footprints = Footprints(path)
+        assert footprints.get(KEY) == GIB
+        footprints.learn(OTHER, GIB)
+    assert Footprints(path).entries()[OTHER].measured == 6
+    assert not path.with_name("footprints.json.unreadable").exists()
+
+
+def test_lock_that_is_not_given_back_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "_LOCK_WAIT_S", 0.05)
+    footprints = Footprints(path)
+    footprints.learn(KEY, GIB)
+    with open(path.with_name("footprints.json.lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.warns(RuntimeWarning, match="another process has locked footprints.json.lock"):
+            footprints.learn(KEY, 2 * GIB)
+        assert footprints.get(KEY) == GIB  # readers do not wait
+        with pytest.warns(RuntimeWarning), pytest.raises(ConfigError, match="could not be changed"):
+            footprints.clear()
+
+
+def test_no_descriptor_stays_open(path: Path) -> None:
+    footprints = Footprints(path)
+    footprints.learn(KEY, GIB)
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(10):
+        footprints.learn(KEY, GIB)
+        footprints.get(OTHER)
+    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,0 +1,294 @@
+"""Sizes of memory as people write them, and how much GPU a call asks for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.leases.request import UNITS, Request, format_bytes, memory_bytes
+
+GIB = 1 << 30
+
+SIZES = [
+    (2_000_000_000, 2_000_000_000),
+    (2e9, 2_000_000_000),
+    (1.5, 2),  # parts of a byte are rounded up
+    (np.int64(5), 5),
+    ("2GiB", 2 * GIB),
+    ("2 gib", 2 * GIB),
+    (" 2GIB ", 2 * GIB),
+    ("2 GB", 2 * 10**9),
+    ("1.5 GB", 1_500_000_000),
+    ("1.5GiB", 3 * GIB // 2),
+    (".5 GiB", GIB // 2),
+    ("2.GiB", 2 * GIB),
+    ("+2 GiB", 2 * GIB),
+    ("512 MB", 512 * 10**6),
+    ("512MiB", 512 << 20),
+    ("3kB", 3000),
+    ("3KB", 3000),
+    ("3 KiB", 3 << 10),
+    ("0.5TB", 5 * 10**11),
+    ("1 TiB", 1 << 40),
+    ("700 B", 700),
+    ("700", 700),
+    ("2_000_000_000", 2_000_000_000),
+    ("2e9", 2_000_000_000),
+    ("0.3 kB", 300),  # exact, where 0.3 * 1000 is not
+]
+
+
+@pytest.mark.parametrize(("value", "size"), SIZES)
+def test_size(value: Any, size: int) -> None:
+    found = memory_bytes(value, "gpu_memory")
+    assert found == size
+    assert type(found) is int
+
+
+NO_SIZES = [
+    ("", "is no size of memory"),
+    (" ", "is no size of memory"),
+    ("GiB", "is no size of memory"),
+    ("two GiB", "is no size of memory"),
+    ("2 Gi", "is no size of memory"),
+    ("2 Gbit", "is no size of memory"),
+    ("2,5 GB", "is no size of memory"),
+    ("2 G iB", "is no size of memory"),
+    ("1 GiB 2 MiB", "is no size of memory"),
+    ("0x10", "is no size of memory"),
+    ("nan", "is no size of memory"),
+    ("inf", "is no size of memory"),
+    ("\u0663 GiB", "is no size of memory"),  # a digit of another script
+    ("9" * 5000, "is no size of memory"),
+    (math.nan, "is no size of memory"),
+    (math.inf, "is no size of memory"),
+    (0, "must be more than 0 bytes"),
+    (0.0, "must be more than 0 bytes"),
+    ("0 GiB", "must be more than 0 bytes"),
+    (-1, "must be more than 0 bytes"),
+    ("-2GiB", "must be more than 0 bytes"),
+    (2**60, "which no GPU has"),
+    ("2000 TiB", "which no GPU has"),
+    ("1e99 GiB", "which no GPU has"),
+    (10**400, "which no GPU has"),
+]
+
+
+@pytest.mark.parametrize(("value", "reason"), NO_SIZES, ids=lambda value: repr(value)[:30])
+def test_no_size(value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^FLOWER_GPU_MEMORY=.*{reason}"):
+        memory_bytes(value, "FLOWER_GPU_MEMORY")
+
+
+@pytest.mark.parametrize("letter", ["K", "M", "G", "T", "k", "g"])
+def test_unit_of_one_letter_is_refused_since_it_means_two_things(letter: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        memory_bytes(f"2{letter}", "gpu_memory")
+    assert f"{letter.upper()} could mean {letter.upper()}B or {letter.upper()}iB" in str(caught.value)
+    assert all(unit in str(caught.value) for unit in UNITS)
+
+
+@pytest.mark.parametrize("value", [True, False, None, [1], b"2GiB", 1j])
+def test_size_of_a_wrong_type(value: Any) -> None:
+    with pytest.raises(TypeError, match="gpu_memory must be a number of bytes or a text"):
+        memory_bytes(value, "gpu_memory")
+
+
+def test_zero_where_it_is_allowed() -> None:
+    assert memory_bytes("0", "reserve", allow_zero=True) == memory_bytes(0, "reserve", allow_zero=True) == 0
+    with pytest.raises(ConfigError, match="must be 0 or more bytes"):
+        memory_bytes(-1, "reserve", allow_zero=True)
+
+
+@given(
+    number=st.integers(1, 1000),
+    unit=st.sampled_from(sorted(UNITS)),
+    spaces=st.text(" ", max_size=3),
+    case=st.sampled_from([str, str.lower, str.upper, str.swapcase]),
+)
+def test_size_is_number_times_unit(number: int, unit: str, spaces: str, case: Any) -> None:
+    expected = number * UNITS[unit]
+    assert memory_bytes(f"{spaces}{number}{spaces}{case(unit)}{spaces}", "gpu_memory") == expected
+
+
+@given(st.text(max_size=12) | st.text("0123456789.eE+-_ kKmMgGtTiIbB", max_size=12))
+def test_any_text_is_a_size_or_a_config_error(text: str) -> None:
+    try:
+        assert memory_bytes(text, "gpu_memory") > 0
+    except ConfigError as error:
+        assert str(error).startswith("gpu_memory=")
+
+
+@given(st.floats() | st.integers())
+def test_any_number_is_a_size_or_a_config_error(number: float) -> None:
+    try:
+        size = memory_bytes(number, "gpu_memory")
+        assert size - 1 < Fraction(number) <= size
+    except ConfigError as error:
+        assert not 0 < number <= 2**50, error
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (3, "3 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (512 << 20, "512 MiB"),
+        ((1 << 30) - 1, "1.0 GiB"),
+        (2 * GIB, "2.0 GiB"),
+        (5 * GIB // 2, "2.5 GiB"),
+        (3 << 40, "3.0 TiB"),
+        (-2 * GIB, "-2.0 GiB"),
+    ],
+)
+def test_format_bytes(number: int, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+@given(st.integers(1, 1 << 50))
+def test_formatted_size_is_read_back_within_its_digits(number: int) -> None:
+    text = format_bytes(number)
+    assert re.fullmatch(r"\d{1,4}(\.\d)? (B|KiB|MiB|GiB|TiB)", text)
+    assert abs(memory_bytes(text, "gpu_memory") / number - 1) <= 0.5
+
+
+# Requests.
+
+REQUESTS = [
+    # what the code says, count, share, in words
+    ({}, 1, None, "one GPU, as much of it as is needed (auto)"),
+    ({"num_gpus": 0.25}, 1, 0.25, "0.25 of one GPU"),
+    ({"num_gpus": 0.5}, 1, 0.5, "0.5 of one GPU"),
+    ({"num_gpus": 1 / 3}, 1, 1 / 3, "0.333 of one GPU"),
+    ({"num_gpus": Fraction(1, 4)}, 1, 0.25, "0.25 of one GPU"),
+    ({"num_gpus": np.float32(0.5)}, 1, 0.5, "0.5 of one GPU"),
+    ({"num_gpus": 1}, 1, 1.0, "1 GPU"),
+    ({"num_gpus": 0.1 + 0.2 + 0.7}, 1, 1.0, "1 GPU"),
+    ({"num_gpus": 1 + 1e-12}, 1, 1.0, "1 GPU"),
+    ({"num_gpus": 2}, 2, 1.0, "2 GPUs"),
+    ({"num_gpus": 2.0}, 2, 1.0, "2 GPUs"),
+    ({"num_gpus": 8}, 8, 1.0, "8 GPUs"),
+    ({"gpu_memory": "2GiB"}, 1, None, "2.0 GiB of one GPU"),
+    ({"gpu_memory": 2_000_000_000}, 1, None, "1.9 GiB of one GPU"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "count", "share", "words"), REQUESTS)
+def test_request(arguments: dict[str, Any], count: int, share: float | None, words: str) -> None:
+    request = Request.resolve(**arguments)
+    assert (request.count, request.share, request.describe()) == (count, share, words)
+    assert request.is_auto == (arguments == {})
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "reason"),
+    [
+        (0, "must be more than 0, and finite"),
+        (-1, "must be more than 0, and finite"),
+        (-0.25, "must be more than 0, and finite"),
+        (math.nan, "must be more than 0, and finite"),
+        (math.inf, "must be more than 0, and finite"),
+        (10**400, "must be more than 0, and finite"),
+        (1.5, "a call can have 1 or 2"),
+        (2.25, "a call can have 2 or 3"),
+        (1.001, "neither a share of one GPU .up to 1. nor a whole number"),
+    ],
+)
+def test_number_of_gpus_that_cannot_be(num_gpus: float, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^num_gpus=.*{reason}"):
+        Request.resolve(num_gpus=num_gpus)
+    with pytest.raises(ConfigError, match=rf"^num_gpus=.*{reason}"):
+        Request(num_gpus=num_gpus)
+
+
+@pytest.mark.parametrize("num_gpus", [True, False, "abc", "0.25", [1], 1j])
+def test_number_of_gpus_of_a_wrong_type(num_gpus: Any) -> None:
+    with pytest.raises(TypeError, match=r"num_gpus must be a number such as 0\.25, 1 or 2"):
+        Request.resolve(num_gpus=num_gpus)
+
+
+@given(st.floats() | st.integers())
+def test_any_number_of_gpus_is_a_request_or_a_config_error(number: float) -> None:
+    try:
+        request = Request.resolve(num_gpus=number)
+    except ConfigError:
+        return
+    assert request.share is not None and 0 < request.share <= 1
+    assert request.count * request.share == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "expected"),
+    [
+        ({}, {}, Request()),
+        ({}, {"FLOWER_GPU_NUM_GPUS": "0.25"}, Request(num_gpus=0.25)),
+        ({}, {"FLOWER_GPU_NUM_GPUS": " 2 "}, Request(num_gpus=2.0)),
+        ({}, {"FLOWER_GPU_MEMORY": "2 GiB"}, Request(memory_bytes=2 * GIB)),
+        ({}, {"FLOWER_GPU_NUM_GPUS": "", "FLOWER_GPU_MEMORY": ""}, Request()),
+        # What the code names counts alone, whichever of both it is.
+        ({"num_gpus": 1}, {"FLOWER_GPU_NUM_GPUS": "0.5"}, Request(num_gpus=1.0)),
+        ({"num_gpus": 1}, {"FLOWER_GPU_MEMORY": "2GiB"}, Request(num_gpus=1.0)),
+        ({"gpu_memory": GIB}, {"FLOWER_GPU_NUM_GPUS": "wrong"}, Request(memory_bytes=GIB)),
+    ],
+)
+def test_code_wins_over_environment(code: dict[str, Any], environ: dict[str, str], expected: Request) -> None:
+    assert Request.resolve(**code, environ=environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "names"),
+    [
+        ({"num_gpus": 1, "gpu_memory": "2GiB"}, {}, ("num_gpus=1", "gpu_memory='2GiB'")),
+        (
+            {},
+            {"FLOWER_GPU_NUM_GPUS": "1", "FLOWER_GPU_MEMORY": "2GiB"},
+            ("FLOWER_GPU_NUM_GPUS=1", "FLOWER_GPU_MEMORY='2GiB'"),
+        ),
+    ],
+)
+def test_both_at_one_place_are_refused(
+    code: dict[str, Any], environ: dict[str, str], names: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError, match="both given") as caught:
+        Request.resolve(**code, environ=environ)
+    assert all(name in str(caught.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("FLOWER_GPU_NUM_GPUS", "abc"),
+        ("FLOWER_GPU_NUM_GPUS", "1.5"),
+        ("FLOWER_GPU_NUM_GPUS", "nan"),
+        ("FLOWER_GPU_NUM_GPUS", "0"),
+        ("FLOWER_GPU_MEMORY", "2G"),
+        ("FLOWER_GPU_MEMORY", "0"),
+    ],
+)
+def test_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{variable}\b.*{value}"):
+        Request.resolve(environ={variable: value})
+
+
+@pytest.mark.parametrize("gpu_memory", [4, "4", "512 kB"])
+def test_a_few_bytes_are_taken_for_a_slip(gpu_memory: Any) -> None:
+    with pytest.raises(ConfigError, match='A number without a unit is bytes; for GiB write "4GiB"'):
+        Request.resolve(gpu_memory=gpu_memory)
+
+
+def test_request_cannot_be_changed_or_name_both() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Request().num_gpus = 1  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="both"):
+        Request(num_gpus=1, memory_bytes=GIB)

@@ -1,0 +1,105 @@
+"""What ranks do on real GPUs; in workers only."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_tasks import used_bytes
+from torch import nn
+
+from flower_gpu import device, distributed
+from flower_gpu.pytorch import group
+from flower_gpu.pytorch.distributed import (
+    load_checkpoint,
+    prepare_model,
+    rank,
+    save_checkpoint,
+    total,
+    world_size,
+)
+from flower_gpu.pytorch.rank_settings import RankSettings
+from flower_gpu.pytorch.weights import get_weights, set_weights
+
+GIB = 1 << 30
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def first_weights() -> list[Any]:
+    return get_weights(model())
+
+
+def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+    """Take steps on what is the same data for any number of ranks; say where this was."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    own = model()
+    set_weights(own, weights)
+    own = prepare_model(own)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(64) % 10
+    part = slice(rank(), None, world_size())
+    x, y = x[part].to(device()), y[part].to(device())
+    optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(own(x), y).backward()
+        optimizer.step()
+    found = {
+        "world": world_size(),
+        "devices": torch.cuda.device_count(),
+        "visible": os.environ["CUDA_VISIBLE_DEVICES"],
+        "backend": torch.distributed.get_backend() if world_size() > 1 else "",
+        "used": used_bytes(),
+    }
+    return get_weights(own), 64, found
+
+
+ddp = distributed(train)
+fsdp = distributed(train, strategy="fsdp")
+
+
+@distributed
+def takes_too_much() -> int:
+    """Take more than there is in the last rank."""
+    if rank() == world_size() - 1:
+        torch.empty(1 << 50, dtype=torch.uint8, device=device())
+    return int(total(1))
+
+
+def nccl_alone() -> dict[str, Any]:
+    """Do all that ranks do with NCCL in a group of one, which needs no second GPU."""
+    descriptor = os.memfd_create("test")
+    file = f"/proc/{os.getpid()}/fd/{descriptor}"
+    with group.joined(file, 0, 1, RankSettings("fsdp", timeout_s=60)):
+        torch.distributed.barrier()
+        value = torch.ones(3, dtype=torch.float64, device=device())
+        torch.distributed.all_reduce(value)
+        objects = [{"a": 1}]
+        torch.distributed.broadcast_object_list(objects, src=0)
+        from flower_gpu.pytorch import sharding
+
+        own = model()
+        expected = get_weights(own)
+        divided = sharding.sharded(own, device(), ())
+        divided(torch.ones(2, 256, device=device())).sum().backward()
+        off = max(float(abs(a - b).max()) for a, b in zip(expected, get_weights(divided), strict=True))
+        optimizer = torch.optim.SGD(divided.parameters(), 0.1, momentum=0.9)
+        optimizer.step()
+        with tempfile.TemporaryDirectory() as folder:
+            save_checkpoint(Path(folder, "checkpoint.pt"), divided, optimizer, epoch=3)
+            extra = load_checkpoint(Path(folder, "checkpoint.pt"), divided, optimizer)
+        return {
+            "backend": torch.distributed.get_backend(),
+            "sum": value.tolist(),
+            "objects": objects,
+            "is_sharded": sharding.is_sharded(divided),
+            "off": off,
+            "extra": extra,
+        }

@@ -1,0 +1,228 @@
+"""Leases from end to end on a real GPU: what is granted, held, learned, and done when memory runs out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flower_gpu import run_in_worker, trace
+from flower_gpu.errors import GPUOutOfMemoryError
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.leases.footprint import Footprints
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+
+
+MIB, GIB = 2**20, 2**30
+SMALL = 64 * MIB  # what figures of one thing may differ by: blocks of the allocator, libraries' workspaces
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+VARIABLES = ("POLICY", "NUM", "NUM_GPUS", "MEMORY", "PLACEMENT", "RESERVE", "ON_OOM", "LEASE_TIMEOUT_S")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> GPU:
+    found = inventory.take()
+    inventory.close()
+    free = [one for one in found.usable if (one.free_bytes or 0) > 8 * GIB]
+    if not free:
+        pytest.skip(f"no NVIDIA GPU with 8 GiB free: {found.problem}")
+    return free[0]
+
+
+@dataclass
+class Run:
+    """A run of its own on one GPU, with nothing learned yet."""
+
+    gpu: GPU
+    folder: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in trace.read(self.folder / trace.FILE_NAME) if event["event"] == kind]
+
+    def leases(self) -> list[dict[str, Any]]:
+        """Return the leases that were granted, with their memory."""
+        return [{**event, **event["gpus"][0]} for event in self.events("lease_granted")]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return what the workers have told of the GPU."""
+        return [event["gpus"][0] for event in self.events("worker_finished")]
+
+    def footprint(self) -> int:
+        (peaks,) = Footprints().entries().values()
+        return peaks.peak_bytes
+
+    def start(self, **request: Any) -> subprocess.Popen[str]:
+        """Start a process of its own; see on_gpu_client.py."""
+        script = Path(__file__).with_name("on_gpu_client.py")
+        command = [sys.executable, str(script), json.dumps(request)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.started.append(process)
+        return process
+
+    def wait_for(self, there: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not there():
+            assert time.monotonic() < deadline, f"{what} has not come within {timeout_s:g} s"
+            ended = [process.returncode for process in self.started if process.poll()]
+            assert not ended, f"{what} does not come: a process has ended with {ended}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def run(gpu: GPU, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    for name in VARIABLES:
+        monkeypatch.delenv(f"FLOWER_GPU_{name}", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu.uuid)
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("FLOWER_GPU_START_METHOD", "forkserver")
+    Footprints().clear()
+    run = Run(gpu, tmp_path)
+    yield run
+    for process in run.started:
+        process.kill()
+        process.communicate()
+
+
+def result(process: subprocess.Popen[str]) -> Any:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return json.loads(output)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_the_cap_in_force_is_that_of_the_lease(method: str, run: Run) -> None:
+    run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB", start_method=method)
+    (lease,), (figures,) = run.leases(), run.figures()
+    assert lease["uuid"] == run.gpu.uuid
+    assert lease["memory_bytes"] == figures["lease_bytes"] == 3 * GIB
+    assert figures["cap_bytes"] < figures["lease_bytes"]
+    assert figures["cap_bytes"] - MIB <= figures["cap_in_force_bytes"] <= figures["cap_bytes"]
+    assert GIB <= figures["reserved_peak_bytes"] <= figures["cap_bytes"]
+
+
+def test_the_context_is_measured_and_counts_in_the_next_lease(run: Run) -> None:
+    told = run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
+    if told["driver"] is None:
+        pytest.skip("the driver does not tell what a process uses")
+    (measured,) = Footprints().contexts().values()
+    print(f"{run.gpu.name}: CUDA context {measured.context_bytes / MIB:.0f} MiB")
+    assert abs(measured.context_bytes - (told["driver"] - told["reserved"])) <= SMALL
+    run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="3GiB")
+    figures = run.figures()[-1]
+    assert figures["lease_bytes"] - figures["cap_bytes"] == measured.context_bytes
+
+
+def test_the_footprint_is_the_real_peak_and_the_next_lease_is_for_it(run: Run) -> None:
+    told = run_in_worker("on_gpu_tasks:take", 2 * GIB)
+    footprint = run.footprint()
+    print(f"{run.gpu.name}: 2 GiB of tensors are a footprint of {footprint / MIB:.0f} MiB")
+    if told["driver"] is not None:
+        assert abs(footprint - told["driver"]) <= SMALL
+    assert footprint >= 2 * GIB + 50 * MIB
+    run_in_worker("on_gpu_tasks:take", 2 * GIB)
+    first, second = run.leases()
+    assert first["alone"]
+    assert not second["alone"]
+    assert second["memory_bytes"] == Footprints.needed_bytes(footprint)
+    assert run.events("out_of_memory") == []
+
+
+def test_a_task_that_grows_runs_again_with_more_and_is_known_then(run: Run) -> None:
+    for nbytes in (GIB, 3 * GIB, 3 * GIB):
+        run_in_worker("on_gpu_tasks:take", nbytes)
+    (out,) = run.events("out_of_memory")
+    assert (out["kind"], out["then"]) == ("over_cap", "again")
+    assert out["asked_bytes"] == 3 * GIB
+    _, learned, more, last = run.leases()
+    assert learned["memory_bytes"] < 3 * GIB < more["memory_bytes"]
+    assert last["memory_bytes"] == Footprints.needed_bytes(run.footprint())
+
+
+def test_over_the_cap_of_a_size_that_was_asked_for_it_runs_again_with_more(run: Run) -> None:
+    run_in_worker("on_gpu_tasks:take", 2 * GIB, gpu_memory="1.5GiB")
+    (out,) = run.events("out_of_memory")
+    assert (out["kind"], out["then"]) == ("over_cap", "again")
+    assert out["free_bytes"] > 2 * GIB
+    first, second = run.leases()
+    assert first["memory_bytes"] == 1.5 * GIB
+    assert second["memory_bytes"] > 2 * GIB
+
+
+def test_where_nothing_may_follow_the_error_has_the_numbers(run: Run) -> None:
+    with pytest.raises(GPUOutOfMemoryError, match=r"Asked 2\.0 GiB, .* of a lease of 1\.5 GiB, free "):
+        run_in_worker("on_gpu_tasks:take", 2 * GIB, gpu_memory="1.5GiB", on_oom="fail")
+    (out,) = run.events("out_of_memory")
+    assert out["then"] == "failed"
+
+
+def test_when_another_program_fills_the_gpu_the_call_waits_and_runs_alone(run: Run) -> None:
+    """The lease is granted while there is room; the other program, which asks nobody, comes after it."""
+    begun, then, full = run.folder / "begun", run.folder / "then", run.folder / "full"
+    options = {"gpu_memory": "3GiB", "name": "ours"}
+    ours = run.start(task="take_when", args=[str(begun), str(then), 2 * GIB], options=options)
+    run.wait_for(begun.exists, "our worker")
+    # With the context of our worker, who ends, that is still less than any lease.
+    other = run.start(fill=128 * MIB, begun=str(full))
+    run.wait_for(full.exists, "the other program")
+    then.touch()
+    run.wait_for(lambda: run.events("out_of_memory"), "the first try's end")
+    time.sleep(1)  # it could begin again
+    assert len(run.leases()) == 1, "it runs again, on a GPU that is full"
+    run.started.remove(other)
+    other.kill()
+    other.communicate()
+    assert result(ours) is True
+    (out,) = run.events("out_of_memory")
+    assert (out["kind"], out["then"]) == ("card_full", "again")
+    assert [lease["alone"] for lease in run.leases()] == [False, True]
+
+
+def test_a_call_that_no_gpu_can_hold_runs_on_the_cpu_where_that_is_allowed(run: Run) -> None:
+    assert run.gpu.total_bytes is not None
+    nbytes = 2 * run.gpu.total_bytes
+    task = "on_gpu_tasks:more_than_there_is"
+    assert run_in_worker(task, nbytes, gpu_memory="1GiB", on_oom="cpu") == "cpu"
+    outs = run.events("out_of_memory")
+    assert [out["then"] for out in outs] == ["again"] * (len(outs) - 1) + ["on the CPU"]
+    assert run.leases()[-1]["alone"]
+
+
+def test_four_quarters_are_full_at_the_same_time_and_a_fifth_waits(run: Run) -> None:
+    """All of what leases promise is there at the same time, contexts included."""
+    run_in_worker("on_gpu_tasks:take", GIB, gpu_memory="2GiB")  # measures the context
+    folder = run.folder / "there"
+    folder.mkdir()
+    task = "take_nearly_all_of_the_lease"
+    options = [{"num_gpus": 0.25, "name": str(number)} for number in range(5)]
+    calls = [run.start(task=task, args=[str(folder), 4], options=options[number]) for number in range(4)]
+    run.wait_for(lambda: len(run.leases()) == 5, "the fourth lease")
+    fifth = run.start(task="device", args=[], options=options[4])
+    sizes = [result(call) for call in calls]
+    print(f"{run.gpu.name}: four workers held {[round(size / MIB) for size in sizes]} MiB")
+    assert result(fifth) == "cuda:0"
+    ends = [
+        event["time"] for event in run.events("lease_released") if event["client"] in ("0", "1", "2", "3")
+    ]
+    (late,) = (lease for lease in run.leases() if lease["client"] == "4")
+    assert late["time"] >= min(ends) - 1, "five quarters were leased at the same time"
+    assert run.events("out_of_memory") == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("never", "cpu"), ("offer", "cuda:0"), ("require", "cuda:0")]
+)
+def test_the_nodes_policy_decides_what_a_worker_sees(policy: str, expected: str, run: Run) -> None:
+    assert run_in_worker("on_gpu_tasks:device", gpu=policy, num_gpus=0.25) == expected
+    assert len(run.leases()) == (policy != "never")

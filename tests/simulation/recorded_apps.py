@@ -1,0 +1,164 @@
+"""Server apps on virtual nodes whose messages are handled in this process, and what is recorded of them."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.recording.recorder import Recorder
+from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.trace import Event
+
+RUN_ID = 5
+CLIENTS = 6
+FAILS = 3  # the partition that raises
+
+
+class NoDataError(Exception):
+    """What the client raises that fails."""
+
+
+class Clients:
+    """Handles messages as a ClientApp does, and counts how many replies are there at a time."""
+
+    def __init__(self, nodes: VirtualNodes, pause_s: float = 0.0, has_failing: bool = True) -> None:
+        self._nodes = nodes
+        self._pause_s = pause_s
+        self._has_failing = has_failing
+        self._alive = 0
+        self._lock = threading.RLock()  # a reply may be freed while another one is counted
+        self.most_alive = 0
+
+    def __call__(self, message: Message) -> Message:
+        partition = self._nodes.partition_of(message.metadata.dst_node_id)
+        time.sleep(self._pause_s)
+        if self._has_failing and partition == FAILS:
+            kind = message.metadata.message_type
+            raise NoDataError(f"{kind} of client {partition}: ValueError: no data\nand more lines")
+        content = RecordDict({"metrics": MetricRecord({"num-examples": 1, "score": float(partition)})})
+        for name, record in message.content.array_records.items():
+            new = {key: Array(np.asarray(array.numpy() + 1)) for key, array in record.items()}
+            content[name] = ArrayRecord(new)
+        with self._lock:
+            self._alive += 1
+            self.most_alive = max(self.most_alive, self._alive)
+        weakref.finalize(content, self._freed)
+        return Message(content, reply_to=message)
+
+    def _freed(self) -> None:
+        with self._lock:
+            self._alive -= 1
+
+
+def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
+    """Have a ClientApp handle messages."""
+
+    def handle(message: Message) -> Message:
+        context = nodes.context_of(message.metadata.dst_node_id)
+        # A process would have a copy: SecAgg+ sends all clients the same content, and takes it apart there.
+        reply = app(copy.deepcopy(message), context)
+        nodes.keep(context)
+        return reply
+
+    return handle
+
+
+class Client(NumPyClient):
+    """Adds one to the weights."""
+
+    def __init__(self, partition: int) -> None:
+        self._partition = partition
+
+    def get_parameters(self, config):
+        return [np.zeros(3, np.float32)]
+
+    def fit(self, parameters, config):
+        return [array + 1 for array in parameters], 1, {"score": float(self._partition)}
+
+    def evaluate(self, parameters, config):
+        return float(parameters[0][0]), 1, {"accuracy": 0.5}
+
+
+def new_nodes(count: int = CLIENTS) -> VirtualNodes:
+    return VirtualNodes(count, 0, RUN_ID, {})
+
+
+def initial_arrays() -> ArrayRecord:
+    return ArrayRecord({"w": Array(np.zeros(3, np.float32)), "n": Array(np.zeros((), np.int64))})
+
+
+class Recorded:
+    """What came of a run."""
+
+    def __init__(self, events: list[Event], recorder: Recorder) -> None:
+        self.events = events
+        self.recorder = recorder
+
+    def of(self, *names: str) -> list[Any]:
+        return [SimpleNamespace(**event) for event in self.events if event["event"] in names]
+
+    def phases(self, kind: str) -> list[Any]:
+        return [event for event in self.of("round_finished") if event.task == kind]
+
+    def metrics(self, kind: str) -> dict[int | None, dict[str, Any]]:
+        return {event.round: dict(event.metrics) for event in self.phases(kind)}
+
+    def failures(self) -> list[Any]:
+        return [event for event in self.of("reply") if event.error is not None]
+
+    def strategies(self) -> list[tuple[str, int | None]]:
+        return [(event.strategy, event.num_rounds) for event in self.of("strategy_started")]
+
+
+def run_app(
+    app: ServerApp | Callable[[Grid, Context], Any],
+    handle: Callable[[Message], Message] | None = None,
+    nodes: VirtualNodes | None = None,
+    threads: int = 2,
+) -> Recorded:
+    """Run a ServerApp, or its main function, and record it."""
+    events: list[Event] = []
+    nodes = new_nodes() if nodes is None else nodes
+    with recorded_rounds(events.append, nodes.partition_of) as recorder:
+        run_on_grid(app, recorder, handle or Clients(nodes), nodes, threads)
+    return Recorded(events, recorder)
+
+
+def run_on_grid(
+    app: ServerApp | Callable[[Grid, Context], Any],
+    recorder: Recorder,
+    handle: Callable[[Message], Message],
+    nodes: VirtualNodes,
+    threads: int = 2,
+) -> None:
+    """Run a ServerApp on a grid that is recorded."""
+    identity = {"run_id": RUN_ID, "node_id": SUPERLINK_NODE_ID, "task_id": 1}
+    for name, value in identity.items():  # as a process of Flower's has it that runs a ServerApp
+        setattr(TaskIdentity, name, value)
+    local = LocalGrid(Run.create_empty(RUN_ID), nodes, handle, threads)
+    context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
+    with closing(RecordedGrid(local, recorder)) as grid:
+        app(grid, context)
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()

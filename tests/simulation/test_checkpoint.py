@@ -1,0 +1,507 @@
+"""The checkpoint of a run: whole, whatever ends the process, and little to write each round."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_rounds import change_states, check_complete, check_equal, round_state
+from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_strategies import arrays, contents, filled, number_of, record_dicts, texts
+
+from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower.rounds import RoundState, capture_random_state, restore_random_state
+from flower_gpu.simulation.checkpoint import FORMAT_VERSION, INDEX_NAME, Checkpoints
+from flower_gpu.simulation.states import StateStore
+
+Script = Callable[..., Any]
+
+metrics = st.builds(MetricRecord, st.dictionaries(texts, st.floats() | st.lists(st.integers()), max_size=3))
+by_round = st.dictionaries(st.integers(0, 50), metrics, max_size=3)
+
+
+def array_record(items: dict[str, Array]) -> ArrayRecord:
+    record = ArrayRecord()
+    record.update(items)
+    return record
+
+
+round_states = st.builds(
+    RoundState,
+    server_round=st.integers(0, 10**6),
+    arrays=st.builds(array_record, st.dictionaries(texts, arrays, max_size=4)),
+    train_metrics=by_round,
+    evaluate_metrics=by_round,
+    client_metrics=by_round,
+    random_state=st.builds(capture_random_state),
+)
+
+
+def write_rounds(folder: Path, rounds: range, identity: dict[str, Any] | None = None) -> StateStore:
+    states = StateStore()
+    checkpoints = Checkpoints(folder, states, identity)
+    for number in rounds:
+        change_states(states, number)
+        checkpoints.write(round_state(number))
+    return states
+
+
+def state_files(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.glob("*.states")}
+
+
+@given(round_states, st.dictionaries(st.integers(0, 20), record_dicts, max_size=4))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_a_round_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, expected: RoundState, kept: dict[int, RecordDict]
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    states = StateStore()
+    for partition, state in kept.items():
+        states.put(partition, state)
+    Checkpoints(folder, states).write(expected)
+    resumed = StateStore()
+    found = Checkpoints(folder, resumed).read()
+    assert found is not None
+    for name in ("train_metrics", "evaluate_metrics", "client_metrics"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert list(ours) == list(theirs)
+        assert contents(RecordDict({str(n): ours[n] for n in ours})) == contents(
+            RecordDict({str(n): theirs[n] for n in theirs})
+        )
+    assert contents(RecordDict({"": found.arrays})) == contents(RecordDict({"": expected.arrays}))
+    assert (found.server_round, found.random_state) == (expected.server_round, expected.random_state)
+    for partition, state in kept.items():
+        assert contents(resumed.get(partition)) == contents(state)
+
+
+def test_no_checkpoint_is_no_round(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "none", StateStore()).read() is None
+    assert not (tmp_path / "none").exists()
+
+
+def test_random_numbers_go_on_as_they_would_have(tmp_path: Path) -> None:
+    random.seed(3)
+    np.random.seed(3)
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    Checkpoints(tmp_path, StateStore()).write(round_state_with(capture_random_state()))
+    expected = [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()]
+    found = Checkpoints(tmp_path, StateStore()).read()
+    assert found is not None
+    restore_random_state(found.random_state)
+    assert [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand()] == expected
+
+
+def round_state_with(random_state: dict[str, Any]) -> RoundState:
+    return RoundState(1, ArrayRecord(), {}, {}, random_state)
+
+
+def test_the_model_is_made_of_flowers_own_arrays(tmp_path: Path) -> None:
+    """Only their bytes are written once for all workers of the next round."""
+    Checkpoints(tmp_path, StateStore()).write(round_state(1))
+    found = Checkpoints(tmp_path, StateStore()).read()
+    assert found is not None
+    assert {type(array) for array in found.arrays.values()} == {Array}
+
+
+def test_each_round_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoint"
+    for number in range(8):
+        write_rounds(folder, range(number, number + 1))
+        assert len(list(folder.glob("*.model"))) == 1
+        found = Checkpoints(folder, StateStore()).read()
+        assert found is not None
+        check_equal(found, round_state(number))
+
+
+def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
+    states = StateStore()
+    checkpoints = Checkpoints(tmp_path, states)
+    for partition in range(10):
+        states.put(partition, filled(partition))
+    checkpoints.write(round_state(0))
+    ((first, size),) = state_files(tmp_path).items()
+    before = (tmp_path / first).read_bytes()
+    states.put(3, filled(33))
+    states.put(4, states.get(4))
+    checkpoints.write(round_state(1))
+    added = {name: found for name, found in state_files(tmp_path).items() if name != first}
+    assert list(added.values()) == [size // 10]
+    assert (tmp_path / first).read_bytes() == before
+    checkpoints.write(round_state(2))
+    assert state_files(tmp_path) == {first: size, **added}
+    resumed = StateStore()
+    Checkpoints(tmp_path, resumed).read()
+    assert [number_of(resumed.get(partition)) for partition in range(10)] == [0, 1, 2, 33, *range(4, 10)]
+
+
+def test_files_stay_within_twice_what_is_in_use(tmp_path: Path) -> None:
+    states = StateStore()
+    checkpoints = Checkpoints(tmp_path, states)
+    numbers = random.Random(0)
+    expected = dict.fromkeys(range(40), 0)
+    for partition in expected:
+        states.put(partition, filled(0))
+    in_use = sum(map(states.size_bytes, expected))
+    for server_round in range(25):
+        for partition in numbers.sample(range(40), 8):
+            states.put(partition, filled(server_round))
+            expected[partition] = server_round
+        checkpoints.write(round_state(0))
+        assert in_use <= sum(state_files(tmp_path).values()) <= 2 * in_use
+    resumed = StateStore()
+    Checkpoints(tmp_path, resumed).read()
+    assert {partition: number_of(resumed.get(partition)) for partition in expected} == expected
+    assert {partition: number_of(states.get(partition)) for partition in expected} == expected
+
+
+def test_a_state_that_the_checkpoint_has_leaves_memory_without_being_written(tmp_path: Path) -> None:
+    folder, checkpoint = tmp_path / "states", tmp_path / "checkpoint"
+    states = StateStore(folder, 1500)
+    checkpoints = Checkpoints(checkpoint, states)
+    states.put(0, filled(1, 800))
+    checkpoints.write(round_state(1))
+    states.put(1, filled(2, 800))
+    assert not folder.exists()
+    states.put(2, filled(3, 800))
+    assert len(list(folder.iterdir())) == 1  # the one of which there is no copy
+    checkpoints.write(round_state(2))
+    assert list(folder.iterdir()) == []
+    assert [number_of(states.get(partition)) for partition in range(3)] == [1, 2, 3]
+
+
+def test_an_emptied_state_is_gone_from_the_checkpoint(tmp_path: Path) -> None:
+    states = StateStore()
+    checkpoints = Checkpoints(tmp_path, states)
+    states.put(0, filled(1))
+    checkpoints.write(round_state(1))
+    states.put(0, RecordDict())
+    checkpoints.write(round_state(2))
+    assert state_files(tmp_path) == {}
+    resumed = StateStore()
+    Checkpoints(tmp_path, resumed).read()
+    assert not resumed.get(0)
+
+
+def test_a_run_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    write_rounds(tmp_path, range(4))
+    states = StateStore(tmp_path / "states", 0)
+    checkpoints = Checkpoints(tmp_path, states)
+    found = checkpoints.read()
+    assert found is not None and found.server_round == 3
+    for number in range(4, 9):
+        change_states(states, number)
+        checkpoints.write(round_state(number))
+        assert check_complete(tmp_path) == number
+
+
+def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_path: Path) -> None:
+    states = StateStore(tmp_path / "states", 1000)
+    checkpoints = Checkpoints(tmp_path / "checkpoint", states)
+    is_over = threading.Event()
+
+    def change() -> None:
+        number = 0
+        while not is_over.is_set():
+            number += 1
+            states.put(number % 7, filled(number))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(30):
+            checkpoints.write(round_state(1))
+            resumed = StateStore()
+            assert Checkpoints(tmp_path / "checkpoint", resumed).read() is not None
+            for partition in range(7):
+                found = resumed.get(partition)
+                assert not found or number_of(found) % 7 == partition
+    finally:
+        is_over.set()
+        thread.join(60)
+
+
+IDENTITY = {"app": "digits", "number of nodes": 100, "run config": {"lr": 0.1}, "strategy": "FedAvg"}
+
+
+def test_a_run_with_the_same_identity_is_read(tmp_path: Path) -> None:
+    write_rounds(tmp_path, range(1), IDENTITY)
+    assert Checkpoints(tmp_path, StateStore(), dict(IDENTITY)).read() is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({**IDENTITY, "number of nodes": 50}, "number of nodes was 100 and is 50"),
+        ({**IDENTITY, "run config": {"lr": 0.2}}, 'run config was {"lr": 0.1} and is {"lr": 0.2}'),
+        ({**IDENTITY, "seed": 1}, "seed was not set and is 1"),
+        (
+            {key: value for key, value in IDENTITY.items() if key != "app"},
+            'app was "digits" and is not set',
+        ),
+    ],
+)
+def test_another_run_is_refused_with_what_differs(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+    write_rounds(tmp_path, range(2), IDENTITY)
+    states = StateStore()
+    with pytest.raises(ConfigError) as caught:
+        Checkpoints(tmp_path, states, changed).read()
+    assert text in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert str(caught.value).count(" was ") == 1
+    assert not states.get(0)
+    assert Checkpoints(tmp_path, StateStore(), IDENTITY).read() is not None
+
+
+def test_another_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    write_rounds(tmp_path, range(1))
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as database:
+        database.execute(f"PRAGMA user_version = {FORMAT_VERSION + 1}")
+    with pytest.raises(ConfigError, match=r"newer flower-gpu: its format is version \d.* the version that"):
+        Checkpoints(tmp_path, StateStore()).read()
+    (tmp_path / INDEX_NAME).rename(tmp_path / "checkpoint.json")
+    with pytest.raises(
+        ConfigError, match=r"earlier flower-gpu: .* the version that began it, or start it anew"
+    ):
+        Checkpoints(tmp_path, StateStore()).read()
+
+
+def test_another_process_that_writes_into_the_folder_is_told_and_its_round_stays(tmp_path: Path) -> None:
+    states = StateStore()
+    ours = Checkpoints(tmp_path, states)
+    ours.write(round_state(0))
+    resumed = StateStore()
+    theirs = Checkpoints(tmp_path, resumed)
+    theirs.read()
+    for number in (1, 2):
+        change_states(resumed, number)
+        theirs.write(round_state(number))
+    states.put(0, filled(9))
+    with pytest.raises(FlowerGPUError, match="was written by another process: it has 3 rounds"):
+        ours.write(round_state(1))
+    assert check_complete(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE states",
+        "DROP TABLE round",
+        "CREATE TRIGGER more AFTER DELETE ON round BEGIN DELETE FROM states; END",
+        "DROP TABLE states; CREATE VIEW states AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n)"
+        " SELECT i AS partition, i AS serial, i AS offset, i AS size, i AS checksum FROM n",
+        "DELETE FROM states WHERE partition = 3",
+        "UPDATE states SET partition = 30 WHERE partition = 3",
+        "UPDATE states SET checksum = 'x'",
+        "UPDATE states SET size = 9223372036854775807",
+        "UPDATE round SET content = replace(content, 'server_round', 'server')",
+    ],
+)
+def test_an_index_that_was_changed_is_refused(tmp_path: Path, statement: str) -> None:
+    write_rounds(tmp_path, range(4))
+    with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as database:
+        database.executescript(statement)
+    with pytest.raises(ConfigError, match=r"checkpoint\.sqlite is damaged .*--resume"):
+        Checkpoints(tmp_path, StateStore()).read()
+
+
+def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    kept = StateStore()
+    checkpoints = Checkpoints(folder, kept)
+    for number in range(2):
+        kept.put(number, filled(number))
+        checkpoints.write(round_state(number))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["1.states", "2.model", "2.states", INDEX_NAME, f"{INDEX_NAME}-journal"]
+    names.pop()  # empty
+    for name in names:
+        path = folder / name
+        data = path.read_bytes()
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        for damaged in (flipped, data[:-1], data[:middle], b"", None):
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            states = StateStore()
+            if damaged is None and name == INDEX_NAME:
+                assert Checkpoints(folder, states).read() is None
+            else:
+                with pytest.raises(FlowerGPUError) as caught:
+                    Checkpoints(folder, states).read()
+                assert str(path) in str(caught.value) and "--resume" in str(caught.value)
+            assert not states.get(0) and not states.get(1)
+        path.write_bytes(data)
+    assert Checkpoints(folder, StateStore()).read() is not None
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_an_index_with_any_other_byte_is_told_or_means_the_same(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_rounds(folder, range(4))
+    path = folder / INDEX_NAME
+    content = bytearray(path.read_bytes())
+    used = [place for place, byte in enumerate(content) if byte]  # the rest of a page is not in use
+    content[data.draw(st.integers(0, 100) | st.sampled_from(used))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    try:
+        assert check_complete(folder) == 3
+    except FlowerGPUError as error:
+        assert str(path) in str(error)
+
+
+#: Starts of scripts: rounds that a process of its own writes until it is killed.
+WRITER = """
+import itertools, os, random, select, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from checkpoint_rounds import change_states, check_complete, round_state
+from flower_gpu.simulation.checkpoint import Checkpoints
+from flower_gpu.simulation.states import StateStore
+
+folder = Path(sys.argv[1])
+
+def writer():
+    states = StateStore(folder.with_name("states"), 300)
+    checkpoints = Checkpoints(folder, states)
+    found = checkpoints.read()
+    first = 0 if found is None else found.server_round + 1
+    def write(number):
+        change_states(states, number)
+        checkpoints.write(round_state(number))
+    return first, write
+
+def wait_for(child):
+    _, status = os.waitpid(child, 0)
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+def in_child(function):
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+"""
+
+
+@pytest.mark.timeout(120)
+def test_killed_at_any_time_the_last_round_or_the_one_before_is_there(
+    run_script: Script, tmp_path: Path
+) -> None:
+    script = """
+last = least = -1
+numbers = random.Random(0)
+for _ in range(15):
+    reader, ready = os.pipe()
+    def write_until_killed():
+        first, write = writer()
+        for number in itertools.count(first):
+            os.write(ready, number.to_bytes(4, "big"))
+            write(number)
+    child = in_child(write_until_killed)
+    os.close(ready)
+    begun = b""
+    rounds = numbers.randrange(3)
+    while len(begun) < 4 * (rounds + 1):
+        assert select.select([reader], [], [], 30)[0]
+        begun += os.read(reader, 1 << 16)
+    time.sleep(numbers.uniform(0, 0.03))
+    os.kill(child, signal.SIGKILL)
+    assert wait_for(child) == -signal.SIGKILL
+    while data := os.read(reader, 1 << 16):
+        begun += data
+    os.close(reader)
+    begun = int.from_bytes(begun[-4:], "big")
+    found = check_complete(folder)
+    assert found in (begun - 1, begun) and found >= last, (found, begun, last)
+    last = found
+    least += rounds
+    assert last >= least
+"""
+    run_script(WRITER + script, str(tmp_path / "checkpoint"), str(Path(__file__).parent))
+
+
+def test_between_any_two_lines_the_folder_holds_the_round_or_the_one_before(tmp_path: Path) -> None:
+    """What a kill at that moment would leave, since the kernel has what was written."""
+    folder = tmp_path / "checkpoint"
+    states = StateStore(tmp_path / "states", 300)
+    checkpoints = Checkpoints(folder, states)
+    found: list[int] = []
+    before: list[tuple[str, int, int]] = []
+
+    def look(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal before
+        if Path(frame.f_code.co_filename).name not in ("checkpoint.py", "states.py"):
+            return None
+        now = [(path.name, path.stat().st_ino, path.stat().st_size) for path in sorted(folder.glob("*"))]
+        if now != before:
+            before = now
+            found.append(check_complete(folder))
+        return look
+
+    rounds = 9
+    for number in range(rounds):
+        change_states(states, number)
+        state = round_state(number)
+        found.clear()
+        traced = sys.gettrace()
+        sys.settrace(look)
+        try:
+            checkpoints.write(state)
+        finally:
+            sys.settrace(traced)
+        found.append(check_complete(folder))
+        # New files appear, the index is replaced, old files go.
+        assert found == sorted(found) and set(found) == {number - 1, number}
+        assert found.count(number - 1) >= 2 and len(found) >= 6
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_written_is_an_error_and_the_round_before_stays(
+    run_script: Script, tmp_path: Path
+) -> None:
+    """A limit on the size of files takes the place of a full disk."""
+    script = """
+import resource
+from flower_gpu.errors import FlowerGPUError
+first, write = writer()
+for number in range(5):
+    write(number)
+before = sorted(path.name for path in folder.iterdir())
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for limit in (100, 400, 5000, 20_000):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        write(5)
+    except FlowerGPUError as error:
+        assert "iB" in str(error) or " B " in str(error), error
+        assert str(folder.parent) in str(error), error
+    else:
+        raise AssertionError("written")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert check_complete(folder) == 4
+write(5)
+assert check_complete(folder) == 5
+"""
+    run_script(WRITER + script, str(tmp_path / "checkpoint"), str(Path(__file__).parent))

@@ -1,0 +1,280 @@
+"""Workers of a simulation that handle several messages: each finds what it would find in a new one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recycled_app
+import recycling_tasks
+from flwr.app import Message
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.task_identity import TaskIdentity
+from grid_handlers import until
+
+from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
+from flower_gpu.flower import message_call
+from flower_gpu.simulation.lease_turns import LeaseTurns
+from flower_gpu.simulation.messages import AppReference, MessageHandler
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.verification import Verification
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.forkserver.line import Line
+from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
+from flower_gpu.workers.methods import SPAWN
+
+pytestmark = pytest.mark.timeout(120)
+
+RUN_ID = 11
+
+
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[Line]:
+    run_server = RunServer(
+        RunServerSettings("recycling", modules=("torch", "flower_gpu.simulation.messages"))
+    )
+    line = Line(run_server)
+    yield line
+    run_server.close()
+    line.close()
+
+
+def run(line: Line, task: str, *args: Any, calls: int = 100) -> Any:
+    return line.run(Call(f"recycling_tasks:{task}", args), calls=calls)
+
+
+@pytest.mark.parametrize(
+    "name", [*recycling_tasks.OF_TORCH, *recycling_tasks.OF_NEW_TORCH, *recycling_tasks.OF_PYTHON]
+)
+def test_what_a_client_changes_is_as_before_for_the_next(name: str, with_torch: Line) -> None:
+    if name in recycling_tasks.OF_NEW_TORCH:
+        import torch
+
+        if not hasattr(torch.backends, "fp32_precision"):
+            pytest.skip("this torch has no such setting")
+    with_torch.retire()
+    _, before, changed = run(with_torch, "look_and_change", name)
+    assert changed != before
+    # The same worker, or one that is new because nobody can set this anew.
+    _, after, _ = run(with_torch, "look_and_change", name)
+    assert after == before
+    with_torch.retire()
+
+
+def test_nothing_is_changed_that_nobody_changed(with_torch: Line) -> None:
+    """To set a value that is there already can be a change: of what follows something else otherwise."""
+    import torch
+
+    names = [*recycling_tasks.OF_TORCH, *recycling_tasks.OF_PYTHON]
+    if hasattr(torch.backends, "fp32_precision"):
+        names += recycling_tasks.OF_NEW_TORCH
+    with_torch.retire()
+    first = run(with_torch, "look_at", names)
+    for _ in range(2):
+        assert run(with_torch, "look_at", names) == first
+    with_torch.retire()
+
+
+def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
+    with_torch.retire()
+    pid, first = run(with_torch, "numbers", 1)
+    assert len(set(first)) == 4
+    same_pid, other = run(with_torch, "numbers", 2)
+    assert same_pid == pid
+    assert not set(first) & set(other)
+    assert run(with_torch, "numbers", 1) == (pid, first)
+    with_torch.retire()
+    new_pid, again = run(with_torch, "numbers", 1)
+    assert new_pid != pid
+    assert again == first
+
+
+def test_torch_that_comes_late() -> None:
+    """The first client's function imports it: what that sets is not there for the second."""
+    run_server = RunServer(RunServerSettings("late", SPAWN))
+    line = Line(run_server)
+    try:
+        for _ in range(3):
+            assert run(line, "import_torch_late")[1] == "torch.float32"
+    finally:
+        run_server.close()
+        line.close()
+
+
+# Messages
+
+
+class Handler:
+    """Handles messages as a simulation does."""
+
+    def __init__(
+        self,
+        run_server: RunServer,
+        calls_per_worker: int,
+        verification: Verification | None = None,
+        seed: int = 3,
+    ) -> None:
+        self.nodes = VirtualNodes(4, 1, RUN_ID, {})
+        self.handler = MessageHandler(
+            AppReference(Path(__file__).parent, "recycled_app:app"),
+            self.nodes,
+            {},
+            "recycled",
+            seed,
+            lambda: Slot(run_server, LeaseTurns(), calls_per_worker),
+            verification,
+        )
+        self._numbers = iter(range(1000))
+
+    def message(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> Message:
+        message = Message(
+            recycled_app.content(task, **content), self.nodes.ids[node], "train", group_id=group
+        )
+        message.metadata.__dict__["_message_id"] = f"message {next(self._numbers)}"
+        return message
+
+    def __call__(self, node: int, task: str = "answer", group: str = "1", **content: Any) -> dict[str, Any]:
+        """Have a message handled; return what the app says."""
+        return dict(self.handler(self.message(node, task, group, **content)).content["facts"])
+
+    def times(self, node: int) -> int:
+        """Return how often a node's state has been seen, as it says itself."""
+        state = self.nodes.context_of(self.nodes.ids[node]).state
+        return int(state["seen"]["times"]) if "seen" in state else 0
+
+
+@pytest.fixture(scope="module")
+def run_server() -> Iterator[RunServer]:
+    run_server = RunServer(RunServerSettings("messages", SPAWN, modules=("flower_gpu.simulation.messages",)))
+    yield run_server
+    run_server.close()
+
+
+@pytest.fixture
+def new_handler(run_server: RunServer) -> Iterator[Callable[..., Handler]]:
+    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, 1
+    made: list[Handler] = []
+
+    def new(*args: Any, **kwargs: Any) -> Handler:
+        made.append(Handler(run_server, *args, **kwargs))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.handler.close()
+    for name, value in before.items():
+        setattr(TaskIdentity, name, value)
+
+
+def test_messages_of_one_worker(new_handler: Callable[..., Handler]) -> None:
+    handler = new_handler(3)
+    found = [handler(number % 4) for number in range(7)]
+    assert [one["calls"] for one in found] == [1, 2, 3, 1, 2, 3, 1]  # what a module keeps stays
+    assert [one["times"] for one in found] == [1, 1, 1, 1, 2, 2, 2]  # a node's state is its own
+    assert handler.handler.facts()["workers_started"] == len({one["pid"] for one in found}) == 3
+    handler.handler.idle()  # on the CPU nobody else waits for what it has
+    assert handler(0)["calls"] == 2
+    handler.handler.leave()
+    assert handler(0)["calls"] == 1
+
+
+def test_numbers_do_not_depend_on_who_has_had_the_worker(new_handler: Callable[..., Handler]) -> None:
+    nodes = [0, 1, 2, 0, 3]
+    one, other = new_handler(1), new_handler(100)
+    first = [one(node)["drawn"] for node in nodes]
+    assert [other(node)["drawn"] for node in nodes] == first
+    assert len(set(first)) == 5  # node 0's second message has other ones, too
+    assert new_handler(1, seed=4)(0)["drawn"] != first[0]
+
+
+def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handler]) -> None:
+    handler = new_handler(5)
+    handler(0)
+    with pytest.raises(ClientCallError, match="train of client 0: ValueError: of the app"):
+        handler(0, "fail")
+    with pytest.raises(WorkerDiedError, match="exited with code 3"):
+        handler(0, "die")
+    assert handler.times(0) == 1
+    assert handler(0)["times"] == 2
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_given_up_while_it_runs(
+    method: str, new_handler: Callable[..., Handler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_START_METHOD", method)
+    handler = new_handler(5)
+    if method == "forkserver":
+        handler(0)
+    message = handler.message(1, "hang", file=str(tmp_path / "begun"))
+    thread = threading.Thread(
+        target=lambda: until((tmp_path / "begun").exists) and handler.handler.cancel(message)
+    )
+    thread.start()
+    with pytest.raises(FlowerGPUError):
+        handler.handler(message)
+    thread.join()
+    assert handler.times(1) == 0
+    assert handler(1)["times"] == 1
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[..., Handler]) -> None:
+    """It is not handled any more, and keeps no later message waiting."""
+    handler = new_handler(5)
+    if used:
+        handler(0)
+    room = threading.Event()
+    memory = handler.handler._memory
+    with memory.room():  # so that the next one has to wait for the host's memory
+        memory._available = lambda: (0, 1 << 40) if not room.is_set() else (1 << 40, 1 << 40)
+        message = handler.message(1, "hang", file="/dev/null")
+        errors: list[BaseException] = []
+
+        def handle() -> None:
+            try:
+                handler.handler(message)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=handle, daemon=True)
+        thread.start()
+        assert until(lambda: memory.waits == 1)
+        handler.handler.cancel(message)
+        time.sleep(0.05)
+        room.set()
+        thread.join(30)
+    assert not thread.is_alive(), "it is handled all the same"
+    assert isinstance(errors[0], FlowerGPUError)
+    assert handler.times(1) == 0
+    assert handler(1)["times"] == 1
+
+
+def test_verification_tells_what_depends_on_earlier_messages(new_handler: Callable[..., Handler]) -> None:
+    verification = Verification(2)
+    handler = new_handler(10, verification)
+    for number in range(8):
+        handler(number % 4, "remember")
+    facts = verification.facts()
+    assert facts["compared"] == 2
+    assert len(facts["different_clients"]) == 2
+    assert facts["largest_relative_difference"] > 0
+    assert [handler.times(node) for node in range(4)] == [2] * 4  # the second look leaves no trace
+
+
+def test_verification_finds_nothing_where_nothing_is(new_handler: Callable[..., Handler]) -> None:
+    verification = Verification(3)
+    handler = new_handler(10, verification)
+    for number in range(8):
+        handler(number % 4)
+    assert verification.facts() == {
+        "compared": 3,
+        "different_clients": [],
+        "largest_relative_difference": 0.0,
+    }

@@ -1,0 +1,699 @@
+"""What is recorded of Flower's strategies and of users' own loops, and the folder that is left of a run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import LegacyContext, Server, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import strategy as legacy
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+from flwr.serverapp import ServerApp
+from flwr.serverapp import strategy as flwr_strategies
+from flwr.serverapp.strategy import FedAvg, Result, Strategy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from recorded_apps import (
+    CLIENTS,
+    FAILS,
+    Client,
+    Clients,
+    handled_by,
+    initial_arrays,
+    lines_of,
+    new_nodes,
+    run_app,
+    run_on_grid,
+)
+
+import flower_gpu.flower.strategy as ours
+from flower_gpu import gpu_evaluate, trace
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower.evaluate import GPUEvaluate
+from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.simulation.model_file import NPZ, SAFETENSORS, write_model
+from flower_gpu.simulation.reporting import reported_run
+from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
+from flower_gpu.trace import Event
+
+pytestmark = pytest.mark.timeout(120)
+
+ROUNDS = 3
+
+
+def accuracy(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    return MetricRecord({"accuracy": server_round / 10})
+
+
+class OwnStart(FedAvg):
+    """Has a loop of its own, and never calls Flower's."""
+
+    def start(self, grid, initial_arrays, rounds_of_mine=2, evaluate_fn=None, **rest):
+        result = Result(arrays=initial_arrays)
+        for server_round in range(1, rounds_of_mine + 1):
+            messages = self.configure_train(server_round, result.arrays, ConfigRecord(), grid)
+            replies = grid.send_and_receive(messages)
+            result.arrays, metrics = self.aggregate_train(server_round, replies)
+            result.train_metrics_clientapp[server_round] = metrics
+            result.evaluate_metrics_serverapp[server_round] = evaluate_fn(server_round, result.arrays)
+        return result
+
+
+class Around(FedAvg):
+    """Passes everything on to another strategy."""
+
+    def start(self, *args, **kwargs):
+        return FedAvg().start(*args, **kwargs)
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "FedAvg": FedAvg,
+    "FedAdam": flwr_strategies.FedAdam,
+    "Krum": lambda: flwr_strategies.Krum(num_malicious_nodes=1),
+    "FedMedian": flwr_strategies.FedMedian,
+    "DifferentialPrivacyServerSideFixedClipping": lambda: (
+        flwr_strategies.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 10.0, CLIENTS)
+    ),
+    "OwnStart": OwnStart,
+    "Around": Around,
+}
+
+
+def tell(events: list[Event]) -> list[str]:
+    return [event["event"] for event in events if event["event"] != "reply"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_any_strategy_is_recorded_as_its_result_says(name: str) -> None:
+    strategy = STRATEGIES[name]()  # made before the recording, as in a module of an app
+    results: list[Result] = []
+    arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
+
+    def main(grid: Any, context: Any) -> None:
+        own = {"rounds_of_mine": ROUNDS} if name == "OwnStart" else {"num_rounds": ROUNDS}
+        results.append(strategy.start(grid, initial_arrays=arrays, evaluate_fn=accuracy, **own))
+
+    recorded = run_app(main)
+    (result,) = results
+    assert recorded.events[0]["event"] == "strategy_started"
+    assert recorded.strategies() == [(name, None if name == "OwnStart" else ROUNDS)]
+    assert recorded.metrics("train") == {
+        server_round: dict(result.train_metrics_clientapp.get(server_round) or {})
+        for server_round in range(1, ROUNDS + 1)
+    }
+    assert recorded.metrics("evaluate") == {
+        server_round: dict(metrics) for server_round, metrics in result.evaluate_metrics_clientapp.items()
+    }
+    assert recorded.metrics("server-evaluate") == {
+        server_round: dict(metrics) for server_round, metrics in result.evaluate_metrics_serverapp.items()
+    }
+    if result.arrays:  # with noise, one reply that is an error makes the round void
+        assert recorded.recorder.model is result.arrays
+    else:
+        assert recorded.recorder.model is arrays
+    for phase in [*recorded.phases("train"), *recorded.phases("evaluate")]:
+        assert (phase.clients, phase.failed, phase.messages) == (CLIENTS - 1, 1, CLIENTS)
+    assert not recorded.of("round_grew"), "each phase is announced with its number of messages"
+    assert {event.messages for event in recorded.of("round_started")} == {CLIENTS}
+    # Partition and error, for each message to the client that fails.
+    kinds = ["train"] if name == "OwnStart" else ["train", "evaluate"]
+    assert [(one.round, one.task, one.node, one.error) for one in recorded.failures()] == [
+        (server_round, kind, FAILS, f"{kind} of client {FAILS}: ValueError: no data\nand more lines")
+        for server_round in range(1, ROUNDS + 1)
+        for kind in kinds
+    ]
+
+
+def test_events_come_in_the_order_in_which_things_happen() -> None:
+    recorded = run_app(lambda grid, context: FedAvg().start(grid, initial_arrays(), 1, evaluate_fn=accuracy))
+    assert tell(recorded.events) == [
+        "strategy_started",
+        "round_finished",  # the initial model, evaluated on the server
+        *["round_started", "round_finished"] * 2,
+        "round_finished",
+    ]
+    replies = recorded.of("reply")
+    assert len(replies) == 2 * CLIENTS
+    assert {event.node for event in replies} == set(range(CLIENTS))
+    assert not any(event.metrics for event in replies), "the strategy takes care of those"
+
+
+def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() -> None:
+    nodes = new_nodes(60)
+    clients = Clients(nodes)
+
+    def main(grid: Any, context: Any) -> None:
+        evaluate = gpu_evaluate(accuracy, start_method="in-process")
+        ours.FedAvg().start(grid, initial_arrays(), 2, evaluate_fn=evaluate)
+
+    recorded = run_app(main, clients, nodes)
+    assert recorded.metrics("server-evaluate") == {n: {"accuracy": n / 10} for n in range(3)}
+    assert len(recorded.phases("server-evaluate")) == 3, "each is told once"
+    assert all(phase.seconds is not None for phase in recorded.phases("server-evaluate"))
+    assert [phase.clients for phase in recorded.phases("train")] == [59, 59]
+    assert recorded.phases("evaluate") == []
+    assert recorded.recorder.model["n"].numpy() == 2
+    # 2 threads, twice as many unread: with a list there would be 59.
+    assert clients.most_alive < 15
+
+
+def test_a_generator_of_replies_reaches_the_strategy_as_it_is() -> None:
+    seen = []
+
+    class Streaming(FedAvg):
+        def start(self, grid, initial_arrays, num_rounds=1):
+            messages = self.configure_train(1, initial_arrays, ConfigRecord(), grid)
+            return Result(arrays=self.aggregate_train(1, grid.stream(iter(messages)))[0])
+
+        def aggregate_train(self, server_round, replies):
+            assert iter(replies) is replies
+            seen.extend(reply.metadata.src_node_id for reply in replies)
+            return initial_arrays(), MetricRecord({"seen": len(seen)})
+
+    recorded = run_app(lambda grid, context: Streaming().start(grid, initial_arrays()))
+    assert recorded.metrics("train") == {1: {"seen": CLIENTS}}
+
+
+def test_two_starts_in_one_app_are_two_runs() -> None:
+    def main(grid: Any, context: Any) -> None:
+        strategy = FedAvg(fraction_evaluate=0.0)
+        arrays = strategy.start(grid, initial_arrays(), num_rounds=1).arrays
+        strategy.start(grid, arrays, num_rounds=2)
+
+    recorded = run_app(main)
+    assert recorded.strategies() == [("FedAvg", 1), ("FedAvg", 2)]
+    assert [phase.round for phase in recorded.phases("train")] == [1, 1, 2]
+    assert recorded.recorder.model["w"].numpy().tolist() == [3.0] * 3
+
+
+class OwnServer(Server):
+    """Has rounds of its own."""
+
+    def fit(self, num_rounds, timeout):
+        self.parameters = self._get_initial_parameters(0, timeout)
+        for server_round in range(1, num_rounds + 1):
+            self.parameters, _, _ = self.fit_round(server_round, timeout)
+        return super().fit(0, timeout)
+
+
+def legacy_parts() -> dict[str, Any]:
+    strategy = legacy.FedAvg(
+        min_fit_clients=CLIENTS,
+        min_evaluate_clients=CLIENTS,
+        min_available_clients=CLIENTS,
+        evaluate_fn=lambda server_round, arrays, config: (0.1 * server_round, {"f1": np.float32(0.5)}),
+        fit_metrics_aggregation_fn=lambda found: {"score": sum(metrics["score"] for _, metrics in found)},
+    )
+    return {"strategy": strategy, "config": ServerConfig(num_rounds=ROUNDS)}
+
+
+def legacy_server(context: Any) -> ServerAppComponents:
+    return ServerAppComponents(**legacy_parts())
+
+
+def own_server(context: Any) -> ServerAppComponents:
+    parts = legacy_parts()
+    server = OwnServer(client_manager=SimpleClientManager(), strategy=parts["strategy"])
+    return ServerAppComponents(server=server, config=parts["config"])
+
+
+def workflow(grid: Any, context: Any) -> None:
+    DefaultWorkflow()(grid, LegacyContext(context=context, **legacy_parts()))
+
+
+def secure_workflow(grid: Any, context: Any) -> None:
+    fit = SecAggPlusWorkflow(num_shares=3, reconstruction_threshold=2, clipping_range=20.0)
+    DefaultWorkflow(fit_workflow=fit)(grid, LegacyContext(context=context, **legacy_parts()))
+
+
+@pytest.mark.parametrize("name", ["server_fn", "own Server", "workflow", "SecAgg+"])
+def test_a_legacy_server_is_recorded(name: str) -> None:
+    from flwr.client.mod import secaggplus_mod
+
+    app = {
+        "server_fn": ServerApp(server_fn=legacy_server),
+        "own Server": ServerApp(server_fn=own_server),
+        "workflow": workflow,
+        "SecAgg+": secure_workflow,
+    }[name]
+    nodes = new_nodes()
+    client_app = ClientApp(
+        client_fn=lambda context: Client(context.node_config["partition-id"]).to_client(),
+        mods=[secaggplus_mod] if name == "SecAgg+" else [],
+    )
+    recorded = run_app(app, handled_by(client_app, nodes), nodes)
+    assert recorded.strategies() == [("FedAvg", ROUNDS)]
+    rounds = range(1, ROUNDS + 1)
+    trained = recorded.phases("train")
+    assert [phase.round for phase in trained] == list(rounds)
+    assert {phase.clients for phase in trained} == {CLIENTS}
+    assert {phase.messages for phase in trained} == {CLIENTS * (4 if name == "SecAgg+" else 1)}
+    if name != "SecAgg+":  # whose workflow has no metrics of clients
+        assert recorded.metrics("train") == {number: {"score": 15.0} for number in rounds}
+    asked = recorded.phases("get_parameters")
+    assert asked[0].round in (None, 0)  # Flower's Server sends no group id for round 0
+    assert asked[0].clients == 1
+    assert recorded.metrics("server-evaluate")[0] == {"loss": 0.0, "f1": 0.5}
+    if name != "own Server":
+        assert recorded.metrics("evaluate") == {
+            number: {"loss": pytest.approx(number, abs=0.01)} for number in rounds
+        }
+        assert recorded.metrics("server-evaluate") == {
+            number: {"loss": pytest.approx(0.1 * number), "f1": 0.5} for number in range(ROUNDS + 1)
+        }
+    model = recorded.recorder.model
+    (weights,) = (
+        [array.numpy() for array in model.values()]
+        if isinstance(model, ArrayRecord)
+        else parameters_to_ndarrays(model)
+    )
+    expected = 0 if name == "own Server" else ROUNDS  # its last step asks for the initial ones once more
+    np.testing.assert_allclose(weights, [expected] * 3, atol=0.01)
+
+
+def messages_to_all(grid: Any, kind: str = "train", **metadata: str) -> list[Message]:
+    content = RecordDict({"arrays": initial_arrays()})
+    return [Message(content, node_id, kind, **metadata) for node_id in grid.get_node_ids()]
+
+
+def test_an_own_loop_with_rounds_is_recorded_by_its_messages() -> None:
+    def main(grid: Any, context: Any) -> None:
+        for server_round in (1, 2):
+            for message in messages_to_all(grid, group_id=str(server_round)):
+                list(grid.send_and_receive([message]))  # one by one, and still one phase
+
+    recorded = run_app(main)
+    assert [(one.round, one.task, one.clients, one.failed) for one in recorded.of("round_finished")] == [
+        (1, "train", CLIENTS - 1, 1),
+        (2, "train", CLIENTS - 1, 1),
+    ]
+    told = {(one.round, one.node): dict(one.metrics) for one in recorded.of("reply")}
+    assert told[2, 1] == {"num-examples": 1, "score": 1.0}
+    assert told[2, FAILS] == {}
+
+
+def test_an_own_loop_without_rounds_has_a_phase_for_each_time_it_sends() -> None:
+    def main(grid: Any, context: Any) -> None:
+        for _ in range(2):
+            list(grid.send_and_receive(messages_to_all(grid, "query.size")))
+
+    recorded = run_app(main)
+    assert [(one.round, one.task, one.messages) for one in recorded.of("round_finished")] == [
+        (None, "query", CLIENTS)
+    ] * 2
+
+
+def test_the_round_in_a_messages_config_counts_and_aggregation_alone_ends_it() -> None:
+    def main(grid: Any, context: Any) -> None:
+        strategy = FedAvg()
+        content = RecordDict({"arrays": initial_arrays(), "config": ConfigRecord({"server-round": 7})})
+        sent = [Message(content, node_id, "train") for node_id in grid.get_node_ids()]
+        strategy.aggregate_train(7, grid.send_and_receive(sent))
+
+    recorded = run_app(main)
+    assert recorded.metrics("train") == {7: {"score": pytest.approx(12 / 5)}}
+    assert recorded.recorder.model["w"].numpy().tolist() == [1.0] * 3
+
+
+def test_pushed_messages_are_recorded_when_they_are_pulled() -> None:
+    def main(grid: Any, context: Any) -> None:
+        waiting = set(grid.push_messages(messages_to_all(grid, group_id="4")))
+        while len(waiting) > 2:
+            for reply in grid.pull_messages(list(waiting)[:1]):
+                waiting.discard(reply.metadata.reply_to_message_id)
+
+    recorded = run_app(main, Clients(new_nodes(), has_failing=False))
+    (phase,) = recorded.of("round_finished")
+    assert (phase.round, phase.clients, phase.failed, phase.messages) == (4, CLIENTS - 2, 2, CLIENTS)
+    assert [one.error for one in recorded.failures()] == ["no reply was pulled"] * 2
+
+
+def test_clients_that_do_not_reply_in_time_are_named() -> None:
+    nodes = new_nodes()
+    is_over = threading.Event()
+
+    def handle(message: Message) -> Message:
+        if nodes.partition_of(message.metadata.dst_node_id) == 5:
+            is_over.wait(60)
+        return clients(message)
+
+    clients = Clients(nodes, has_failing=False)
+
+    def main(grid: Any, context: Any) -> None:
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1, timeout=3)
+        is_over.set()
+
+    recorded = run_app(main, handle, nodes, threads=CLIENTS)
+    assert [(one.node, one.error) for one in recorded.failures()] == [(5, "no reply within 3 s")]
+    (phase,) = recorded.phases("train")
+    assert (phase.clients, phase.failed) == (CLIENTS - 1, 1)
+
+
+CHANGED = (Strategy, legacy.Strategy, Server, DefaultWorkflow, GPUEvaluate, FedAvg)
+
+
+def state_of_classes() -> list[Any]:
+    return [dict(vars(one)) for one in CHANGED]
+
+
+def test_classes_of_flower_are_as_before_when_the_run_has_ended_or_failed() -> None:
+    before = state_of_classes()
+
+    def fails(grid: Any, context: Any) -> None:
+        FedAvg(fraction_evaluate=0.0).start(grid, initial_arrays(), num_rounds=1)
+        assert state_of_classes() != before
+        raise RuntimeError("the app's own")
+
+    with pytest.raises(RuntimeError, match="the app's own"):
+        run_app(fails)
+    assert state_of_classes() == before
+
+
+def test_recordings_within_each_other_both_hear_of_it() -> None:
+    outer: list[Event] = []
+    with recorded_rounds(outer.append):
+        inner = run_app(lambda grid, context: FedAvg().start(grid, initial_arrays(), 1))
+        later = len(outer)
+        strategy = FedAvg()
+        strategy.aggregate_train(9, [])
+    assert len(inner.strategies()) == [event["event"] for event in outer].count("strategy_started") == 1
+    assert later == len(outer), "nothing was aggregated"
+
+
+def run_into(folder: ResultFolder, main: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    nodes = new_nodes()
+    with reported_run(folder, CLIENTS, nodes.partition_of, progress=False, **options) as report:
+        report.facts["workers_started"] = 4
+        run_on_grid(main, report.recorder, Clients(nodes), nodes)
+    return report.summary
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_leaves_metrics_model_and_summary(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    folder = ResultFolder.create(tmp_path / "runs", {"app": tmp_path, "limit": float("inf"), "gpus": ()})
+    summary = run_into(
+        folder, lambda grid, context: FedAvg().start(grid, initial_arrays(), 2, evaluate_fn=accuracy)
+    )
+    assert folder.read_config() == {"app": str(tmp_path), "limit": None, "gpus": []}
+
+    lines = [json.loads(line) for line in lines_of(folder.metrics)]
+    score = pytest.approx(12 / 5)
+    failure = {"round": 1, "kind": "failure", "type": "train", "client": FAILS}
+    assert lines[0] == {
+        **dict.fromkeys(("clients", "failed", "messages", "round"), 0),
+        "kind": "server-evaluate",
+        "seconds": lines[0]["seconds"],
+        "metrics": {"accuracy": 0.0},
+    }
+    assert lines[1] == {**failure, "error": f"train of client {FAILS}: ValueError: no data"}
+    assert lines[2] == {
+        "round": 1,
+        "kind": "train",
+        "clients": CLIENTS - 1,
+        "failed": 1,
+        "messages": CLIENTS,
+        "seconds": lines[2]["seconds"],
+        "metrics": {"score": score},
+    }
+
+    rows = rows_of(folder.table)
+    assert list(rows[0]) == ["round", "kind", "accuracy", "score"]
+    assert [(row["round"], row["kind"]) for row in rows] == [
+        ("0", "server-evaluate"),
+        *[(str(n), kind) for n in (1, 2) for kind in ("train", "evaluate", "server-evaluate")],
+    ]
+    assert (rows[1]["accuracy"], float(rows[1]["score"]), rows[3]["accuracy"]) == ("", score, "0.1")
+
+    model = safetensors.load_file(folder.path / SAFETENSORS)
+    assert model["w"].tolist() == [2.0] * 3
+    assert model["n"].shape == ()
+
+    assert json.loads(folder.summary.read_text()) == {**summary, "model": SAFETENSORS}
+    assert summary["outcome"] == "completed, 4 of 24 messages failed"
+    assert (summary["rounds"], summary["num_rounds"], summary["strategy"]) == (2, 2, "FedAvg")
+    assert (summary["messages"], summary["failed"], summary["workers_started"]) == (4 * CLIENTS, 4, 4)
+    (reason,) = summary["failures"]
+    assert (reason["reason"], reason["count"]) == ("ValueError: no data", 4)
+    assert [(one["client"], one["type"], one["round"]) for one in reason["messages"]] == [
+        (FAILS, kind, n) for n in (1, 2) for kind in ("train", "evaluate")
+    ]
+    assert summary["metrics"] == {
+        "server-evaluate": {"accuracy": 0.2},
+        "train": {"score": score},
+        "evaluate": {"score": score},
+    }
+    assert {path.name for path in folder.path.iterdir()} == {
+        "config.json",
+        "failures.log",
+        "metrics.jsonl",
+        "metrics.csv",
+        "summary.json",
+        SAFETENSORS,
+    }
+
+
+def test_an_own_loop_leaves_a_line_for_each_client(tmp_path: Path) -> None:
+    folder = ResultFolder.create(tmp_path, {})
+    run_into(
+        folder, lambda grid, context: grid.send_and_receive(messages_to_all(grid, "train", group_id="1"))
+    )
+    lines = [json.loads(line) for line in lines_of(folder.metrics)]
+    clients = {line["client"]: line for line in lines if line["kind"] == "client"}
+    assert set(clients) == set(range(CLIENTS)) - {FAILS}
+    assert clients[2] == {
+        "round": 1,
+        "kind": "client",
+        "type": "train",
+        "client": 2,
+        "metrics": {"num-examples": 1, "score": 2.0},
+    }
+    assert [row["kind"] for row in rows_of(folder.table)] == ["train"]
+    assert json.loads(folder.summary.read_text())["model"] is None
+
+
+def test_a_failed_run_keeps_what_it_had(tmp_path: Path) -> None:
+    folder = ResultFolder.create(tmp_path, {})
+
+    def main(grid: Any, context: Any) -> None:
+        FedAvg().start(grid, initial_arrays(), 1)
+        raise RuntimeError("first line\nsecond line")
+
+    with pytest.raises(RuntimeError):
+        run_into(folder, main)
+    summary = json.loads(folder.summary.read_text())
+    assert (summary["outcome"], summary["error"]) == ("failed", "RuntimeError: first line")
+    assert summary["rounds"] == 1
+    assert (folder.path / summary["model"]).exists()
+
+
+def test_ctrl_c_names_the_folder_and_whether_the_run_can_go_on(tmp_path: Path) -> None:
+    folder = ResultFolder.create(tmp_path, {})
+
+    def main(grid: Any, context: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SimulationStoppedError) as stopped:
+        run_into(folder, main)
+    assert (stopped.value.folder, stopped.value.can_resume) == (folder.path, False)
+    assert json.loads(folder.summary.read_text())["outcome"] == "interrupted"
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
+    folder = ResultFolder.create(tmp_path, {})
+    strategy = FedAvg(fraction_evaluate=0.0)
+    run_into(folder, lambda grid, context: strategy.start(grid, initial_arrays(), 3))
+    with open(folder.metrics, "a") as file:
+        file.write('{"round": 4, "kind": "trai')  # it was killed while it wrote
+
+    def goes_on(grid: Any, context: Any) -> None:
+        for server_round in (3, 4):
+            messages = strategy.configure_train(server_round, initial_arrays(), ConfigRecord(), grid)
+            strategy.aggregate_train(server_round, grid.send_and_receive(messages))
+
+    summary = run_into(ResultFolder(folder.path), goes_on, resumed_round=2)
+    lines = [json.loads(line) for line in lines_of(folder.metrics)]
+    assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
+    assert [line["round"] for line in lines if line["kind"] == "failure"] == [1, 2, 3, 4]
+    assert [row["round"] for row in rows_of(folder.table)] == ["1", "2", "3", "4"]
+    assert (summary["messages"], summary["failed"], summary["rounds"]) == (4 * CLIENTS, 4, 4)
+
+
+def finished(number: int | None, kind: str = "train", **metrics: Any) -> Event:
+    counts = {"clients": 1, "failed": 0, "messages": 1, "seconds": 0.5}
+    return trace.make("round_finished", round=number, task=kind, **counts, metrics=metrics)
+
+
+VALUES = st.floats() | st.integers() | st.lists(st.floats(), max_size=2)
+PHASES = st.builds(
+    lambda number, kind, metrics: {**finished(number, kind), "metrics": metrics},
+    st.none() | st.integers(0, 5),
+    st.sampled_from(["train", "evaluate"]),
+    st.dictionaries(st.text(max_size=5), VALUES, max_size=2),
+)
+REPLIES = st.builds(
+    lambda number, node, error: trace.make("reply", round=number, task="train", node=node, error=error),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.text(max_size=20),
+)
+RESUMED = st.builds(lambda number: trace.make("strategy_resumed", round=number), st.integers(0, 5))
+
+
+@example([{**finished(None), "metrics": {"\r": 0.0}}], 1.0, 0)
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(PHASES | REPLIES | RESUMED, max_size=8),
+    st.floats(0, 1),
+    st.integers(0, 5),
+)
+def test_wherever_the_lines_are_torn_those_of_finished_rounds_stay(
+    events: list[Event], at: float, server_round: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = ResultFolder(Path(name))
+        for event in events:
+            folder.on_event(event)
+        written = folder.metrics.read_bytes() if events else b""
+        kept = written[: round(at * len(written))]
+        folder.metrics.write_bytes(kept)
+        whole = kept.split(b"\n")[:-1]
+        expected = [line for line in map(json.loads, whole) if (line["round"] or 0) <= server_round]
+        again = ResultFolder(Path(name))
+        told = again.cut(server_round)
+        found = [json.loads(line) for line in lines_of(again.metrics)]
+        assert len(told) == sum(line["kind"] != "resumed" for line in found)
+        # A last line without its newline may be whole.
+        assert found[: len(expected)] == expected and len(found) <= len(expected) + 1
+        again.on_event(finished(6, x=float("nan")))
+        again.finish(None, {})
+        assert [json.loads(line) for line in lines_of(folder.metrics)][:-1] == found
+        rows = rows_of(folder.table)
+        assert len(rows) == 1 + sum(line["kind"] in ("train", "evaluate") for line in found)
+        assert rows[-1]["round"] == "6" and rows[-1]["x"] == "nan"
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from flower_gpu import trace
+from flower_gpu.simulation.results import ResultFolder
+folder = ResultFolder.create(Path(sys.argv[1]), {})
+for number in range(5):
+    counts = dict.fromkeys(("clients", "failed", "messages", "seconds"), 1)
+    folder.on_event(trace.make("round_finished", round=number, task="train", **counts, metrics={"loss": 1.0}))
+print(folder.path, flush=True)
+time.sleep(50)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = ResultFolder(Path(process.stdout.readline().strip()))
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+    assert [json.loads(line)["round"] for line in lines_of(folder.metrics)] == list(range(5))
+    assert [row["round"] for row in rows_of(folder.table)] == ["0", "1", "2", "3"], "rounds that are over"
+
+
+def test_a_folder_that_cannot_be_resumed_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        ResultFolder.reopen(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        ResultFolder.reopen(tmp_path)
+    folder = ResultFolder.create(tmp_path, {"seed": 3})
+    with pytest.raises(ConfigError, match="it has no checkpoint"):
+        ResultFolder.reopen(folder.path)
+    folder.checkpoint.mkdir()
+    with pytest.raises(ConfigError, match="it has no checkpoint"):
+        ResultFolder.reopen(folder.path)
+    (folder.checkpoint / "checkpoint.sqlite").write_text("{}")
+    assert ResultFolder.reopen(folder.path).read_config() == {"seed": 3}
+
+
+NAMES = st.sampled_from(["file", "layer.0/weight", "ünïcode", "__metadata__", "a b", "."]) | st.text(
+    st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=8
+)
+TYPES = st.one_of(
+    hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="<"),
+    hnp.unsigned_integer_dtypes(endianness=">"),
+    hnp.floating_dtypes(sizes=(16, 32, 64)),
+    hnp.complex_number_dtypes(sizes=(64,)),
+)
+ARRAYS = hnp.arrays(TYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3), st.booleans())
+def test_a_written_model_is_the_model(arrays: dict[str, np.ndarray], is_transposed: bool) -> None:
+    arrays = {name: array.T if is_transposed else array for name, array in arrays.items()}
+    model = ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(model, Path(folder))
+        assert path is not None and [path] == list(Path(folder).iterdir())
+        found = read_model(path)
+        plain = all(array.dtype.kind in "biuf" for array in arrays.values()) and "__metadata__" not in arrays
+        assert path.name == (SAFETENSORS if plain and has_safetensors() else NPZ)
+    assert found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].dtype.newbyteorder("=") == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found[name], array)
+
+
+def has_safetensors() -> bool:
+    try:
+        import safetensors.numpy  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def read_model(path: Path) -> dict[str, np.ndarray]:
+    if path.name == SAFETENSORS:
+        from safetensors.numpy import load_file
+
+        found: dict[str, np.ndarray] = load_file(path)
+        return found
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def test_without_safetensors_a_model_is_written_with_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / SAFETENSORS).write_bytes(b"of the same run before it was resumed")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    path = write_model(initial_arrays(), tmp_path)
+    assert [path] == list(tmp_path.iterdir())
+    assert path is not None and set(read_model(path)) == {"w", "n"}
+
+
+def test_legacy_parameters_are_written_by_number(tmp_path: Path) -> None:
+    path = write_model(ndarrays_to_parameters([np.ones(2), np.zeros((1, 2), np.int32)]), tmp_path)
+    assert path is not None
+    found = read_model(path)
+    assert {name: array.tolist() for name, array in found.items()} == {"0": [1.0, 1.0], "1": [[0, 0]]}
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode, "whoever may read the rest may read it"

@@ -1,0 +1,79 @@
+"""The summary of a simulated run, as it is kept and as it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_gpu import trace
+from flower_gpu.simulation.summary import summary_lines, summary_of
+from flower_gpu.trace import Event
+from flower_gpu.watch.history import History
+
+
+def failed(number: int, kind: str, client: int, error: str) -> Event:
+    return trace.make("reply", round=number, task=kind, node=client, error=error)
+
+
+def finished(number: int, kind: str, messages: int, failed: int, **metrics: Any) -> Event:
+    return trace.make(
+        "round_finished", round=number, task=kind, messages=messages, failed=failed, metrics=metrics
+    )
+
+
+def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
+    history = History(keep_finished=False)
+    history.feed([trace.make("strategy_started", strategy="FedAvg", num_rounds=5), *failures])
+    history.feed([finished(2, "train", 200, 10, loss=0.25)])
+    history.feed([finished(2, "server-evaluate", 0, 0, accuracy=0.875, loss=0.5)])
+    return summary_of(history, "completed", clients=100, seconds=0.04, **facts)
+
+
+def test_the_summary_has_what_one_wants_to_know() -> None:
+    lines = summary_lines(
+        summary([], workers_started=12, peak_worker_bytes=300 << 20), "runs/2026-01-31_12-00-00"
+    )
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert shown.pop("time") == "0.04 s, 5e+03 messages/s"
+    assert shown == {
+        "outcome": "completed",
+        "rounds": "2 of 5",
+        "clients": "100, 200 messages, 0 failed",
+        "workers": "12 started, with 300 MiB at most",
+        "train": "loss 0.25",
+        "server-evaluate": "accuracy 0.875, loss 0.5",
+        "results": "runs/2026-01-31_12-00-00",
+    }
+
+
+def test_failed_clients_are_named_with_their_reason() -> None:
+    failures = [
+        failed(server_round, kind, client, f"{kind} of client {client}: ValueError: no data")
+        for server_round in (1, 2)
+        for client in (8, 3)
+        for kind in ("train", "evaluate")
+    ]
+    failures.append(failed(2, "train", 3, "no reply within 60 s"))
+    lines = summary_lines(summary(failures), None)
+    assert lines[lines.index("failed:") :] == [
+        "failed:",
+        "  client 3, train and evaluate in rounds 1, 2: ValueError: no data",
+        "  client 3, train in round 2: no reply within 60 s",
+        "  client 8, train and evaluate in rounds 1, 2: ValueError: no data",
+    ]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.integers(1, 300))
+def test_of_many_failed_clients_ten_are_named_and_all_are_counted(clients: int, reasons: int) -> None:
+    failures = [failed(1, "train", client, f"reason {client % reasons}") for client in range(clients)]
+    found = summary(failures)
+    lines = summary_lines(found, None)
+    named = lines[lines.index("failed:") + 1 :]
+    more = clients - 10
+    if more > 0:
+        assert named.pop() == f"  and {more} more failed messages"
+    assert len(named) == min(clients, 10)
+    assert found["failed"] == clients == sum(reason["count"] for reason in found["failures"])

@@ -1,0 +1,129 @@
+"""Leases of a simulation whose messages are more than fit, beside other runs of the host."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ledger_observer import observed_states
+from nvml_stub import GIB
+from simulations import TIMEOUT_S, Simulation
+from stub_host import StubHost, events
+
+from flower_gpu.leases.ledger import State
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> StubHost:
+    return StubHost(tmp_path, gpus=1)
+
+
+def until(host: StubHost, condition: Callable[[State], Any]) -> State:
+    """Wait until the ledger says something."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition(state := host.status()):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+    return state
+
+
+def begun(done: Simulation, after: float, before: float) -> Counter[str]:
+    """Return how many calls began in a time, under each lease."""
+    calls = events(done, "worker_started")
+    return Counter(call["lease"] for call in calls if after < call["time"] < before)
+
+
+def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> None:
+    """With 16 threads for 4 leases; each worker would have its own for 16 calls."""
+    options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1.5", "--gpu", "require"]
+
+    def note(state: State) -> tuple[float, int, int]:
+        return time.time(), len(state.holders), len(state.waiting)
+
+    with observed_states(one_gpu.ledger, note) as looks:
+        done = one_gpu.simulate(64, *options, "--run-config", "seconds=0.3", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert max(holders for _, holders, _ in looks) == 4
+    assert max(waiting for *_, waiting in looks) <= 1
+    full = next(at for at, holders, _ in looks if holders == 4)
+    last_begins = max(call["time"] for call in events(done, "worker_started"))
+    meanwhile = [holders for at, holders, _ in looks if full <= at < last_begins]
+    # A slot that has given its lease back gets another one at once: few looks see three of them.
+    assert sum(holders < 4 for holders in meanwhile) < len(meanwhile) / 2
+
+
+def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
+    options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
+    with one_gpu.simulating(24, *options, app="leased", name="first") as first:
+        until(one_gpu, lambda state: len(state.holders) == 2)
+        second = one_gpu.simulate(3, *options, app="leased")
+        done = first.ended()
+    assert done.summary["failed"] == second.summary["failed"] == 0, done.output + second.output
+    asked = min(event["time"] for event in events(second, "lease_requested"))
+    granted = min(event["time"] for event in events(second, "lease_granted"))
+    # A worker that was between two calls at that moment may just have looked.
+    assert max(begun(done, asked, granted).values(), default=0) <= 1
+    assert max(Counter(call["lease"] for call in done.calls).values()) > 1, (
+        "without others it keeps its lease"
+    )
+
+
+def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
+    host = StubHost(tmp_path, gpus=1, name=f"NVIDIA Stub {tmp_path.name}")  # of which nothing is known yet
+    options = ["--max-workers", "4", "--gpu", "require", "--lease-timeout-s", "2"]
+    with observed_states(host.ledger, lambda state: len(state.holders)) as looks:
+        done = host.simulate(12, *options, "--run-config", "seconds=0.3 take-gib=1.0", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    granted = {event["lease"]: event["alone"] for event in events(done, "lease_granted")}
+    calls = Counter(call["lease"] for call in done.calls)
+    assert [calls[lease] for lease, alone in granted.items() if alone] == [1]
+    assert max(looks) == 4
+
+
+def test_a_second_try_has_its_lease_for_itself(one_gpu: StubHost) -> None:
+    options = ["--gpu-memory", "7GiB", "--gpu", "require", "--run-config", "seconds=0.3 too-much='3'"]
+    done = one_gpu.simulate(16, *options, "--lease-timeout-s", "2", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    (again,) = [event for event in events(done, "lease_requested") if event["memory_bytes"] > 7 * GIB]
+    (granted,) = [event for event in events(done, "lease_granted") if event["alone"]]
+    assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
+    # Nor do workers of its own run keep it waiting for longer than the calls that they have.
+    assert max(begun(done, again["time"], granted["time"]).values(), default=0) <= 1
+
+
+def test_the_time_limit_is_for_waiting_for_others(one_gpu: StubHost) -> None:
+    with one_gpu.leased(1, "0.9"):
+        done = one_gpu.simulate(6, "--num-gpus", "0.25", "--lease-timeout-s", "1", app="leased")
+    assert done.summary["failed"] == 6
+    assert "another" in done.output and "no lease within lease_timeout_s=1" in done.output
+
+
+def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> None:
+    """Though it asks for more leases than the other one leaves it."""
+    host = StubHost(tmp_path, gpus=2)
+    options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1"]
+    with host.leased(2, "0.5"), observed_states(host.ledger, lambda state: state) as looks:
+        done = host.simulate(24, *options, "--run-config", "seconds=0.4", app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert max(len(state.holders) for state in looks) == 1 + 4
+    assert max(len(state.waiting) for state in looks) == 1
+    # Its own ticket in the ledger takes no lease from its own workers.
+    assert max(Counter(call["lease"] for call in done.calls).values()) > 1
+
+
+def test_ctrl_c_ends_a_run_that_waits_for_a_lease(one_gpu: StubHost) -> None:
+    with (
+        one_gpu.leased(1, "0.9"),
+        one_gpu.simulating(6, "--num-gpus", "0.25", "--max-workers", "6", app="leased") as run,
+    ):
+        until(one_gpu, lambda state: state.waiting)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended().status == 130
+        assert not one_gpu.status().waiting

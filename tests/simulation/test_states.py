@@ -1,0 +1,349 @@
+"""What virtual nodes keep between messages: whole, apart from what others do with it, in bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from hypothesis import given, settings
+from record_strategies import contents, filled, number_of, record_dicts
+
+from flower_gpu.errors import FlowerGPUError
+from flower_gpu.simulation import record_bytes
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.places import disk_error
+from flower_gpu.simulation.states import StateStore
+from flower_gpu.workers.transport import transport
+
+SIZE = len(record_bytes.encode(filled(0)))
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in folder.iterdir()) if folder.exists() else []
+
+
+@given(record_dicts)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
+    before = contents(records)
+    found = record_bytes.decode(record_bytes.encode(records))
+    assert contents(found) == before
+    assert contents(record_bytes.decode(record_bytes.encode(found))) == before
+
+
+@given(first=record_dicts, second=record_dicts)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@pytest.mark.parametrize("limit", [0, 1000, 10**9])
+def test_a_state_is_the_one_put_last(
+    tmp_path_factory: pytest.TempPathFactory, limit: int, first: RecordDict, second: RecordDict
+) -> None:
+    states = StateStore(tmp_path_factory.mktemp("states"), limit)
+    for partition, state in ((0, first), (1, second), (0, second), (0, first), (1, first)):
+        states.put(partition, state)
+        assert contents(states.get(partition)) == contents(state)
+    assert contents(states.get(0)) == contents(first)
+    states.close()
+
+
+def test_bytes_of_something_else_are_refused() -> None:
+    data = record_bytes.encode(filled(1))
+    with pytest.raises(ValueError, match="no records"):
+        record_bytes.decode(b"something" * 10)
+    with pytest.raises(ValueError, match="too early"):
+        record_bytes.decode(data[:-1])
+
+
+def test_a_list_that_flower_does_not_take_is_refused_and_the_old_state_stays(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 0)
+    config = ConfigRecord({"list": [1, 2]})
+    states.put(0, RecordDict({"config": config}))
+    config["list"].append("three")  # type: ignore[union-attr, arg-type]
+    with pytest.raises(TypeError):
+        states.put(0, RecordDict({"config": config}))
+    assert states.get(0)["config"]["list"] == [1, 2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: Path, limit: int) -> None:
+    states = StateStore(tmp_path, limit)
+    state = filled(1, 10_000)
+    state["config"]["list"] = [1]  # type: ignore[index]
+    states.put(0, state)
+    for changed in (state, states.get(0)):
+        changed["arrays"]["a"].numpy()[:] = 9  # type: ignore[index, union-attr]
+        changed["config"]["list"].append(2)  # type: ignore[index, union-attr]
+        changed["config"]["number"] = 9  # type: ignore[index]
+        del changed["arrays"]
+    assert number_of(states.get(0)) == 1
+    assert states.get(0)["config"]["list"] == [1]  # type: ignore[index]
+
+
+def test_arrays_that_were_got_can_be_written_to_each_on_its_own(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 10**9)
+    states.put(0, filled(1, 10_000))
+    array: Any = states.get(0)["arrays"]["a"]  # type: ignore[index]
+    first, second = array.numpy(), array.numpy()
+    first[:] = 2
+    assert set(second) == {1}
+    assert set(states.get(0)["arrays"]["a"].numpy()) == {1}  # type: ignore[index, union-attr]
+
+
+def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_path: Path) -> None:
+    folder = tmp_path / "late" / "states"
+    states = StateStore(folder, 3 * SIZE)
+    for partition in range(3):
+        states.put(partition, filled(partition))
+    assert not folder.exists()
+    states.get(0)
+    states.put(3, filled(3))
+    assert names(folder) == ["1"]
+    states.put(2, filled(22))
+    states.put(4, filled(4))
+    assert names(folder) == ["0", "1"]
+    assert states.memory_bytes == 3 * SIZE
+    states.put(1, filled(11))  # from its file into memory
+    assert names(folder) == ["0", "3"]
+    assert [number_of(states.get(partition)) for partition in range(5)] == [0, 11, 22, 3, 4]
+    assert states.memory_bytes == 3 * SIZE
+    states.close()
+    assert not folder.exists() and states.memory_bytes == 0
+
+
+def test_a_state_beyond_the_limit_by_itself_goes_into_a_file_and_moves_no_other(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 2 * SIZE)
+    states.put(0, filled(0))
+    for number in (1, 2):
+        states.put(1, filled(number, 10_000))
+        assert names(tmp_path) == ["1"]
+        assert states.memory_bytes == SIZE
+        assert number_of(states.get(1)) == number
+    states.put(1, filled(3))
+    assert names(tmp_path) == []
+
+
+def test_without_a_folder_all_states_stay_in_memory() -> None:
+    states = StateStore()
+    states.put(0, filled(1, 10_000))
+    assert number_of(states.get(0)) == 1
+    assert not states.get(7)
+
+
+def test_an_emptied_state_is_empty_and_takes_nothing(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 0)
+    states.put(0, filled(1))
+    states.put(0, RecordDict())
+    assert not states.get(0)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path, limit: int) -> None:
+    states = StateStore(tmp_path, limit)
+    states.put(0, filled(1))
+    with states.held() as changed:
+        states.saved({})
+        before = list(tmp_path.iterdir())
+        states.put(0, states.get(0))
+        assert not changed and list(tmp_path.iterdir()) == before
+        states.put(0, filled(2))
+        assert changed == {0}
+
+
+def test_files_that_an_earlier_run_left_are_deleted_and_others_are_not(tmp_path: Path) -> None:
+    for name in ("3-7.state", "notes.state"):
+        (tmp_path / name).write_text("x")
+    StateStore(tmp_path, 0).put(0, filled(1))
+    assert names(tmp_path) == ["0", "notes.state"]
+
+
+@linux_only
+def test_a_state_keeps_no_map_of_the_reply_that_it_came_in(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 10**9)
+    descriptor = transport.create("reply-of-a-test")
+    reply = {"model": np.zeros(1 << 20), "state": filled(1, 10_000)}
+    transport.write_reply(reply, descriptor)
+    found = transport.read_reply(descriptor)
+    os.close(descriptor)
+    states.put(0, found["state"])
+    assert "reply-of-a-test" in Path("/proc/self/maps").read_text()
+    del found
+    gc.collect()
+    assert "reply-of-a-test" not in Path("/proc/self/maps").read_text()
+    assert number_of(states.get(0)) == 1
+
+
+@linux_only
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_thousands_of_states_take_no_descriptors_and_no_maps(tmp_path: Path, limit: int) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(Path("/proc/self/maps").read_text().splitlines())  # noqa: PTH208
+
+    states = StateStore(tmp_path, limit)
+    descriptors, maps = held()
+    got = []
+    for partition in range(1000):
+        states.put(partition, filled(partition))
+        got.append(states.get(partition))
+    assert [number_of(state) for state in got] == list(range(1000))
+    now = held()
+    assert now[0] == descriptors
+    assert now[1] < maps + 50
+
+
+@pytest.mark.parametrize("limit", [0, 3 * SIZE, 10**9])
+def test_threads_with_different_nodes_lose_nothing(tmp_path: Path, limit: int) -> None:
+    states = StateStore(tmp_path, limit)
+
+    def work(first: int) -> None:
+        for number in range(1, 41):
+            for partition in range(first, 24, 6):
+                state = states.get(partition)
+                assert (number_of(state) if state else 0) == number - 1
+                states.put(partition, filled(number))
+
+    in_threads([lambda first=first: work(first) for first in range(6)])  # type: ignore[misc]
+    assert [number_of(states.get(partition)) for partition in range(24)] == [40] * 24
+    assert states.memory_bytes <= limit
+    assert len(names(tmp_path)) == {0: 24, 3 * SIZE: 21}.get(limit, 0)
+    states.close()
+    assert names(tmp_path) == [] and states.memory_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [0, SIZE, 10**9])
+def test_threads_with_the_same_nodes_always_get_a_whole_state(tmp_path: Path, limit: int) -> None:
+    states = StateStore(tmp_path, limit)
+    for partition in range(2):
+        states.put(partition, filled(0))
+
+    def work(first: int) -> None:
+        for number in range(first, 300, 6):
+            number_of(states.get(number % 2))
+            states.put(number % 2, filled(number))
+
+    in_threads([lambda first=first: work(first) for first in range(6)])  # type: ignore[misc]
+    assert states.memory_bytes == min(limit // SIZE, 2) * SIZE
+    assert len(names(tmp_path)) == 2 - min(limit // SIZE, 2)
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
+    states = StateStore(tmp_path, 0)
+    states.put(0, filled(1))
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FlowerGPUError, match=r"0-1\.state is damaged"):
+        states.get(0)
+    path.unlink()
+    with pytest.raises(FlowerGPUError, match=r"0-1\.state cannot be opened"):
+        states.get(0)
+    states.put(0, filled(1))
+    assert number_of(states.get(0)) == 1
+
+
+@pytest.mark.timeout(60)
+def test_what_cannot_be_written_is_an_error_and_the_states_are_as_before(
+    run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A limit on the size of files takes the place of a full disk."""
+    run_script(
+        """
+        import resource, sys
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from flower_gpu.errors import FlowerGPUError
+        from flower_gpu.simulation.states import StateStore
+        from record_strategies import filled, number_of
+
+        folder = Path(sys.argv[1])
+        states = StateStore(folder, 25_000)
+        states.put(0, filled(0, 10_000))
+        states.put(1, filled(1, 10_000))
+        before = states.memory_bytes
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+        for partition, size in ((0, 30_000), (1, 15_000), (2, 10_000), (2, 30_000)):
+            try:
+                states.put(partition, filled(9, size))
+            except FlowerGPUError as error:
+                for text in (str(folder), "KiB", "state_memory"):
+                    assert text in str(error), error
+            else:
+                raise AssertionError("written")
+            assert [number_of(states.get(found)) for found in range(2)] == [0, 1]
+            assert not states.get(2) and states.memory_bytes == before and not list(folder.iterdir())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        states.put(2, filled(2, 10_000))
+        assert [number_of(states.get(found)) for found in range(3)] == [0, 1, 2]
+        """,
+        str(tmp_path / "states"),
+        str(Path(__file__).parent),
+    )
+
+
+def test_the_error_of_a_full_disk_says_where_and_how_much(tmp_path: Path) -> None:
+    error = disk_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path, 3 << 20, "Free space")
+    text = str(error)
+    assert "the disk is full" in text and str(tmp_path) in text and "3 MiB" in text and " are free" in text
+
+
+def test_a_node_has_the_state_that_was_kept_and_not_what_a_failed_call_did(tmp_path: Path) -> None:
+    nodes = VirtualNodes(3, 0, 1, {}, states=StateStore(tmp_path, 0))
+    node_id = nodes.ids[1]
+    context = nodes.context_of(node_id)
+    context.state.update(filled(1))
+    nodes.keep(context)
+    failed = nodes.context_of(node_id)
+    failed.state["config"]["number"] = 2  # type: ignore[index]
+    del failed.state["arrays"]
+    assert number_of(nodes.context_of(node_id).state) == 1
+    assert not nodes.context_of(nodes.ids[0]).state
+    emptied = nodes.context_of(node_id)
+    emptied.state.clear()
+    nodes.keep(emptied)
+    assert not nodes.context_of(node_id).state
+
+
+def test_the_memory_of_a_state_that_was_got_is_not_sent_as_a_shared_model() -> None:
+    """Bytes that come again are taken for the model of a round, which is written anew for all."""
+    states = StateStore()
+    states.put(0, RecordDict({"arrays": ArrayRecord({"a": Array(np.zeros(1 << 18))})}))
+    context = states.get(0)
+    descriptor = transport.create("request-of-a-test")
+    try:
+        parts = transport.Parts([("state", context)])
+        transport.regions.dumps_by_value(context, parts)
+        assert parts.all and all(part.shareable is None for part in parts.all)
+    finally:
+        os.close(descriptor)
+
+
+def in_threads(functions: list[Callable[[], None]]) -> None:
+    """Run functions at the same time; raise what one of them raises."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]

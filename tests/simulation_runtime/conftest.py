@@ -1,0 +1,57 @@
+"""Hosts for the tests of simulations: one fork server for all of them, everything else for each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nvml_stub
+import pytest
+from simulation_host import NewHost, SimulationHost, until
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("ray") is None:
+        skipped = pytest.mark.skip(reason="Ray is not installed: pip install 'flwr[simulation]'")
+        for item in items:
+            if item.path.parent == Path(__file__).parent:
+                item.add_marker(skipped)
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("simulations")
+    nvml_stub.build(folder / "lib")
+    (folder / "state").mkdir(mode=0o700)
+    yield folder
+    env = {**os.environ, "FLOWER_GPU_STATE_DIR": str(folder / "state")}
+    subprocess.run(
+        [sys.executable, "-m", "flower_gpu.cli", "server", "stop"],
+        env=env,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def new_host(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> Iterator[NewHost]:
+    """Make hosts; when the module's tests are done, nothing of their simulations may be left."""
+    hosts = []
+
+    def new(gpus: int = 2) -> SimulationHost:
+        hosts.append(SimulationHost(tmp_path_factory.mktemp("host"), shared_folder, gpus))
+        return hosts[-1]
+
+    yield new
+    try:
+        for host in hosts:
+            host.end_programs()
+            until(host.processes, lambda left: not left)
+            assert not host.status().holders
+    finally:
+        for host in hosts:
+            host.close()

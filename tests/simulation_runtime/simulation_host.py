@@ -1,0 +1,206 @@
+"""A host with stub GPUs for whole simulations: Ray, Flower and leases of a test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nvml_stub
+from ledger_observer import observed
+
+from flower_gpu import trace
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
+T = TypeVar("T")
+
+FOLDER = Path(__file__).parent
+WAIT_S = 90  # for what takes seconds; the machine may be busy
+_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_")
+
+
+class SimulationHost:
+    """A host with GPUs of 16 GiB, a ledger, and a place for Ray's files.
+
+    Parameters
+    ----------
+    folder : Path
+        Of this host.
+    shared : Path
+        Of all hosts: the stub's library, and the state that one fork server belongs to.
+    gpus : int
+        How many GPUs it has.
+    """
+
+    def __init__(self, folder: Path, shared: Path, gpus: int = 2) -> None:
+        self.folder = folder
+        self.uuids = nvml_stub.Host(folder / "stub", gpus=gpus).uuids
+        self.run_dir = self.new_folder("run")
+        # Ray puts sockets there, whose names may have no more than 107 characters.
+        self.ray = Path(tempfile.mkdtemp(prefix="fgpu-ray-"))
+        superlink, control = free_ports(2)
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        self.env |= {
+            "HOME": str(self.new_folder("home")),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "LD_LIBRARY_PATH": str(shared / "lib"),
+            "NVML_STUB_DIR": str(folder / "stub"),
+            "FLOWER_GPU_LEDGER_DIR": str(self.new_folder("ledger")),
+            "FLOWER_GPU_STATE_DIR": str(shared / "state"),
+            "FLOWER_GPU_RUN_DIR": str(self.run_dir),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(superlink),
+            "FLWR_LOCAL_CONTROL_API_PORT": str(control),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_ADDRESS": "local",
+            "RAY_TMPDIR": str(self.ray),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(100 << 20),
+        }
+        self._ledger = Ledger(LedgerFolder(folder / "ledger"))
+        self._running = ExitStack()
+
+    def new_folder(self, name: str) -> Path:
+        path = self.folder / name
+        path.mkdir(parents=True)
+        return path
+
+    def start(self, *command: str | Path, name: str = "output", **env: str) -> Program:
+        """Start a program, which is ended with this host at the latest."""
+        program = Program(command, self.folder / f"{name}.log", {**self.env, **env})
+        self._running.callback(program.end)
+        return program
+
+    def run(self, *command: str | Path, name: str = "output", **env: str) -> str:
+        """Run a program to its end; return what it wrote."""
+        return self.start(*command, name=name, **env).succeeded()
+
+    def status(self) -> State:
+        return self._ledger.status()
+
+    def until(self, condition: Callable[[State], Any]) -> State:
+        """Wait until the ledger says something."""
+        return until(self.status, condition)
+
+    def observed(self) -> AbstractContextManager[list[dict[str, tuple[int, int]]]]:
+        """Look all the time at who holds how much of which GPU."""
+        return observed(
+            self.folder / "ledger",
+            lambda holders: {
+                one.id: (self.uuids.index(part.uuid), part.memory_bytes)
+                for one in holders
+                for part in one.parts
+            },
+        )
+
+    def events(self, *names: str, folder: Path | None = None) -> list[dict[str, Any]]:
+        """Return what the trace has of these events."""
+        path = (folder or self.run_dir) / trace.FILE_NAME
+        return [event for event in trace.read(path) if event["event"] in names]
+
+    def processes(self) -> dict[int, str]:
+        """Return the processes of simulations here: all have the folder of Ray in their environment."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                # A fork server is everybody's, and stays.
+                if (
+                    str(self.ray).encode() in (process / "environ").read_bytes()
+                    and "flower_gpu.workers.forkserver" not in command
+                ):
+                    found[int(process.name)] = command
+        return found
+
+    def end(self, pid: int) -> None:
+        """Ask a process to end, and wait until it has."""
+        os.kill(pid, signal.SIGTERM)
+        until(self.processes, lambda left: pid not in left)
+
+    def end_programs(self) -> None:
+        """End what a test has started and not ended, because it failed."""
+        self._running.close()
+
+    def close(self) -> None:
+        """Take away what is not in the test's own folder."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.ray, ignore_errors=True)
+
+
+NewHost = Callable[..., SimulationHost]
+
+
+class Program:
+    """A program in a process group of its own, as a shell starts it, whose output goes to a file."""
+
+    def __init__(self, command: Sequence[str | Path], log: Path, env: dict[str, str]) -> None:
+        self._log = log
+        with open(log, "w") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait(self, timeout_s: float = 270) -> int:
+        """Wait for its end; return its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end:\n{self.output}") from None
+
+    def succeeded(self) -> str:
+        """Wait for its end; return what it wrote."""
+        assert self.wait() == 0, self.output
+        return self.output
+
+    def end(self) -> None:
+        """Kill it, unless it has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def until(look: Callable[[], T], condition: Callable[[T], Any]) -> T:
+    """Look until it is as it should be."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+def notes(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON lines in a file; none where there is no file yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,84 @@
+"""Files that several processes share."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flower_gpu import files
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+    with files.replaced(path) as new:
+        new.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("has_one_writer", [False, True])
+def test_after_an_error_the_old_file_stays_and_nothing_else(tmp_path: Path, has_one_writer: bool) -> None:
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+    (tmp_path / "figures.json.tmp").write_text("left by a process that was killed")
+    with pytest.raises(ZeroDivisionError), files.replaced(path, has_one_writer=has_one_writer) as new:
+        assert new.read_text() == ""
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    left = set() if has_one_writer else {"figures.json.tmp"}
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, *left}
+
+
+@pytest.mark.parametrize("mode", [None, 0o700])
+def test_its_mode_is_that_of_any_new_file_or_the_one_asked_for(tmp_path: Path, mode: int | None) -> None:
+    (tmp_path / "any").touch()
+    with files.replaced(tmp_path / "file", mode=mode) as new:
+        new.unlink()
+        new.touch(mode=0o600)  # as a library does that makes files only their owner can read
+    wanted = (tmp_path / "any").stat().st_mode if mode is None else 0o100000 | mode
+    assert (tmp_path / "file").stat().st_mode == wanted
+
+
+def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    first, second = (os.open(path, os.O_RDONLY) for _ in range(2))
+    try:
+        files.lock(first, None)
+        assert not files.try_lock(second)
+        with pytest.raises(TimeoutError, match="somebody has it"):
+            files.lock(second, time.monotonic() + 0.05, late="somebody has it")
+        files.lock(second, None, sleep=lambda _: os.close(first))  # the kernel lets go of it
+    finally:
+        os.close(second)
+
+
+def test_a_file_that_was_removed_or_made_anew_has_lost_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    descriptor = os.open(path, os.O_RDONLY)
+    assert files.still_has_name(descriptor, path)
+    path.unlink()
+    assert not files.still_has_name(descriptor, path)
+    path.touch()
+    assert not files.still_has_name(descriptor, path)
+    os.close(descriptor)
+
+
+def test_an_own_folder_is_no_link_and_nobody_else_can_write_to_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o755)
+    assert files.is_own_folder(folder)
+    assert not files.is_own_folder(folder, forbidden=0o077)
+    assert not files.is_own_folder(folder, user=os.getuid() + 1)
+    (tmp_path / "link").symlink_to(folder)
+    assert not files.is_own_folder(tmp_path / "link")
+    folder.chmod(0o777)
+    assert not files.is_own_folder(folder)
+    with pytest.raises(FileNotFoundError):
+        files.is_own_folder(tmp_path / "missing")

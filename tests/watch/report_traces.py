@@ -1,0 +1,177 @@
+"""Traces as runs leave them, for tests of reports: calls that wait, run and fail, and what GPUs tell."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nvml_stub import GIB
+
+from flower_gpu import trace
+from flower_gpu.watch.history import History
+
+START = 1_790_000_000.0
+Event = dict[str, Any]
+
+
+def write(folder: Path, events: list[Event]) -> Path:
+    """Write events as processes do, into a folder that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for event in events:
+        trace.write_to(folder, event["event"], **{k: v for k, v in event.items() if k != "event"})
+    return folder / trace.FILE_NAME
+
+
+def history_of(events: list[Event]) -> History:
+    history = History()
+    history.feed(events)
+    return history
+
+
+def at(when: float, event: str, /, **fields: Any) -> Event:
+    return {"event": event, "time": START + when, **fields}
+
+
+@dataclass
+class Run:
+    """A run of clients that share GPUs, each with leases of the same size, first come, first served.
+
+    Releases are written down ``late_s`` after they happen, as a busy process does: meanwhile another one may
+    have got its lease, and written that down.
+    """
+
+    clients: int = 8
+    gpus: int = 1
+    rounds: int = 1
+    lease_gib: float = 4.0
+    capacity_gib: float = 15.75
+    base_gib: float = 0.5
+    late_s: float = 0.05
+    failing: float = 0.0
+    lost: float = 0.0
+    seed: int = 0
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def uuids(self) -> list[str]:
+        return [f"GPU-{number:08d}-0000" for number in range(self.gpus)]
+
+    def events(self) -> list[Event]:
+        """Return all lines, in the order of their times."""
+        self._random = random.Random(self.seed)
+        self._events = [self._started()]
+        self._samples: list[tuple[float, str, float]] = []  # when memory is taken and given back
+        now = 1.0
+        for number in range(1, self.rounds + 1):
+            self._add(now, "round_started", round=number, task="train", messages=self.clients)
+            end, failed = self._round(number, now + 0.01)
+            metrics = {"train_loss": 2.0 / number, "num-examples": 100}
+            self._add(
+                end, "round_finished", round=number, task="train", messages=self.clients, failed=failed,
+                seconds=end - now, metrics=metrics,
+            )  # fmt: skip
+            metrics = {"loss": 2.1 / number, "accuracy": 1 - 0.9 / number, "f1": 1 - 0.95 / number}
+            self._add(end + 0.1, "round", round=number, num_rounds=self.rounds, metrics=metrics)
+            now = end + 0.5
+        self._look(now + 0.5)
+        self._add(now + 0.6, "run_finished", outcome="completed", seconds=now + 0.6)
+        return sorted(self._events, key=lambda event: event["time"])
+
+    def _started(self) -> Event:
+        gpus = [
+            {
+                "uuid": uuid,
+                "index": number,
+                "name": "NVIDIA A100",
+                "total_bytes": 16 * GIB,
+                "capacity_bytes": int(self.capacity_gib * GIB),
+            }
+            for number, uuid in enumerate(self.uuids)
+        ]
+        return at(
+            0, "run_started", kind="simulate", name="digits", clients=self.clients, num_rounds=self.rounds,
+            pid=100, host="node7", cores=16, version="0.1.0", gpus=gpus,
+        )  # fmt: skip
+
+    def _add(self, when: float, event: str, /, **fields: Any) -> None:
+        self._events.append(at(when, event, **fields))
+
+    def _round(self, number: int, now: float) -> tuple[float, int]:
+        """Let each client do one call; return when the last one was over, and how many failed."""
+        clients = self.names or [str(client) for client in range(self.clients)]
+        free = dict.fromkeys(self.uuids, int(self.capacity_gib * GIB))
+        running: list[tuple[float, str, int]] = []
+        ends, failed = [now], 0
+        nbytes = int(self.lease_gib * GIB)
+        for place, client in enumerate(clients):
+            call = {"call": f"{number}-{place}", "client": client, "task": "train", "round": number}
+            self._add(now, "lease_requested", **call, caller_pid=7, count=1, memory_bytes=nbytes)
+        granted = now
+        for place, client in enumerate(clients):
+            call = {"call": f"{number}-{place}", "client": client, "task": "train", "round": number}
+            uuid = next((uuid for uuid in self.uuids if free[uuid] >= nbytes), None)
+            while uuid is None:
+                end, released, size = heapq.heappop(running)
+                granted, free[released] = max(granted, end), free[released] + size
+                uuid = next((uuid for uuid in self.uuids if free[uuid] >= nbytes), None)
+            free[uuid] -= nbytes
+            end, is_ok = self._call(call, uuid, nbytes, granted + 0.002)
+            heapq.heappush(running, (end, uuid, nbytes))
+            ends.append(end)
+            failed += not is_ok
+        return max(ends), failed
+
+    def _call(self, call: Event, uuid: str, nbytes: int, granted: float) -> tuple[float, bool]:
+        """Write down a call from its lease on; return when its memory was free, and whether it went well."""
+        draw = self._random
+        lease, pid = f"lease-{call['call']}", draw.randrange(1000, 9999)
+        gpus = [
+            {"uuid": uuid, "index": self.uuids.index(uuid), "name": "NVIDIA A100", "memory_bytes": nbytes}
+        ]
+        started = granted + draw.uniform(0.01, 0.1)
+        task, result = started + draw.uniform(0.1, 1.0), started + draw.uniform(1.5, 4.0)
+        finished = result + draw.uniform(0.05, 0.4)
+        self._add(granted, "lease_granted", **call, lease=lease, gpus=gpus, alone=False, waited_s=0.1)
+        self._add(started, "worker_started", **call, lease=lease, pid=pid, start_method="spawn", threads=2)
+        self._add(task, "task_started", call=call["call"], client=call["client"], pid=pid)
+        self._samples += [(task, uuid, 0.8 * nbytes), (finished, uuid, -0.8 * nbytes)]
+        outcome = "ok"
+        if draw.random() < self.failing:
+            outcome = draw.choice(["error", "died", "out of memory"])
+        if draw.random() < self.lost:  # killed with all that it had: nobody writes anything
+            return finished, False
+        if outcome == "out of memory":
+            self._add(
+                result, "out_of_memory", call=call["call"], client=call["client"], task="train", lease=lease,
+                uuid=uuid, kind="over_cap", then="failed",
+            )  # fmt: skip
+        if outcome == "ok":
+            self._add(result, "worker_result", call=call["call"], client=call["client"], pid=pid)
+        used = [{"uuid": uuid, "peak_bytes": int(0.8 * nbytes), "cap_bytes": nbytes - GIB // 2}]
+        self._add(
+            finished, "worker_finished", **call, lease=lease, pid=pid, start_method="spawn", gpus=used,
+            task_at=START + task, cuda_at=None, result_at=START + result if outcome == "ok" else None,
+            seconds=finished - granted, outcome=outcome,
+            error=None if outcome == "ok" else f"ValueError: {outcome} <i>of</i> {call['client']}",
+        )  # fmt: skip
+        self._add(finished + 0.01 + self.late_s, "lease_released", **call, lease=lease, held_s=1.0)
+        return finished + 0.01, outcome == "ok"
+
+    def _look(self, end: float) -> None:
+        """Write down what the driver would tell, every half second."""
+        for number in range(int(end / 0.5) + 1):
+            gpus = []
+            for uuid in self.uuids:
+                used = sum(size for when, of, size in self._samples if of == uuid and when <= number * 0.5)
+                gpus.append(
+                    {
+                        "uuid": uuid,
+                        "used_bytes": int(self.base_gib * GIB + used),
+                        "utilization_percent": 90 if used else 0,
+                        "temperature_c": 60 if used else 40,
+                    }
+                )
+            self._add(number * 0.5, "gpu_sample", gpus=gpus)

@@ -1,0 +1,305 @@
+"""What `flower-gpu metrics` answers, about stub GPUs, real leases and runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cli.command_shell import Shell
+from metrics_exporter import Exporter, Samples, line, run, samples_of, value
+from nvml_stub import GIB, Host
+from prometheus_client.openmetrics import parser as openmetrics
+
+pytestmark = pytest.mark.timeout(120)
+
+CAPACITY = 16 * GIB - 256 * 2**20
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell on a machine without GPUs."""
+    made = Shell(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """Two GPUs of 16 GiB."""
+    return Host(tmp_path / "host")
+
+
+@pytest.fixture
+def exporter(shell: Shell) -> Callable[..., Exporter]:
+    return lambda *arguments: Exporter(shell, *arguments)
+
+
+def counters(samples: Samples) -> Samples:
+    """Return what must never go down: counters, and the parts of the histogram."""
+    ends = ("_total", "_bucket", "_sum", "_count")
+    return {key: value for key, value in samples.items() if key[0].endswith(ends)}
+
+
+def test_gpus_and_leases(shell: Shell, host: Host, exporter: Callable[..., Exporter]) -> None:
+    shell.on(host)
+    host.set(0, util=37, temp=61, used=GIB)
+    shell.holder("fit of client 0", 4 * GIB)
+    shell.holder("fit of client 1", 12 * GIB)
+    shell.waiter("fit of client 2", "alone")
+    found = exporter()()
+    first = {"gpu": 0, "uuid": host.uuids[0], "name": "NVIDIA Stub 16GB"}
+    leased = [value(found, "memory_leased_bytes", uuid=uuid) for uuid in host.uuids]
+    assert value(found, "gpus") == 2
+    assert value(found, "ledger_up") == 1
+    assert (value(found, "leases_held"), value(found, "leases_waiting")) == (2, 1)
+    assert sorted(leased, key=str) == [12 * GIB, 4 * GIB]
+    assert value(found, "usable", **first) == 1
+    assert value(found, "memory_total_bytes", **first) == 16 * GIB
+    assert value(found, "memory_used_bytes", **first) == GIB
+    assert value(found, "memory_capacity_bytes", **first) == CAPACITY - GIB
+    assert value(found, "utilization_ratio", **first) == 0.37
+    assert value(found, "temperature_celsius", **first) == 61
+
+
+def test_a_gpu_that_is_lost_and_comes_back(
+    shell: Shell, host: Host, exporter: Callable[..., Exporter]
+) -> None:
+    shell.on(host)
+    ask = exporter()
+    assert value(ask(), "gpus") == 2
+    host.set(1, lost=True)
+    found = ask()
+    assert value(found, "gpus") == 1
+    assert value(found, "usable", gpu=0) == 1
+    assert value(found, "usable", gpu=1) == 0
+    assert value(found, "memory_used_bytes", gpu=1) is None
+    host.set(1, lost=False)
+    assert value(ask(), "usable", gpu=1) == 1
+
+
+def test_mig_devices_take_the_place_of_their_card(
+    shell: Shell, host: Host, exporter: Callable[..., Exporter]
+) -> None:
+    shell.on(host)
+    devices = host.mig(0, [5 * GIB, 10 * GIB])
+    found = exporter()()
+    assert value(found, "gpus") == 3
+    assert value(found, "usable", uuid=host.uuids[0]) is None
+    assert [value(found, "usable", gpu=0, uuid=uuid) for uuid in devices] == [1, 1]
+    assert [value(found, "memory_total_bytes", uuid=uuid) for uuid in devices] == [5 * GIB, 10 * GIB]
+
+
+def test_without_gpus_and_ledger_the_rest_is_served(
+    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
+    shell.ledger.rmdir()
+    with run(shell, tmp_path / "runs" / "one") as one:
+        one.worker("a", "ok")
+        ask = exporter()
+        for _ in range(2):
+            found = ask()
+            assert value(found, "gpus") == 0
+            assert value(found, "ledger_up") == 0
+            assert value(found, "leases_held") is None
+            assert value(found, "workers_finished_total", outcome="ok") == 1
+    shell.ledger.mkdir()
+    shell.ledger.chmod(0o1777)
+    assert value(ask(), "leases_held") == 0
+    ask.process.terminate()
+    assert ask.process.stderr is not None
+    (told,) = ask.process.stderr.read().splitlines()  # once, not for each answer
+    assert "the ledger cannot be read" in told and str(shell.ledger) in told
+
+
+def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
+    with run(shell, tmp_path / "runs" / "one", "simulate", "digits") as one:
+        one.write("run_started", host="another host", num_rounds=5)
+        one.worker("a")
+        one.worker("b")
+        one.write("task_started", call="b", pid=1, client="3")
+        one.worker("c", start_method="zygote", round=2)
+        one.worker("d")
+        one.write("task_started", call="d", pid=1, client="3")
+        one.write("worker_result", call="d", pid=1, client="3")
+        metrics = {"accuracy": 0.5, "nan": float("nan"), "text": "0.5", "flag": True, "list": [1.0]}
+        one.write("round_finished", round=1, task="evaluate", metrics=metrics)
+        ask = exporter()
+        found = ask()
+        phases = {phase: value(found, "workers", run="one", phase=phase) for phase in
+                  ("starting", "running", "exiting")}  # fmt: skip
+        assert phases == {"starting": 1, "running": 2, "exiting": 1}
+        assert value(found, "runs", kind="simulate") == 1
+        assert value(found, "run_info", run="one", kind="simulate", app="digits") == 1
+        assert (value(found, "run_round", run="one"), value(found, "run_rounds", run="one")) == (2, 5)
+        assert value(found, "evaluation", run="one", task="evaluate", metric="accuracy") == 0.5
+        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 1
+        assert value(found, "evaluation_round", run="one", task="evaluate") == 1
+        one.write("round_finished", round=2, task="evaluate", metrics={"loss": 0.25})
+    # The end of a run comes between two looks: what it has told last is shown once more.
+    found = ask()
+    assert value(found, "evaluation", run="one") == 0.25
+    assert value(found, "runs", kind="simulate") == 0
+    assert [value(found, "workers", phase=phase) for phase in phases] == [0, 0, 0]
+    assert not [key for key in ask() if dict(key[1]).get("run")]
+
+
+def test_clients_are_labels_only_where_they_are_asked_for(
+    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
+    with run(shell, tmp_path / "runs" / "one") as one:
+        for number in range(3):
+            one.worker(f"a{number}", client=f"{number % 2}")
+        assert not [labels for _, labels in exporter()() if "client" in dict(labels)]
+        found = exporter("--per-client")()
+        assert value(found, "workers", run="one", phase="starting", client=0) == 2
+        assert value(found, "workers", run="one", phase="starting", client=1) == 1
+
+
+def test_counters_never_go_down(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
+    seen: list[Samples] = []
+    with run(shell, tmp_path / "runs" / "one") as one:
+        one.worker("a", "ok")  # before anybody looks
+        one.write("lease_granted", call="b", waited_s=0.3)
+        one.write("lease_granted", call="b", waited_s=20)
+        one.write("lease_not_granted", call="c", waited_s=5)
+        one.write("out_of_memory", call="a", then="on the CPU")
+        one.write("round", round=0, metrics={"loss": 2.0})
+        one.write("round", round=1, metrics={"loss": 1.0})
+        ask = exporter()
+        seen.append(ask())
+        one.worker("b", "died")
+        torn = line({"event": "worker_finished", "call": "z", "outcome": "error"})
+        one.write_text(torn[:30])
+        seen.append(ask())
+        one.write_text(torn[30:])
+    seen += [ask(), ask()]
+    with run(shell, tmp_path / "elsewhere" / "one") as another, run(shell, one.folder) as resumed:
+        another.worker("a", "ok")
+        resumed.write("round", round=1, metrics={})  # done again
+        resumed.write("round", round=2, metrics={})
+        seen.append(ask())
+        labels = {dict(labels)["run"] for name, labels in seen[-1] if name == "flower_gpu_run_info"}
+        assert len(labels) == 2 and "one" in labels
+    seen.append(ask())
+    for before, after in pairwise(seen):
+        assert counters(before).keys() == counters(after).keys()
+        assert all(after[key] >= count for key, count in counters(before).items())
+    finished = {
+        outcome: [value(found, "workers_finished_total", outcome=outcome) for found in seen]
+        for outcome in ("ok", "died", "error")
+    }
+    assert finished == {"ok": [1, 1, 1, 1, 2, 2], "died": [0, 1, 1, 1, 1, 1], "error": [0, 0, 1, 1, 1, 1]}
+    last = seen[-1]
+    assert value(last, "rounds_finished_total") == 2
+    assert value(last, "out_of_memory_total", then="on the CPU") == 1
+    assert value(last, "leases_granted_total") == value(last, "lease_wait_seconds_count") == 2
+    assert value(last, "leases_not_granted_total") == 1
+    assert value(last, "lease_wait_seconds_sum") == 20.3
+    assert value(last, "lease_wait_seconds_bucket", le="0.5") == 1
+    assert value(last, "lease_wait_seconds_bucket", le="+Inf") == 2
+
+
+def test_workers_that_were_killed_with_their_caller_are_gone(
+    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
+    """Nobody has written their ends down."""
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    with run(shell, tmp_path / "runs" / "one") as one:
+        one.write("run_started", host=os.uname().nodename)
+        one.worker("a", pid=killed.pid)
+        one.worker("b", pid=os.getpid())
+        assert value(exporter()(), "workers", phase="starting") == 1
+
+
+def test_what_clients_are_called_breaks_nothing(
+    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
+) -> None:
+    with run(shell, tmp_path / "runs" / 'a "run"\n', name="\ud800\\") as one:
+        one.worker("a", client='x"} 1\nflower_gpu_gpus 99\n')
+        one.write("round", round=10**400, num_rounds=10**400, metrics={"loss": 1.0})
+        one.write("round", round=1, metrics={"\ud800": 1.0, "\x00": 2.0, "huge": 10**400, "long" * 100: 3.0})
+        ask = exporter("--per-client")
+        found = ask()
+        assert value(found, "gpus") == 0
+        assert value(found, "workers", client='x"} 1?flower_gpu_gpus 99?') == 1
+        assert value(found, "evaluation", metric="?") == 1.0
+        assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 2
+        assert ask.process.poll() is None
+
+
+def test_openmetrics_is_spoken_as_well(shell: Shell, exporter: Callable[..., Exporter]) -> None:
+    text = exporter().get(accept="application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in openmetrics.text_string_to_metric_families(text)}
+    assert {"flower_gpu_workers_started", "flower_gpu_lease_wait_seconds"} <= names
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it(number: signal.Signals, exporter: Callable[..., Exporter]) -> None:
+    ask = exporter()
+    assert samples_of(ask.get())
+    ask.process.send_signal(number)
+    assert ask.process.wait(30) == 128 + number
+    assert ask.process.stderr is not None and ask.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "65536"), "--port 65536 is none: ports go from 1 to 65535, and 0 is a free one"),
+        (("--port", "-1"), "--port -1 is none"),
+        (("--port", "many"), "invalid int value: 'many'"),
+        (("--port", "0", "--address", "192.0.2.1"), "cannot listen on --address 192.0.2.1 --port 0: "),
+        (("--port", "0", "--address", "no such name"), "cannot listen on --address no such name --port 0: "),
+        (("--port", "0", "--address", "." * 300), "cannot listen on --address ..."),
+        ((), "the following arguments are required: --port"),
+    ],
+)
+def test_what_cannot_be_listened_on(shell: Shell, arguments: tuple[str, ...], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flower_gpu.cli", "metrics", *arguments],
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (told,) = done.stderr.splitlines()
+    assert told.startswith("flower-gpu metrics: ") and message in told
+
+
+def test_a_port_that_is_taken(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "flower_gpu.cli", "metrics", "--port", port],
+            env=shell.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"flower-gpu metrics: cannot listen on --address 127.0.0.1 --port {port}: Address already in use. "
+        "Take another, or --port 0\n"
+    )
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may listen on every port")
+def test_a_port_that_is_not_allowed(shell: Shell) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flower_gpu.cli", "metrics", "--port", "1"],
+        env=shell.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "may not listen there" in done.stderr

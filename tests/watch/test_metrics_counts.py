@@ -1,0 +1,213 @@
+"""Whatever is in traces, and however they are cut: counters are exact, and memory is bounded."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from metrics_exporter import Samples, line, samples_of, value
+from prometheus_client import CollectorRegistry, generate_latest
+
+from flower_gpu import trace
+from flower_gpu.apps.registry import RunningRun
+from flower_gpu.watch import history
+from flower_gpu.watch.metrics.collector import Collector
+from flower_gpu.watch.metrics.host import HostState
+from flower_gpu.watch.metrics.runs import Runs
+from flower_gpu.watch.metrics.server import keep_up
+from flower_gpu.watch.tally import OUTCOMES
+
+
+class NoHost:
+    """A host of which nothing is known."""
+
+    def look(self) -> HostState:
+        return HostState()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.integers(-(10**400), 10**400),
+    lambda values: st.lists(values, max_size=2) | st.dictionaries(st.text(max_size=5), values, max_size=3),
+    max_leaves=4,
+)
+NAMES = ("run_started", "strategy_started", "round_started", "round_finished", "round", "lease_granted",
+         "lease_not_granted", "out_of_memory", "worker_started", "worker_finished", "task_started",
+         "worker_result", "gpu_sample", "nothing of ours")  # fmt: skip
+FIELDS = ("call", "pid", "client", "round", "num_rounds", "task", "metrics", "outcome", "then", "waited_s",
+          "host", "start_method")  # fmt: skip
+EVENTS = st.fixed_dictionaries(
+    {"event": st.sampled_from(NAMES)}, optional=dict.fromkeys(FIELDS, ANYTHING)
+) | st.builds(
+    lambda call, pid, outcome: {"event": "worker_finished", "call": call, "pid": pid, "outcome": outcome},
+    st.sampled_from("ab"),
+    st.integers(1, 2),
+    st.sampled_from((*OUTCOMES, "of another version")),
+)
+
+
+def counters(samples: Samples) -> Samples:
+    ends = ("_total", "_bucket", "_sum", "_count")
+    return {key: value for key, value in samples.items() if key[0].endswith(ends)}
+
+
+class Looks:
+    """A collector in this process that looks again and again."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, RunningRun] = {}
+        self.registry = CollectorRegistry()
+        collector: Any = Collector(NoHost(), Runs(lambda: list(self.running.values())))  # type: ignore[arg-type]
+        self.registry.register(collector)
+        self.before: Samples = {}
+
+    def __call__(self) -> Samples:
+        """Look, and see that no counter is gone or less than it was."""
+        found = samples_of(generate_latest(self.registry).decode())
+        for key, number in counters(self.before).items():
+            assert found[key] >= number
+        self.before = found
+        return found
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from((0, 1)), st.lists(EVENTS, max_size=4), st.integers(0, 40)),
+            st.sampled_from(("look", "end 0", "end 1")),
+        ),
+        max_size=20,
+    )
+)
+def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        looks = Looks()
+        written: list[dict[str, Any]] = []
+        held_back = [b"", b""]  # of a line that is being written
+
+        def append(number: int, data: bytes) -> None:
+            path = Path(folder, str(number))
+            path.mkdir(exist_ok=True)
+            looks.running.setdefault(str(path), RunningRun(str(path), "launch", "app", 1, 0.0))
+            with (path / trace.FILE_NAME).open("ab") as file:
+                file.write(data)
+
+        for step in steps:
+            if step == "look":
+                looks()
+            elif isinstance(step, str):
+                number = int(step[-1])
+                append(number, held_back[number])
+                held_back[number] = b""
+                del looks.running[str(Path(folder, str(number)))]
+                looks()
+            else:
+                number, events, cut = step
+                written += events
+                data = held_back[number] + b"".join(line(event).encode() for event in events)
+                held_back[number] = data[len(data) - cut :] if cut else b""
+                append(number, data[: len(data) - cut] if cut else data)
+        for number in (0, 1):
+            append(number, held_back[number])
+        found = looks()
+    finished = Counter(
+        event["outcome"] if event.get("outcome") in OUTCOMES else "other"
+        for event in written
+        if event["event"] == "worker_finished"
+    )
+    for outcome in (*OUTCOMES, "other"):
+        assert value(found, "workers_finished_total", outcome=outcome) == finished[outcome]
+    granted = sum(event["event"] == "lease_granted" for event in written)
+    assert value(found, "leases_granted_total") == value(found, "lease_wait_seconds_count") == granted
+
+
+def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with what is over, nor with workers whose end nobody has told, nor with names of metrics."""
+    monkeypatch.setattr(history, "_MOST_OPEN", 500)
+    run = history.History(keep_finished=False)
+
+    def feed(calls: range) -> None:
+        for call in calls:
+            told = {"time": 1.0 + call, "call": f"{call}", "pid": call, "client": f"{call}", "round": call}
+            events = [
+                {"event": "lease_requested", **told},
+                {"event": "lease_granted", **told, "call": f"r{call}", "lease": f"{call}", "waited_s": call},
+                {"event": "worker_started", **told},
+                *([{"event": "worker_finished", **told, "outcome": f"{call}"}] if call % 2 else []),
+                {"event": "out_of_memory", **told, "then": f"{call}"},
+                {"event": "round", **told, "round": 1, "metrics": {f"{call}": 1.0}},
+                {"event": "round_finished", **told, "task": f"{call}", "messages": 1, "failed": 0,
+                 "metrics": {"a": 1.0}},
+            ]  # fmt: skip
+            run.feed(events)
+
+    tracemalloc.start()
+    try:
+        feed(range(0, 3000))
+        before, _ = tracemalloc.get_traced_memory()
+        feed(range(3000, 6000))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after < 1.1 * before
+    assert 250 < len(run.running) <= 500
+    assert len(run.evaluations) <= 50
+    assert run.tally.workers_finished.keys() == {"other"}
+    assert run.tally.out_of_memory.keys() == {"other"}
+
+
+def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is, and with lines that are longer than a piece."""
+    monkeypatch.setattr("flower_gpu.watch.followed_run._CHUNK_BYTES", 50)
+    with (tmp_path / trace.FILE_NAME).open("w") as file:
+        for number in range(20):
+            file.write(line({"event": "worker_finished", "outcome": "ok", "error": "x" * 10 * number}))
+    runs = Runs(lambda: [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)])
+    runs.look()
+    assert runs.tally.workers_finished == {"ok": 20}
+
+
+def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> None:
+    running = [RunningRun(str(tmp_path), "launch", "app", 1, 0.0)]
+    runs = Runs(lambda: running)
+    runs.notice()
+    (tmp_path / trace.FILE_NAME).write_text(line({"event": "worker_finished", "outcome": "ok"}))
+    running.clear()
+    runs.notice()
+    for goes_on in ([False], [], []):
+        assert [followed.is_registered for followed in runs.look()] == goes_on
+        assert runs.tally.workers_finished == {"ok": 1}
+
+
+def test_runs_are_noticed_again_and_again() -> None:
+    end = threading.Event()
+    calls: list[str] = []
+
+    class Noted:
+        def catch_up(self) -> None:
+            calls.append("catch_up")
+
+        def notice(self) -> None:
+            calls.append("notice")
+            if len(calls) == 3:
+                end.set()
+
+    keep_up(Noted(), end)  # type: ignore[arg-type]
+    assert calls == ["catch_up", "notice", "notice"]
+
+
+def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_gpu.watch.metrics.runs._MOST_ENDED", 5)
+    running: list[RunningRun] = []
+    runs = Runs(lambda: running)
+    for number in range(20):
+        running[:] = [RunningRun(str(tmp_path / str(number)), "launch", "app", 1, 0.0)]
+        runs.look()
+    assert (len(runs._followed), len(runs._ended)) == (2, 5)

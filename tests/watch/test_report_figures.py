@@ -1,0 +1,285 @@
+"""What the pictures and sums of a report are made of."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nvml_stub import GIB
+from report_traces import START, Event, Run, at, history_of
+
+from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, client_rows, tries_of
+from flower_gpu.watch.report.clock import Clock
+from flower_gpu.watch.report.figures_rounds import panels_of
+from flower_gpu.watch.report.lanes import group, pack, waiting_steps
+from flower_gpu.watch.report.leases import Holding, bands, holdings_of, leased_steps, occupied_s
+from flower_gpu.watch.report.texts import client_key, duration_text
+from flower_gpu.watch.report.totals import Totals, totals_of
+from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, Evaluation
+
+pytestmark = pytest.mark.timeout(120)
+
+RUNS = st.builds(
+    Run,
+    clients=st.integers(1, 14),
+    gpus=st.integers(1, 3),
+    rounds=st.integers(1, 2),
+    lease_gib=st.sampled_from([2.0, 4.0, 7.875, 15.75]),
+    late_s=st.sampled_from([0.0, 0.05, 1.0, 4.0]),
+    failing=st.sampled_from([0.0, 0.4]),
+    lost=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 1000),
+)
+
+
+def read(events: list[Event]) -> tuple[Any, Clock, list[CallTry], dict[str, list[Holding]], Totals]:
+    history = history_of(events)
+    clock = Clock.of(history)
+    tries = tries_of(history, clock)
+    holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.gpus}
+    return history, clock, tries, holdings, totals_of(history, clock, tries, holdings)
+
+
+# Leases
+
+
+@given(run=RUNS, most=st.sampled_from([5, 1000]))
+def test_what_is_drawn_as_leased_is_never_more_than_there_is(run: Run, most: int) -> None:
+    """Though releases are written late, or never, and memory is given away before that."""
+    history, _, _, holdings, _ = read(run.events())
+    for uuid in run.uuids:
+        capacity = history.gpus[uuid].capacity_bytes
+        assert max(leased_steps(holdings[uuid])[1], default=0) <= capacity
+        pieces = bands(holdings[uuid], int, most)
+        assert all(piece.top_bytes <= capacity for piece in pieces)
+        for one, other in itertools.combinations(pieces, 2):
+            beside = one.end_s <= other.begin_s or other.end_s <= one.begin_s
+            assert beside or one.top_bytes <= other.bottom_bytes or other.top_bytes <= one.bottom_bytes
+
+
+@given(run=RUNS)
+def test_bands_have_the_area_of_the_leases(run: Run) -> None:
+    _, _, _, holdings, totals = read(run.events())
+    for gpu in totals.gpus:
+        pieces = bands(holdings[gpu.gpu.uuid], int, 10_000)
+        area = sum((one.end_s - one.begin_s) * (one.top_bytes - one.bottom_bytes) for one in pieces)
+        assert area == pytest.approx(gpu.leased_byte_s)
+        assert 0 <= gpu.leased_s <= totals.duration_s
+        assert 0 <= (gpu.capacity_share(totals.duration_s) or 0) <= 1
+
+
+def test_memory_is_back_where_it_was() -> None:
+    _, _, _, holdings, totals = read(Run(clients=6, gpus=2).events())
+    for gpu in totals.gpus:
+        assert gpu.used_first_bytes == gpu.used_last_bytes == GIB // 2
+        assert (gpu.used_most_bytes or 0) > GIB
+        assert leased_steps(holdings[gpu.gpu.uuid])[1][-1] == 0
+
+
+def test_a_lease_whose_holder_was_killed_ends_where_its_memory_is_needed() -> None:
+    events = Run(clients=2, lease_gib=10, late_s=0).events()
+    first = next(event["lease"] for event in events if event["event"] == "lease_granted")
+    events = [e for e in events if (e["event"], e.get("lease")) != ("lease_released", first)]
+    _, _, _, holdings, _ = read(events)
+    one, other = holdings[Run().uuids[0]]
+    assert one.end_s == other.begin_s > one.begin_s
+
+
+def test_time_with_a_lease_counts_once() -> None:
+    spans = [(0.0, 2.0), (1.0, 1.5), (4.0, 5.0), (1.0, 3.0), (5.0, 5.0)]
+    assert occupied_s([Holding("0", begin, end, 1) for begin, end in spans]) == 4.0
+
+
+# Calls
+
+
+def lease_events(call: str, seconds: float, **fields: Any) -> list[Event]:
+    whose = {"call": call, "client": call, "task": "fit", "round": 1}
+    gpus = [{"uuid": "G", "index": 0, "name": "A100", "memory_bytes": GIB}]
+    return [
+        at(seconds, "lease_requested", **whose, count=1, memory_bytes=GIB),
+        at(seconds + 2, "lease_granted", **whose, lease=f"lease-{call}", gpus=gpus),
+    ]
+
+
+def worker_events(call: str, seconds: float, lease: str | None = None, outcome: str = "ok") -> list[Event]:
+    """A worker that starts for one second, runs for four, and exits for half a one."""
+    whose = {"call": call, "client": call, "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
+    if lease is not None:
+        whose["lease"] = lease
+    return [
+        at(seconds, "worker_started", **whose),
+        at(seconds + 1, "task_started", call=call, pid=5),
+        at(seconds + 5, "worker_result", call=call, pid=5),
+        at(seconds + 5.5, "worker_finished", **whose, outcome=outcome, error="no\nmore"),
+    ]
+
+
+def spent(one: CallTry) -> list[tuple[str, float]]:
+    return [(part.phase, round(part.seconds, 3)) for part in one.parts]
+
+
+def test_phases_of_a_call() -> None:
+    events = [
+        *lease_events("3", 0),
+        *worker_events("3", 2.5, "lease-3"),
+        at(9, "lease_released", lease="lease-3"),
+    ]
+    _, _, [call], _, totals = read(events)
+    assert spent(call) == [(WAITING, 2.0), (STARTING, 1.5), (RUNNING, 4.0), (EXITING, 0.5)]
+    assert (call.gpus, call.outcome, call.has_failed) == (("G",), "ok", False)
+    assert totals.lost_s == pytest.approx(3.5)
+    assert totals.leased_s == pytest.approx(7.0)
+    assert totals.idle_share == pytest.approx(2 / 9)
+
+
+def test_a_worker_that_is_used_again_waits_once() -> None:
+    first = [*lease_events("a", 0), *worker_events("a", 2, "lease-a")]
+    again = worker_events("b", 8, "lease-a")
+    _, _, [one, other], _, totals = read([*first, *again, at(20, "run_finished", outcome="completed")])
+    assert spent(other) == [(STARTING, 1.0), (RUNNING, 4.0), (EXITING, 0.5)]
+    assert one.gpus == other.gpus == ("G",)
+    lanes = group("GPU 0", [one, other], with_waiting=True)
+    assert lanes.lanes == 1
+    assert (totals.calls, totals.workers, totals.unfinished) == (2, 2, 0)
+
+
+def test_calls_without_an_end_and_without_a_worker() -> None:
+    refused = [*lease_events("1", 0)[:1], at(3, "lease_not_granted", call="1", reason="LeaseTimeoutError")]
+    granted = lease_events("2", 0)
+    on_cpu = worker_events("4", 1)[:2]
+    waiting = lease_events("5", 4)[:1]
+    _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, at(10, "progress")])
+    found = {call.client: (spent(call), call.outcome) for call in tries}
+    assert found == {
+        "1": ([(WAITING, 3.0)], NO_LEASE),
+        "2": ([(WAITING, 2.0), (STARTING, 8.0)], ""),
+        "4": ([(STARTING, 1.0), (RUNNING, 8.0)], ""),
+        "5": ([(WAITING, 6.0)], ""),
+    }
+    assert (totals.unfinished, dict(totals.outcomes), dict(totals.errors)) == (
+        3,
+        {NO_LEASE: 1},
+        {NO_LEASE: 1},
+    )
+
+
+def test_a_worker_is_over_with_its_lease() -> None:
+    """Though nobody wrote that down."""
+    events = [*lease_events("1", 0), *worker_events("1", 2, "lease-1")[:2]]
+    _, _, [call], _, _ = read([*events, at(6, "lease_released", lease="lease-1"), at(20, "progress")])
+    assert (spent(call)[-1], call.outcome) == ((RUNNING, 3.0), "")
+
+
+def test_a_worker_that_died_before_its_task() -> None:
+    events = [
+        *worker_events("1", 0)[:1],
+        at(2, "worker_finished", call="1", pid=5, outcome="died", error="SIGKILL"),
+    ]
+    _, _, [call], _, totals = read(events)
+    assert spent(call) == [(STARTING, 2.0)]
+    assert dict(totals.errors) == {"died: SIGKILL": 1}
+
+
+@given(run=RUNS)
+def test_parts_follow_one_another(run: Run) -> None:
+    _, clock, tries, _, totals = read(run.events())
+    assert totals.calls == run.clients * run.rounds
+    for call in tries:
+        for one, other in itertools.pairwise(call.parts):
+            assert one.end_s == other.begin_s
+            assert PHASES.index(one.phase) < PHASES.index(other.phase)
+        assert 0 <= call.begin_s <= call.end_s <= clock.duration_s
+    rows = client_rows(tries)
+    assert [row.client for row in rows] == [str(number) for number in range(run.clients)]
+    assert sum(row.tries for row in rows) == totals.workers
+
+
+def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
+    started = {"kind": "simulate", "name": "app", "gpus": []}
+    events = [
+        at(0, "run_started", **started),
+        *worker_events("1", 2)[:2],  # killed with the run
+        at(4, "progress"),
+        at(40_000, "run_started", **started),
+        *worker_events("2", 40_001),
+        at(40_008, "run_finished", outcome="completed"),
+    ]
+    _, clock, [killed, other], _, totals = read(events)
+    assert clock.duration_s == totals.duration_s == 12
+    assert clock.pauses_s == (4.0,)
+    assert (killed.begin_s, killed.end_s, killed.outcome) == (2, 4, "")
+    assert (other.begin_s, other.end_s) == (5, 10.5)
+
+
+def test_two_hosts_that_share_a_folder_are_no_pause() -> None:
+    started = {"kind": "supernodes", "name": "", "gpus": []}
+    events = [at(0, "run_started", **started), at(5, "run_started", **started), at(9, "progress")]
+    assert read(events)[1].pauses == ()
+
+
+# Lanes
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda s: (float(s[0]), float(sum(s)))), max_size=40
+)
+
+
+@given(spans=SPANS)
+def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
+    lanes = pack(spans)
+    for (one, lane), (other, other_lane) in itertools.combinations(zip(spans, lanes, strict=True), 2):
+        if lane == other_lane:
+            assert one[1] <= other[0] or other[1] <= one[0]
+    most = max((sum(b <= at_s < e for b, e in spans) for at_s, _ in spans), default=0)
+    if all(begin < end for begin, end in spans):
+        assert len(set(lanes)) == most
+
+
+def test_who_waits_is_counted() -> None:
+    _, _, tries, _, _ = read([*lease_events("1", 0), *lease_events("2", 1), at(9, "progress")])
+    assert waiting_steps(tries) == ([0, 1, 2, 3], [1, 2, 1, 0])
+
+
+# Metrics and names
+
+
+def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
+    evaluations = [
+        Evaluation(START, 0, "server-evaluate", {"loss": 2.0, "accuracy": 0.1, "num_examples": 90}),
+        Evaluation(START, 1, "server-evaluate", {"loss": 1.0, "accuracy": 0.4}),
+        Evaluation(START, 1, "train", {"train_loss": 1.5, "time": 3.0}),
+        Evaluation(START, 1, "evaluate", {"eval_acc": 0.3, "test-acc": 0.2, "F1_score": 0.2}),
+    ]
+    panels = panels_of(evaluations)
+    assert list(panels) == ["accuracy", "loss", "f1", "time", "test-acc"]
+    assert [(one.task, one.rounds, one.values) for one in panels["accuracy"]] == [
+        ("server-evaluate", (0, 1), (0.1, 0.4)),
+        ("evaluate", (1,), (0.3,)),
+    ]
+
+
+def test_clients_are_sorted_as_people_do() -> None:
+    names = ["10", "client-10", "9", "server", "client-9", "", "a", "0" * 20 + "1"]
+    assert sorted(names, key=client_key) == [
+        "server",
+        "",
+        "9",
+        "10",
+        "0" * 20 + "1",
+        "a",
+        "client-9",
+        "client-10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.00 s"), (9.994, "9.99 s"), (9.996, "10.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"),
+     (3599.6, "1 h 0 min"), (7260, "2 h 1 min"), (None, "-")],
+)  # fmt: skip
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration_text(seconds) == text

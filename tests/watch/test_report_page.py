@@ -1,0 +1,334 @@
+"""The page of a report: that there is one for any trace, and what is in it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import re
+import stat
+import subprocess
+import sys
+import xml.etree.ElementTree
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_traces import Run, at, history_of, write
+
+from flower_gpu import trace
+from flower_gpu.apps.recording import recorded_run
+from flower_gpu.cli import main as cli
+from flower_gpu.errors import ConfigError
+from flower_gpu.watch.report import write as report
+from flower_gpu.watch.report.calls import client_rows, tries_of
+from flower_gpu.watch.report.clock import Clock
+from flower_gpu.watch.report.leases import holdings_of
+from flower_gpu.watch.report.page import page as report_page
+from flower_gpu.watch.report.totals import totals_of
+
+pytestmark = pytest.mark.timeout(170)
+
+#: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
+RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
+CUTS = 25  # of which each gives a whole page with pictures
+
+
+class Page(HTMLParser):
+    """A page, read strictly: all elements are closed in their order."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.text = path.read_text(encoding="utf-8")
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(self.text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def images(self) -> list[bytes]:
+        sources = [attributes["src"] or "" for tag, attributes in self.seen if tag == "img"]
+        return [base64.b64decode(source.partition("base64,")[2]) for source in sources]
+
+    def has(self, text: str) -> bool:
+        return text in re.sub(r"\s+", " ", " ".join(self.words))
+
+
+def page_of(folder: Path) -> Page:
+    page = Page(report.write_report(folder))
+    for image in page.images:
+        if not image.startswith(b"\x89PNG"):
+            xml.etree.ElementTree.fromstring(image)
+    return page
+
+
+def headings(page: Page) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", page.text)
+
+
+@pytest.fixture(scope="module")
+def rich_trace(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return write(tmp_path_factory.mktemp("rich"), RICH.events()).read_bytes()
+
+
+# Any trace
+
+
+def test_a_whole_page(tmp_path: Path) -> None:
+    write(tmp_path, RICH.events())
+    page = page_of(tmp_path)
+    above = ["GPUs", "GPU memory", "GPU utilization", "Workers", "Metrics by round"]
+    assert headings(page) == [*above, "Rounds", "Failures", "Clients"]
+    assert len(page.images) == 4
+    assert page.has("digits") and page.has("flower-gpu simulate") and page.has("node7")
+    assert page.has("completed") and page.has("3 of 3")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "trace.jsonl"]
+
+
+def test_a_trace_that_is_cut_anywhere_gives_a_page(tmp_path: Path) -> None:
+    events = Run(clients=4, lease_gib=7.0, failing=0.3, seed=3).events()
+    whole = write(tmp_path / "whole", events).read_bytes()
+    draw = random.Random(0)
+    # One somewhere in each part, so that none of them is left out.
+    starts = [len(whole) * part // CUTS for part in range(CUTS + 1)]
+    anywhere = [draw.randrange(start, end) for start, end in pairwise(starts)]
+    for cut in [0, 1, len(whole) - 2, *(min(cut, len(whole) - 2) for cut in anywhere)]:
+        (tmp_path / trace.FILE_NAME).write_bytes(whole[:cut])
+        page = page_of(tmp_path)
+        assert cut < 1000 or page.has("no end in the trace"), cut
+
+
+@given(cut=st.integers(0, 100_000), other=st.integers(0, 100_000))
+def test_a_trace_with_a_part_missing_gives_a_page(rich_trace: bytes, cut: int, other: int) -> None:
+    begin, end = sorted((cut % len(rich_trace), other % len(rich_trace)))
+    check_sums(parsed(rich_trace[:begin] + rich_trace[end:]))
+
+
+@given(seed=st.integers(0, 1 << 30), often=st.sampled_from([0.002, 0.02, 0.2]))
+def test_a_trace_with_anything_in_it_gives_a_page(rich_trace: bytes, seed: int, often: float) -> None:
+    draw = random.Random(seed)
+    check_sums([spoiled(event, draw, often) for event in parsed(rich_trace)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pictures_of_a_trace_with_anything_in_it(rich_trace: bytes, seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    lines = [json.dumps(spoiled(event, draw, 0.02)) for event in parsed(rich_trace)]
+    (tmp_path / trace.FILE_NAME).write_text("\n".join(lines))
+    page_of(tmp_path)
+
+
+def parsed(data: bytes) -> list[dict[str, Any]]:
+    return [event for line in data.splitlines() if (event := trace.parse(line)) is not None]
+
+
+ANYTHING = [10**400, 10**30, -5, 1e300, -1e300, float("nan"), None, True, 0, "", "\ud800", [], {}, [{}]]
+
+
+def spoiled(value: Any, draw: random.Random, often: float) -> Any:
+    """Put something else in the place of some values."""
+    if isinstance(value, dict):
+        kept = ("v", "event")
+        return {
+            name: draw.choice(ANYTHING)
+            if name not in kept and draw.random() < often
+            else spoiled(each, draw, often)
+            for name, each in value.items()
+        }
+    return [spoiled(each, draw, often) for each in value] if isinstance(value, list) else value
+
+
+def check_sums(events: list[dict[str, Any]]) -> None:
+    """Make a page, but for the pictures: they take too long for so many."""
+    history = history_of(events)
+    clock = Clock.of(history)
+    tries = tries_of(history, clock)
+    holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
+    totals = totals_of(history, clock, tries, holdings)
+    text = report_page(history, totals, client_rows(tries), [], folder="f", is_going_on=False)
+    assert text.endswith("</html>\n")
+    assert all(0 <= part.seconds <= totals.duration_s for one in tries for part in one.parts)
+
+
+def test_without_a_gpu(tmp_path: Path) -> None:
+    whose = {"call": "c", "client": "0", "task": "fit", "round": 1, "pid": 5, "start_method": "fork"}
+    events = [
+        at(0, "run_started", kind="launch", name="app", clients=1, num_rounds=1, host="n", cores=2, gpus=[]),
+        at(1, "worker_started", **whose),
+        at(3, "worker_finished", **whose, task_at=None, result_at=None, outcome="ok", error=None),
+        at(4, "run_finished", outcome="completed", seconds=4),
+    ]
+    write(tmp_path, events)
+    page = page_of(tmp_path)
+    assert headings(page) == ["Workers", "Clients"]
+    assert page.has("GPUs none")
+
+
+def test_a_thousand_workers(tmp_path: Path) -> None:
+    write(tmp_path, Run(clients=1000, gpus=2, lease_gib=2, failing=0.01).events())
+    page = page_of(tmp_path)
+    assert sum(tag == "tr" for tag, _ in page.seen) > 1000
+    assert page.images[0].startswith(b"\x89PNG")  # of a size that a browser can show
+    assert len(page.text) < 3_000_000
+
+
+def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
+    with recorded_run(tmp_path, "launch", "the app"):
+        assert page_of(tmp_path).has("still going on when this report was made")
+    assert page_of(tmp_path).has("completed")
+
+
+# What others have written
+
+NASTY = [
+    "</td><script>alert(1)</script>",
+    "$x^{$ \\frac",
+    "\x1b[2J\x00\u202e",
+    "_hidden",
+    "\ud800",
+    "個😀",
+    "a" * 300,
+]
+
+
+def test_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
+    events = Run(clients=len(NASTY), names=NASTY, failing=0.5, rounds=2).events()
+    for event in events:
+        if event["event"] == "run_started":
+            event |= {"name": NASTY[0], "host": NASTY[1], "version": NASTY[0]}
+            event["gpus"][0]["name"] = NASTY[1] + NASTY[0]
+        if event["event"] == "round":
+            event["metrics"] = dict.fromkeys(NASTY, 0.5)
+    write(tmp_path, events)
+    page = page_of(tmp_path)
+    assert "script" not in {tag for tag, _ in page.seen}
+    assert not [name for _, attributes in page.seen for name in attributes if name.startswith("on")]
+    assert page.has("<script>alert(1)</script>") and page.has("?[2J??") and page.has("_hidden")
+    assert {letter for letter in page.text if not letter.isprintable()} == {"\n"}
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, RICH.events())
+    page = page_of(tmp_path)
+    targets = [a.get("src") or a.get("href") for _, a in page.seen if "src" in a or "href" in a]
+    assert targets and all(target and target.startswith("data:image/") for target in targets)
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.seen}
+    assert not re.search(r"@import|url\(", page.text)
+
+
+# The command
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "run", RICH.events())
+    assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "mine.html"), "--png"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
+    Page(tmp_path / "mine.html")
+    pictures = sorted((tmp_path / "mine").iterdir())
+    assert [path.name for path in pictures] == ["memory.png", "rounds.png", "utilization.png", "workers.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in pictures)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["trace.jsonl"]
+
+
+def test_a_report_is_written_again(tmp_path: Path) -> None:
+    write(tmp_path, RICH.events()[:100])
+    first = report.write_report(tmp_path, png=True).read_bytes()
+    write(tmp_path, RICH.events()[100:])
+    assert report.write_report(tmp_path, png=True).read_bytes() != first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report", "report.html", "trace.jsonl"]
+
+
+def test_what_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert re.fullmatch(
+        r"flower-gpu report: \S+trace\.jsonl is not there: .*Give the folder of a run.*\n",
+        capsys.readouterr().err,
+    )
+    write(tmp_path / "run", RICH.events()[:5])
+    for output in ("no/where.html", "run"):
+        with pytest.raises(ConfigError, match="--output"):
+            report.write_report(tmp_path / "run", tmp_path / output)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["trace.jsonl"]
+
+
+def test_nothing_is_left_in_the_home(tmp_path: Path) -> None:
+    """Matplotlib keeps its settings and a list of fonts there; a home may be one that cannot be written."""
+    write(tmp_path / "run", RICH.events()[:60])
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.mkdir()
+    temporary.mkdir()
+    home.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MPL", "XDG"))}
+    command = [sys.executable, "-m", "flower_gpu.cli", "report", str(tmp_path / "run")]
+    done = subprocess.run(
+        command,
+        env={**kept, "HOME": str(home), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(home.iterdir()) == list(temporary.iterdir()) == []
+
+
+def test_neither_help_nor_a_failed_report_loads_matplotlib(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom flower_gpu.cli import main as cli\n"
+        "from flower_gpu.watch.report.write import write_at_end\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"assert write_at_end(__import__('pathlib').Path({str(tmp_path)!r})) is None\n"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"flower-gpu: no report: ConfigError: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a broken\nlibrary")])
+def test_no_report_fails_no_run(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(report, "write_report", fail)
+    assert report.write_at_end(tmp_path) is None
+    is_quiet = isinstance(error, KeyboardInterrupt)
+    assert capsys.readouterr().err == ("" if is_quiet else "flower-gpu: no report: RuntimeError: a broken\n")
+
+
+def test_pyplot_and_the_settings_of_a_program_stay_as_they_are(tmp_path: Path) -> None:
+    write(tmp_path, RICH.events()[:60])
+    code = f"""
+import sys
+from pathlib import Path
+import matplotlib
+matplotlib.rcParams["font.size"] = 31
+matplotlib.rcParams["text.usetex"] = True  # needs a program that is not there
+from flower_gpu.watch.report.write import write_report
+write_report(Path({str(tmp_path)!r}))
+assert matplotlib.rcParams["font.size"] == 31 and matplotlib.rcParams["text.usetex"]
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    env = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

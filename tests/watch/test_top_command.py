@@ -1,0 +1,239 @@
+"""What `flower-gpu top` tells of leases, workers and runs that are there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.command_shell import Shell
+from nvml_stub import GIB, Host
+from top_traces import Trace
+
+from flower_gpu.apps.registry import registered
+
+pytestmark = pytest.mark.timeout(120)
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs/reference/top.md"
+RESERVE = 256 * 2**20
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell on a machine without GPUs."""
+    made = Shell(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """Two GPUs of 16 GiB."""
+    return Host(tmp_path / "host")
+
+
+def look(shell: Shell, *arguments: str) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(shell("top", "--json", *arguments))
+    return told
+
+
+def look_until(shell: Shell, is_so: Callable[[dict[str, Any]], bool], *arguments: str) -> dict[str, Any]:
+    """Look again and again until it is as it should become."""
+    deadline = time.monotonic() + 60
+    while not is_so(told := look(shell, *arguments)):
+        assert time.monotonic() < deadline, told
+    return told
+
+
+@contextmanager
+def run_of(shell: Shell, folder: Path, name: str = "quickstart") -> Iterator[Trace]:
+    """Register a run where the shell's commands look, as long as the context is open."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWER_GPU_STATE_DIR", str(shell.state))
+        with registered(folder, "launch", name) as is_first:
+            assert is_first
+            patch.undo()
+            yield Trace(folder, time.time())
+
+
+def client(shell: Shell, folder: Path, asked: str) -> Any:
+    """Start a client whose call goes on until a file is there."""
+    env = {"FLOWER_GPU_RUN_DIR": str(folder), "PYTHONPATH": f"{HERE}:{HERE.parent}:{HERE.parents[1]}"}
+    return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), asked, env=env)
+
+
+def test_gpus_are_divided_by_who_has_them(shell: Shell, host: Host) -> None:
+    shell.on(host)
+    host.set(0, util=35, temp=61)
+    host.program(0, 2 * GIB)
+    shell.holder("fit of client 0", 6 * GIB)
+    shell.holder("fit of client 1", 4 * GIB)
+    first, second = look(shell)["gpus"]
+    assert (first["index"], first["uuid"]) == (0, host.uuids[0])
+    assert (first["total_bytes"], first["used_bytes"]) == (16 * GIB, 2 * GIB)
+    assert (first["utilization_percent"], first["temperature_c"]) == (35, 61)
+    assert (first["programs_bytes"], second["programs_bytes"]) == (2 * GIB, 0)
+    assert first["capacity_bytes"] == 14 * GIB - RESERVE
+    assert sorted([first["own_leased_bytes"], second["own_leased_bytes"]]) == [4 * GIB, 6 * GIB]
+    assert {gpu["other_leased_bytes"] for gpu in (first, second)} == {0}
+
+
+def test_leases_of_no_run_and_the_line_in_its_order(shell: Shell, host: Host) -> None:
+    shell.on(host)
+    holder = shell.holder("fit of client 0", 12 * GIB, count=2)
+    waiters = [
+        shell.waiter("evaluate on the server", "alone"),
+        shell.waiter("fit of client 3", "1.0", count=2),
+        shell.waiter("fit of client \x1b[2J4", 12 * GIB),
+    ]
+    told = look(shell)
+    (held,) = told["workers"]
+    assert (held["label"], held["phase"], held["pid"]) == ("fit of client 0", "held", holder.pid)
+    assert (held["gpus"], held["lease_bytes"], held["user"]) == ([0, 1], 24 * GIB, told["account"])
+    assert (held["used_bytes"], held["run"]) == (None, "")
+    assert [row["pid"] for row in told["waiting"]] == [waiter.pid for waiter in waiters]
+    asked = [[row[f"asked_{how}"] for how in ("bytes", "share", "alone")] for row in told["waiting"]]
+    assert asked == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
+    assert [row["count"] for row in told["waiting"]] == [1, 2, 1]
+    text = shell("top", "--once", env={"COLUMNS": "100"})
+    assert text.index("all on GPU 0,1") < text.index("1 on 2 of GPU 0,1") < text.index("12.0 GiB on GPU 0,1")
+    assert "fit of client ?[2J4" in text
+    assert "\x1b" not in text
+
+
+def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) -> None:
+    shell.on(host)
+    folder = tmp_path / "run"
+    with run_of(shell, folder):
+        ends = client(shell, folder, "4GiB")
+
+        def is_in_the_middle(told: dict[str, Any]) -> bool:
+            rows = told["workers"]
+            return bool(rows) and rows[0]["progress_done"] == 13 and bool(rows[0]["used_bytes"])
+
+        told = look_until(shell, is_in_the_middle)
+        (run,), (row,) = told["runs"], told["workers"]
+        assert (run["run"], run["kind"], run["folder"]) == ("quickstart", "launch", str(folder))
+        assert (row["run"], row["client"], row["task"]) == ("quickstart", "7", "train")
+        assert (row["phase"], row["progress"], row["progress_total"]) == ("running", "epoch \x1b[2J1", 40)
+        assert (row["lease_bytes"], row["used_bytes"], row["peak_bytes"]) == (4 * GIB, GIB, GIB)
+        (used,) = [gpu for gpu in told["gpus"] if gpu["own_leased_bytes"]]
+        assert row["gpus"] == [used["index"]]
+        assert (used["own_used_bytes"], used["programs_bytes"]) == (GIB, 0)
+        text = shell("top", "--once", env={"COLUMNS": "120"})
+        assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
+        shell.waiter("fit of client 8", "alone", count=2)
+        # The run alone, and the whole line: what others wait for is before what it may ask next.
+        assert [row["label"] for row in look(shell, str(folder))["waiting"]] == ["fit of client 8"]
+        folder.joinpath("go-on").touch()
+        assert ends.wait(60) == 0
+        told = look(shell)
+        assert not any(row["run"] for row in told["workers"])
+        assert told["runs"][0]["calls_done"] == {}  # it was of no round
+    assert look(shell)["runs"] == []
+
+
+def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    process = client(shell, folder, "cpu")
+
+    def is_running(told: dict[str, Any]) -> bool:
+        return any(row["progress_done"] == 13 for row in told["workers"])
+
+    told = look_until(shell, is_running, str(folder))
+    (row,) = told["workers"]
+    assert told["gpus"] == []
+    assert (row["run"], row["client"], row["gpus"], row["lease"]) == ("own", "7", [], "")
+    assert (row["lease_bytes"], row["used_bytes"]) == (None, None)
+    assert look(shell)["runs"] == look(shell)["workers"] == []
+    text = shell("top", "--once", str(folder), env={"COLUMNS": "300"})
+    assert "No GPU: NVIDIA's library libnvidia-ml.so.1 cannot be loaded" in text
+    assert re.search(r"own +7 +train +- .* running epoch", text)
+    # Killed with its client, it leaves no end in the trace.
+    process.kill()
+    process.wait()
+    assert look_until(shell, lambda told: not told["workers"], str(folder))["runs"][0]["run"] == "own"
+
+
+def test_who_waits_is_found_in_its_run(shell: Shell, host: Host, tmp_path: Path) -> None:
+    shell.on(host)
+    folder = tmp_path / "run"
+    shell.holder("fit of client 1", "alone", count=2)
+    with run_of(shell, folder):
+        process = client(shell, folder, "4GiB")
+        told = look_until(shell, lambda told: bool(told["waiting"]))
+        (row,) = told["waiting"]
+        assert (row["run"], row["pid"], row["label"]) == ("quickstart", process.pid, "train of client 7")
+        assert row["asked_bytes"] == 4 * GIB
+
+
+def test_runs_of_one_name_are_told_apart(shell: Shell, tmp_path: Path) -> None:
+    with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
+        first, second = look(shell)["runs"]
+        assert first["run"].startswith("quickstart:")
+        assert first["folder"] != second["folder"]
+
+
+def test_every_key_is_documented(shell: Shell, host: Host, tmp_path: Path) -> None:
+    shell.on(host)
+    shell.holder("fit of client 0", "alone", count=2)
+    shell.waiter("fit of client 1", "alone")
+    with run_of(shell, tmp_path / "run"):
+        told = look(shell)
+    keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
+    _, _, page = PAGE.read_text().partition("## JSON")
+    tables = [
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
+        for part in re.split(r"^Of .+:$", page, flags=re.MULTILINE)
+    ]
+    assert tables == keys
+
+
+def test_a_ledger_that_is_held_is_told_and_the_rest_is_shown(shell: Shell, host: Host) -> None:
+    import fcntl
+
+    shell.on(host)("leases")  # makes it
+    with open(shell.ledger / "flower-gpu-leases.mutex") as mutex:
+        fcntl.flock(mutex, fcntl.LOCK_EX)
+        told = look(shell)
+    assert "has been locked for 1 s by process" in told["ledger_problem"]
+    assert [gpu["capacity_bytes"] for gpu in told["gpus"]] == [None, None]
+    assert told["gpus"][0]["total_bytes"] == 16 * GIB
+
+
+def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell) -> None:
+    done = shell.run("top")
+    assert (done.returncode, done.stdout.splitlines()[0].split()[:2]) == (0, ["flower-gpu", "top"])
+    assert done.stderr.count("\n") == 1
+    assert "--once" in done.stderr
+    assert done.stdout.count("Waiting") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nowhere",), "nowhere is not a folder"),
+        (("--interval", "0"), "--interval 0 must be 0.1 seconds or more"),
+    ],
+)
+def test_bad_input_is_one_line(shell: Shell, arguments: tuple[str, ...], told: str) -> None:
+    done = shell.start(sys.executable, "-m", "flower_gpu.cli", "top", *arguments, stderr=-1)
+    _, errors = done.communicate(timeout=60)
+    assert done.returncode == 2
+    assert told in errors
+    assert errors.count("\n") == 1
+
+
+def test_an_output_that_knows_few_letters_gets_these(shell: Shell, host: Host) -> None:
+    shell.on(host).holder("fit of client é", "0.5")
+    env = {"PYTHONIOENCODING": "ascii", "COLUMNS": "120"}
+    assert "fit of client ?" in shell("top", "--once", env=env)

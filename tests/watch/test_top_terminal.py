@@ -1,0 +1,221 @@
+"""`flower-gpu top` on a terminal: it is drawn, it ends as asked, and the terminal is as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.command_shell import Shell
+from nvml_stub import GIB, Host
+
+pytestmark = pytest.mark.timeout(120)
+
+ALT_SCREEN, MAIN_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+WAIT_S = 60  # for what should take an instant; the machine may be busy
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A terminal of a certain size, and a command that has it to itself."""
+
+    def __init__(self, env: dict[str, str], *arguments: str, width: int = 80, height: int = 24) -> None:
+        self.master, self._slave = pty.openpty()
+        self.output = b""
+        self.resize(width, height)
+        self.before = self.attributes()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "flower_gpu.cli", "top", *arguments],
+            stdin=self._slave,
+            stdout=self._slave,
+            stderr=self._slave,
+            env={**env, "TERM": "xterm-256color"},
+            start_new_session=True,
+            # Ctrl-C and changes of the size reach the processes whose terminal it is.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+
+    def attributes(self) -> list[Any]:
+        return termios.tcgetattr(self._slave)
+
+    def resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def read_until(self, text: bytes, since: int = 0) -> None:
+        """Wait until the command has written a text."""
+        deadline = time.monotonic() + WAIT_S
+        while text not in _ESCAPES.sub(b"", self.output[since:]):
+            assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.output
+            self.output += os.read(self.master, 65536)
+
+    def end(self) -> int:
+        """Wait for the end of the command; return its exit status."""
+        deadline = time.monotonic() + WAIT_S
+        while self.process.poll() is None or select.select([self.master], [], [], 0)[0]:
+            assert time.monotonic() < deadline
+            if select.select([self.master], [], [], 0.05)[0]:
+                self.output += os.read(self.master, 65536)
+        return self.process.returncode
+
+    def is_as_before(self) -> bool:
+        """Tell whether modes, screen and cursor are what they were."""
+        return (
+            self.attributes() == self.before
+            and self.output.rindex(MAIN_SCREEN) > self.output.rindex(ALT_SCREEN)
+            and self.output.rindex(SHOW_CURSOR) > self.output.rindex(HIDE_CURSOR)
+        )
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for descriptor in (self.master, self._slave):
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def terminal(shell: Shell) -> Iterator[Terminal]:
+    """The view, on a host without GPUs, with its first frame drawn."""
+    made = Terminal(shell.env)
+    try:
+        made.read_until(b"Waiting  nobody")
+        assert made.attributes() != made.before  # keys come one by one
+        yield made
+    finally:
+        made.close()
+
+
+def test_q_ends_it(terminal: Terminal) -> None:
+    terminal.press(b"q")
+    assert terminal.end() == 0
+    assert terminal.is_as_before()
+    assert b"Traceback" not in terminal.output
+
+
+def test_ctrl_c_ends_it(terminal: Terminal) -> None:
+    terminal.press(b"\x03")
+    assert terminal.end() == 128 + signal.SIGINT
+    assert terminal.is_as_before()
+    assert b"Traceback" not in terminal.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_it(terminal: Terminal, number: signal.Signals) -> None:
+    terminal.process.send_signal(number)
+    assert terminal.end() == 128 + number
+    assert terminal.is_as_before()
+    assert b"Traceback" not in terminal.output
+
+
+def test_a_lost_connection_ends_it(terminal: Terminal) -> None:
+    os.close(terminal.master)
+    assert terminal.process.wait(WAIT_S) == 128 + signal.SIGHUP
+
+
+def test_other_keys_do_nothing(terminal: Terminal) -> None:
+    terminal.press(b"xyz\r\x1bOq\x1b[A")
+    since = len(terminal.output)
+    terminal.read_until(b"Waiting  nobody", since)
+    assert terminal.process.poll() is None
+    terminal.press(b"Q")
+    assert terminal.end() == 0
+
+
+# What a shell has exported says what the size once was.
+@pytest.mark.parametrize("exported", [{}, {"COLUMNS": "80", "LINES": "24"}], ids=["", "exported"])
+def test_it_follows_the_size_of_the_terminal(shell: Shell, exported: dict[str, str]) -> None:
+    made = Terminal({**shell.env, **exported})
+    try:
+        made.read_until(b"q quits\r\n")
+        assert b"q quits".rjust(57) not in _ESCAPES.sub(b"", made.output)
+        since = len(made.output)
+        made.resize(150, 50)
+        # At the right end of the longer line.
+        made.read_until(b" " * 80 + b"q quits", since)
+        since = len(made.output)
+        made.resize(12, 3)
+        made.read_until("flower-gpu …".encode(), since)
+        made.press(b"q")
+        assert made.end() == 0
+    finally:
+        made.close()
+
+
+def test_a_terminal_that_knows_no_size_has_the_exported_one(shell: Shell) -> None:
+    made = Terminal({**shell.env, "COLUMNS": "150", "LINES": "50"}, width=0, height=0)
+    try:
+        made.read_until(b" " * 80 + b"q quits")
+    finally:
+        made.close()
+
+
+def test_what_changes_is_shown(shell: Shell, tmp_path: Path) -> None:
+    host = Host(tmp_path / "host", gpus=1)
+    shell.on(host)
+    made = Terminal(shell.env, "--interval", "0.1")
+    try:
+        made.read_until(b"leased 0.0 of 15.8 GiB")
+        holder = shell.holder("fit of client 7", 6 * GIB)
+        made.read_until(b"leased 6.0 of 15.8 GiB")
+        made.read_until(b"fit of client 7")
+        waiter = shell.waiter("fit of client 8", 12 * GIB)
+        made.read_until(b"1. 12.0 GiB on GPU 0 fit of client 8")
+        host.set(0, lost=True)
+        made.read_until(b"it is lost")
+        host.set(0, lost=False)
+        holder.kill()
+        made.read_until(b"leased 12.0 of 15.8 GiB", len(made.output))
+        waiter.kill()
+        made.read_until(b"leased 0.0 of 15.8 GiB", len(made.output))
+        made.press(b"q")
+        assert made.end() == 0
+    finally:
+        made.close()
+
+
+def test_without_keys_it_is_ended_by_a_signal(shell: Shell) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flower_gpu.cli", "top"],
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        env={**shell.env, "TERM": "xterm"},
+    )
+    try:
+        text = b""
+        deadline = time.monotonic() + WAIT_S
+        while b"Ctrl-C quits" not in text:
+            assert select.select([master], [], [], max(0, deadline - time.monotonic()))[0], text
+            text += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+        os.close(slave)

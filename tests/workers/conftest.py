@@ -1,0 +1,99 @@
+"""Start methods, and the check that a call left nothing behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import (
+    SHARED_MEMORY,
+    descriptors,
+    new_in_shared_memory,
+    running_in_group,
+    wait_until,
+    zombies_of,
+)
+from traced import Run
+
+from flower_gpu import run_in_worker
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.native import initialized_cuda_devices
+
+
+@pytest.fixture(params=["forkserver", "spawn", "fork"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    if request.param == "fork" and initialized_cuda_devices() is not None:
+        pytest.skip("an earlier test has initialised CUDA in this process")
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def first_call() -> None:
+    """What is opened or imported once for all calls is there after this."""
+    for method in ("spawn", "forkserver"):
+        run_in_worker("plain_tasks:answer", start_method=method)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> Iterator[Run]:
+    """Trace the calls of a test, and check after it that nothing of them is left and a next call works."""
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    folder.mkdir()
+    temporary.mkdir()
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    # Forks share that of this process, which an earlier test may have left: what they leak would be there
+    # until this process ends.
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    before = descriptors()
+    shared = set(SHARED_MEMORY.iterdir())
+    this = Run(folder, temporary)
+
+    yield this
+
+    assert zombies_of(os.getpid()) == []
+    for pid in this.pids():
+        assert wait_until(lambda pid=pid: not running_in_group(pid)), f"group {pid}: {running_in_group(pid)}"
+    folders = set((state_folder.state_dir() / "sockets").iterdir())
+    assert not [path for path in folders for pid in this.pids() if path.name.endswith(f"-{pid}")]
+    kept = {str(connection.fileno()) for connection in client._memory.stays.connections.values()}
+    assert {name: what for name, what in descriptors().items() if name not in before.keys() | kept} == {}
+    assert wait_until(lambda: not new_in_shared_memory(shared)), new_in_shared_memory(shared)
+    assert list(temporary.iterdir()) == []
+    methods = {line["start_method"] for line in this.events("worker_started")}
+    for method in methods & {"forkserver", "spawn", "fork"}:
+        assert run_in_worker("plain_tasks:answer", start_method=method) == 42
+
+
+@pytest.fixture
+def after_reaching(tmp_path: Path) -> Callable[..., BaseException]:
+    """Call a task that hangs, and return the error of a call whose task was reached in time.
+
+    A short limit keeps the test short; a machine that is too busy to get there gets a longer one.
+    """
+
+    def call(
+        task: Any,
+        *args: Any,
+        expected: type[BaseException],
+        says: Sequence[str] = (),
+        limits_s: tuple[float, ...] = (0.4, 3, 20),
+        **options: Any,
+    ) -> BaseException:
+        for number, timeout_s in enumerate(limits_s):
+            reached = tmp_path / f"reached{number}"
+            with pytest.raises(expected) as caught:
+                run_in_worker(task, str(reached), *args, timeout_s=timeout_s, **options)
+            missing = [part for part in says if part not in str(caught.value)]
+            if reached.exists() and not missing:  # it may get there between the limit and its end
+                return caught.value
+        raise AssertionError(f"{task} not reached in {limits_s} s, or {missing} not in: {caught.value}")
+
+    return call

@@ -1,0 +1,211 @@
+"""Fork servers of a test's own, processes that call through them, and environments to run in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import numpy
+import pytest
+from processes import is_running, wait_until
+
+import flower_gpu
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import client, control
+
+#: Environment in which a process finds the modules of this folder.
+WITH_TASKS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+}
+
+# Calls what it is told to, and tells what came of it; "do" runs code in the caller itself.
+PROGRAM = """
+import json, os, sys
+from flower_gpu import run_in_worker
+
+names = {"os": os, "sys": sys, "run_in_worker": run_in_worker}
+for line in sys.stdin:
+    request = json.loads(line)
+    try:
+        if "do" in request:
+            exec(request["do"], names)
+            answer = {"value": names.pop("answer", None)}
+        else:
+            answer = {"value": run_in_worker(*request["args"], **request["options"])}
+    except BaseException as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class CallError(Exception):
+    """What a call in another process raised."""
+
+
+class Client:
+    """A process that makes calls, one at a time; leads a session of its own."""
+
+    def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        environ = {**os.environ, **WITH_TASKS, "FLOWER_GPU_START_METHOD": "forkserver", **(env or {})}
+        self._process = subprocess.Popen(
+            [python, "-c", PROGRAM],
+            env=environ,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, task: str, *args: Any, **options: Any) -> None:
+        self._write({"args": [task, *args], "options": options})
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.errors()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CallError(f"{answer['error']}: {answer['text']}")
+        return answer["value"]
+
+    def call(self, task: str, *args: Any, **options: Any) -> Any:
+        self.send(task, *args, **options)
+        return self.receive()
+
+    def do(self, code: str) -> Any:
+        """Run code in the process; returns the variable ``answer``."""
+        self.send_code(code)
+        return self.receive()
+
+    def send_code(self, code: str) -> None:
+        self._write({"do": textwrap.dedent(code)})
+
+    def errors(self) -> str:
+        """Return what it wrote to stderr."""
+        self._errors.seek(0)
+        return self._errors.read()
+
+    def kill(self) -> None:
+        """Kill it with everything in its process group."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, 9)
+        self._process.communicate()
+
+    def close(self) -> None:
+        """Have it end by itself."""
+        self._process.communicate(timeout=30)
+        self._errors.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.kill()
+        self.close()
+
+    def _write(self, request: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+
+@contextmanager
+def own_servers(idle_s: float = 60) -> Iterator[Path]:
+    """Let calls of this process and its children use fork servers of their own, in the folder yielded."""
+    folder = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
+    folder.chmod(0o755)  # as a user's own: what is in it is guarded by the servers' folder alone
+    before, client._memory = client._memory, client._Memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
+        patch.setenv("FLOWER_GPU_SERVER_IDLE_S", str(idle_s))
+        try:
+            yield state_folder.state_dir()
+        finally:
+            pids = control.stop(wait_s=20)
+            leave()
+            client._memory = before
+            shutil.rmtree(folder, ignore_errors=True)
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def leave() -> None:
+    """Have this process no longer keep a server from ending."""
+    client._memory.stays.close()
+
+
+def only_server() -> control.Status:
+    """Return the one server that there is, once others have ended."""
+    assert wait_until(lambda: len(control.status()) == 1), control.status()
+    return control.status()[0]
+
+
+def until_only(condition: Any) -> control.Status:
+    """Return the one server that there is, once it is as it should be."""
+
+    found: list[control.Status] = []
+
+    def is_so() -> bool:
+        found[:] = control.status()
+        return len(found) == 1 and bool(condition(found[0]))
+
+    # Importing libraries takes a busy machine its time.
+    assert wait_until(is_so, timeout_s=90), found
+    return found[0]
+
+
+def make_environment(folder: Path, packages: Mapping[str, str], *, is_whole: bool = False) -> str:
+    """Make a virtual environment with some packages and what each worker needs; returns its interpreter.
+
+    It has no torch, which each of many fork servers there would take seconds to import, unless it is to have
+    all that this environment has.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=60
+    )
+    site = site_packages(folder)
+    if is_whole:
+        ours = sysconfig.get_paths()["purelib"]
+        (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    else:
+        (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")
+    for package in () if is_whole else (cloudpickle, numpy):
+        there = Path(package.__file__).parent
+        for linked in (there, there.with_name(f"{there.name}.libs")):
+            if linked.exists():
+                (site / linked.name).symlink_to(linked)
+    for name, text in packages.items():
+        install(site, name, text)
+    return str(folder / "bin" / "python")
+
+
+def site_packages(folder: Path) -> Path:
+    """Return the folder of a virtual environment with its packages."""
+    return next((folder / "lib").glob("python*")) / "site-packages"
+
+
+def install(site: Path, name: str, text: str) -> None:
+    """Do what pip does: a package, and a folder with its metadata."""
+    (site / name).mkdir()
+    (site / name / "__init__.py").write_text(textwrap.dedent(text))
+    (site / f"{name}-1.0.dist-info").mkdir()
+    (site / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")

@@ -1,0 +1,107 @@
+"""What the kernel says about processes (Linux)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_gpu.workers.forkserver import control
+
+#: Where POSIX shared memory and semaphores are, of all processes of the host.
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Status:
+    pid: int
+    state: str
+    parent: int
+    group: int
+
+
+def all_processes() -> Iterator[Status]:
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            text = (folder / "stat").read_text()
+        except OSError:  # it went meanwhile
+            continue
+        state, parent, group = text.rpartition(")")[2].split()[:3]
+        yield Status(int(folder.name), state, int(parent), int(group))
+
+
+def running_in_group(group: int) -> list[int]:
+    """Return the processes of a group that are not dead, whoever has to reap them."""
+    return [status.pid for status in all_processes() if status.group == group and status.state not in "ZX"]
+
+
+def is_running(pid: int) -> bool:
+    return any(status.pid == pid and status.state not in "ZX" for status in all_processes())
+
+
+def zombies_of(parent: int) -> list[int]:
+    return [status.pid for status in all_processes() if status.parent == parent and status.state == "Z"]
+
+
+def children_of(parent: int) -> list[int]:
+    return [status.pid for status in all_processes() if status.parent == parent]
+
+
+def new_in_shared_memory(before: set[Path]) -> set[Path]:
+    """Return the files that have come into :data:`SHARED_MEMORY`, but for those that others on this host use.
+
+    What a worker leaves there is used by nobody, by its caller or by its fork server. Tests that run beside
+    this one have files there, too.
+    """
+    new = set(SHARED_MEMORY.iterdir()) - before
+    return {path for path in new if not any(map(_is_other, _users_of(path)))}
+
+
+def _users_of(path: Path) -> Iterator[int]:
+    """Find who has a file open or mapped; a semaphore is mapped only."""
+    for status in all_processes():
+        process = Path(f"/proc/{status.pid}")
+        with suppress(OSError):  # it went meanwhile, or is another account's
+            if f"{path}\n" in (process / "maps").read_text(errors="replace") or any(
+                str(path) == str(link.readlink()) for link in (process / "fd").iterdir()
+            ):
+                yield status.pid
+
+
+def _is_other(pid: int) -> bool:
+    """Tell whether a process is there that is neither this one, nor its fork server, nor comes from them."""
+    parents = {status.pid: status.parent for status in all_processes()}
+    if pid not in parents:
+        return False
+    ours = {os.getpid(), *(server.pid for server in control.status())}
+    while pid in parents:
+        if pid in ours:
+            return False
+        pid = parents[pid]
+    return True
+
+
+def descriptors() -> dict[str, str]:
+    """Return this process's open descriptors, and what each one is."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found[link.name] = str(link.readlink())
+        except OSError:  # the one that listed the folder
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    """Wait for what happens soon, but in another process; the limit only ends a broken test."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,161 @@
+"""Tasks for workers of a run's fork server, of which some come back to the same process."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flower_gpu.workers import events
+
+kept: list[Any] = []
+
+
+def count() -> tuple[int, int]:
+    """Return this process, and how many calls it has had."""
+    kept.append(None)
+    return os.getpid(), len(kept)
+
+
+def keep(array: Any) -> Any:
+    """Keep an argument; return the sums of all that were kept."""
+    kept.append(array)
+    return [float(one.sum()) for one in kept]
+
+
+def keep_and_change(array: Any, value: float) -> Any:
+    """Return an argument that was changed in place; it stays here as well."""
+    array += value
+    kept.append(array)
+    for one in kept[:-1]:
+        one += 1000.0  # the caller has these; they are its own by now
+    return array
+
+
+def descriptors() -> list[str]:
+    """Return what this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that listed the folder
+            found.append(str(link.readlink()))
+    return found
+
+
+def chatter(count: int, size: int) -> int:
+    for number in range(count):
+        events.send("chatter", number=number, text="x" * size)
+    return count
+
+
+def chatter_everywhere(count: int) -> int:
+    """Send events from threads and from a forked child."""
+    threads = [threading.Thread(target=chatter, args=(count, 10)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    child = multiprocessing.get_context("fork").Process(target=chatter, args=(count, 20))
+    child.start()
+    for thread in threads:
+        thread.join()
+    child.join()
+    return 5 * count
+
+
+def chatter_later(count: int) -> None:
+    """Leave a thread that sends events for a while."""
+
+    def send() -> None:
+        for number in range(count):
+            time.sleep(0.002)
+            events.send("late", number=number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def send_a_path() -> None:
+    events.send("saved", path=Path("/somewhere"))
+
+
+def write(count: int) -> int:
+    line = "y" * 99 + "\n"
+    for _ in range(count // 100):
+        sys.stdout.write(line)
+    return count
+
+
+def close_stdout_object() -> int:
+    sys.stdout.close()
+    return 42
+
+
+def leave_group_of_children(program: bool) -> int:
+    """Leave a child; return its pid."""
+    if program:
+        child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+        return child.pid
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
+    process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # nobody joins it
+    return process.pid or 0
+
+
+def start_child_and_hang(program: bool, file: str) -> None:
+    child = leave_group_of_children(program)
+    temporary = Path(f"{file}.new")
+    temporary.write_text(f"{os.getpid()} {child}")
+    temporary.rename(file)
+    time.sleep(600)
+
+
+def say_pid_and_hang(file: str) -> NoReturn:
+    temporary = Path(f"{file}.new")
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(file)
+    while True:
+        time.sleep(600)
+
+
+def load_with_workers() -> tuple[int, list[int]]:
+    """Read a data set with two DataLoader workers that stay; return this process and theirs."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.arange(64, dtype=torch.float32))
+    loader = DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    total = sum(float(batch.sum()) for (batch,) in iterator)
+    assert total == 64 * 63 / 2
+    kept.append(iterator)  # nobody ends them
+    return os.getpid(), [worker.pid for worker in iterator._workers]
+
+
+def say_family_and_hang() -> None:
+    """Start a program and fork a child, say who they are, and hang."""
+    children = [leave_group_of_children(program) for program in (True, False)]
+    # In one piece: others write as well.
+    os.write(sys.stdout.fileno(), f"pids {os.getpid()} {children[0]} {children[1]}\n".encode())
+    time.sleep(600)
+
+
+def wait_for(file: str) -> bool:
+    while not Path(file).exists():
+        time.sleep(0.01)
+    return True
+
+
+def leave_a_session(seconds: float) -> None:
+    """Leave a program that no group is, and that ends by itself."""
+    subprocess.Popen(["sleep", str(seconds)], start_new_session=True, stdout=subprocess.DEVNULL)
+
+
+def imported_by(*names: str) -> int:
+    """Return the process that has imported a library of a test: this one or its server."""
+    for name in reversed(names):
+        module = importlib.import_module(name)
+    return int(module.PID)

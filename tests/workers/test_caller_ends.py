@@ -1,0 +1,267 @@
+"""The caller is interrupted or killed: its workers, and what they started, go with it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import children_of, is_running, wait_until
+from traced import Run
+
+pytestmark = pytest.mark.timeout(90)
+
+INTERRUPTED = """
+    import sys, time
+    from flower_gpu import run_in_worker
+
+    def busy_in_the_worker():
+        import os
+        print("pids", os.getpid(), flush=True)
+        while True:
+            time.sleep(0.01)
+
+    run_in_worker(busy_in_the_worker, start_method=sys.argv[1])
+"""
+
+# Each worker has two children that ignore what can be ignored, as those of a DataLoader ignore SIGINT.
+KILLED = """
+    import ctypes, os, signal, subprocess, sys, threading, time
+    from flower_gpu import run_in_worker
+
+    def busy(hold_the_gil):
+        code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; time.sleep(600)"
+        children = [subprocess.Popen([sys.executable, "-S", "-c", code]).pid for _ in range(2)]
+        print("pids", os.getpid(), *children, flush=True)
+        if hold_the_gil:
+            while True:
+                ctypes.PyDLL(None).sleep(600)
+        time.sleep(600)
+
+    method, calls, hold_the_gil = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True"
+    threads = [
+        threading.Thread(target=run_in_worker, args=(busy, hold_the_gil), kwargs={"start_method": method})
+        for _ in range(calls - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    run_in_worker(busy, hold_the_gil, start_method=method)
+"""
+
+# A worker whose line to the caller belongs to no thread any more.
+STARTED_IN_A_THREAD = """
+    import os, sys, threading, time
+    from flower_gpu.workers import methods
+    from flower_gpu.workers.call import Call
+
+    def busy():
+        for _ in range(6000):
+            print("pids", os.getpid(), flush=True)
+            time.sleep(0.1)
+
+    started = []
+    def begin():
+        call = Call(busy)
+        prepared = methods.prepare(call, methods.named(sys.argv[1]), or_spawn=False, deadline=None)
+        started.append(methods.launch(call, prepared))
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join()
+    (process, lines), = started
+    with open(lines.stdout) as output:
+        for _ in range(3):  # it lives on without its thread
+            print(output.readline(), end="", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def caller(write_script: Callable[[str], Path]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(text: str, *arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(write_script(text)), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def read_pids(process: subprocess.Popen[str], lines: int = 1) -> list[int]:
+    assert process.stdout is not None
+    pids: list[int] = []
+    for _ in range(lines):
+        line = process.stdout.readline()
+        if not line.startswith("pids "):
+            process.kill()
+            raise AssertionError(line + process.communicate()[1])
+        pids += map(int, line.split()[1:])
+    return pids
+
+
+@pytest.mark.parametrize("to", ["group", "caller"])
+def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]) -> None:
+    process = caller(INTERRUPTED, start_method)
+    (worker,) = read_pids(process)
+    assert worker != process.pid
+    (os.killpg if to == "group" else os.kill)(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert "in busy_in_the_worker" not in errors
+    assert not is_running(worker)  # not only soon, but before the caller has ended
+    (finished,) = run.events("worker_finished")
+    assert finished["outcome"] == "cancelled"
+
+
+def test_ctrl_c_at_a_terminal(start_method: str, write_script: Callable[[str], Path]) -> None:
+    script = write_script(INTERRUPTED)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        plain = {**os.environ, "PYTHON_COLORS": "0"}  # Python 3.13 colours tracebacks on a terminal
+        os.execve(sys.executable, [sys.executable, str(script), start_method], plain)
+    try:
+        output = b""
+        while b"pids " not in output or not output.endswith(b"\n"):
+            output += os.read(terminal, 1000)
+        worker = int(output.split()[1])
+        os.write(terminal, b"\x03")
+        while True:
+            try:
+                data = os.read(terminal, 1000)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not data:
+                break
+            output += data
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    finally:
+        os.close(terminal)
+    text = output.decode()
+    assert status == -signal.SIGINT
+    assert text.count("Traceback") == 1
+    assert text.rstrip().endswith("KeyboardInterrupt")
+    assert "in busy_in_the_worker" not in text
+    assert not is_running(worker)
+
+
+def test_ctrl_c_during_many_short_calls(
+    start_method: str, caller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A Ctrl-C at any moment of a call leaves no worker, no traceback of one, and no descriptor."""
+    script = """
+        import os, random, signal, sys, threading, time
+        from flower_gpu import run_in_worker
+
+        def short():
+            return os.getpid()
+
+        run_in_worker(short, start_method=sys.argv[1])
+        descriptors = os.listdir("/proc/self/fd")
+
+        def interrupt_a_call(number, frame):
+            while frame is not None:
+                if frame.f_code is run_in_worker.__code__:
+                    raise KeyboardInterrupt
+                frame = frame.f_back
+
+        signal.signal(signal.SIGINT, interrupt_a_call)
+        stop = threading.Event()
+        def interrupt():
+            while not stop.wait(random.uniform(0.0, 0.03 if sys.argv[1] == "fork" else 0.3)):
+                os.killpg(0, signal.SIGINT)
+
+        interrupted = 0
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            try:
+                run_in_worker(short, start_method=sys.argv[1])
+            except KeyboardInterrupt:
+                interrupted += 1
+        stop.set()
+        thread.join()
+        print("pids", os.getpid())
+        print("interrupted" if interrupted else "never interrupted")
+        print("no descriptor is lost", os.listdir("/proc/self/fd") == descriptors, flush=True)
+        time.sleep(600)
+    """
+    process = caller(script, start_method)
+    assert read_pids(process) == [process.pid]
+    assert process.stdout is not None
+    assert process.stdout.readline() == "interrupted\n"
+    assert process.stdout.readline() == "no descriptor is lost True\n"
+    assert wait_until(lambda: not [pid for pid in children_of(process.pid) if is_running(pid)])
+    process.kill()
+    assert "Process flower-gpu" not in process.communicate()[1]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("hold_the_gil", [False, True])
+def test_caller_is_killed(
+    calls: int, hold_the_gil: bool, start_method: str, caller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = caller(KILLED, start_method, calls, hold_the_gil)
+    pids = read_pids(process, lines=calls)
+    assert len(pids) == 3 * calls
+    assert all(is_running(pid) for pid in pids)
+    process.kill()
+    assert wait_until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_caller_is_killed_after_the_starting_thread_has_ended(
+    start_method: str, caller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = caller(STARTED_IN_A_THREAD, start_method)
+    pids = read_pids(process, lines=3)
+    assert len(set(pids)) == 1
+    assert is_running(pids[0])
+    process.kill()
+    assert wait_until(lambda: not is_running(pids[0]))
+
+
+def test_a_fork_of_the_caller_does_not_keep_its_workers(
+    start_method: str, caller: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A child that the caller forks while a call runs has a copy of all its descriptors."""
+    script = """
+        import os, sys, threading, time
+        from flower_gpu import run_in_worker
+
+        def busy():
+            print("pids", os.getpid(), flush=True)
+            time.sleep(600)
+
+        kwargs = {"start_method": sys.argv[1]}
+        threading.Thread(target=run_in_worker, args=(busy,), kwargs=kwargs, daemon=True).start()
+        time.sleep(1)
+        child = os.fork()
+        if child:
+            print("pids", child, flush=True)
+        time.sleep(600)
+    """
+    process = caller(script, start_method)
+    worker, child = read_pids(process, lines=2)
+    try:
+        process.kill()
+        assert wait_until(lambda: not is_running(worker))
+        assert is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,151 @@
+"""Which start method ``auto`` takes, with a real shared library in the place of NVIDIA's driver."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flower_gpu import trace
+from flower_gpu.options import START_METHODS
+from flower_gpu.workers import methods as start
+
+pytestmark = pytest.mark.timeout(60)
+
+# As the driver: cuDeviceGetCount fails with CUDA_ERROR_NOT_INITIALIZED (3) before cuInit. No device tells its
+# UUID (CUDA_ERROR_NOT_SUPPORTED, 801) before it was given one.
+DRIVER = """
+#include <string.h>
+static int initialised, devices, is_known;
+static unsigned char own[16];
+void be(const unsigned char *uuid) { memcpy(own, uuid, 16); is_known = 1; }
+int cuDeviceGet(int *device, int number) { *device = number; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    memcpy(uuid, own, 16);
+    return is_known ? 0 : 801;
+}
+int cuInit(unsigned int count) { initialised = 1; devices = (int)count; return 0; }
+int cuDeviceGetCount(int *count) { if (!initialised) return 3; *count = devices; return 0; }
+"""
+
+SCRIPT = """
+    import ctypes, sys
+    from flower_gpu.errors import ConfigError
+    from flower_gpu.workers import methods, native
+
+    driver, program, method, gpus = sys.argv[1:]
+    sys.argv = [program]
+    if driver:
+        cuda = ctypes.CDLL(driver)
+        if gpus:
+            cuda.cuInit(int(gpus))
+    print(native.initialized_cuda_devices())
+    try:
+        print(methods.choose(method).name)
+    except ConfigError as error:
+        print(error)
+"""
+
+CLIENT_APP = "/some/where/bin/flwr-clientapp"
+SCRIPT_OF_USER = "client.py"
+NO_LIBRARY, UNTOUCHED = "no library", "untouched"
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs gcc")
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "cuda.c").write_text(DRIVER)
+    library = folder / "libcuda.so.1"
+    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *options, "-o", library, folder / "cuda.c"], check=True, timeout=60)
+    return str(library)
+
+
+@pytest.mark.parametrize(
+    ("program", "cuda", "asked", "chosen"),
+    [
+        (CLIENT_APP, NO_LIBRARY, "auto", "fork"),
+        (CLIENT_APP, UNTOUCHED, "auto", "fork"),
+        (CLIENT_APP, 1, "auto", "inline"),
+        (CLIENT_APP, 2, "auto", "spawn"),
+        (CLIENT_APP, 8, "auto", "spawn"),
+        (CLIENT_APP, 0, "auto", "spawn"),
+        (SCRIPT_OF_USER, NO_LIBRARY, "auto", "forkserver"),
+        (SCRIPT_OF_USER, UNTOUCHED, "auto", "forkserver"),
+        (SCRIPT_OF_USER, 1, "auto", "forkserver"),
+        (SCRIPT_OF_USER, 2, "auto", "forkserver"),
+        ("", UNTOUCHED, "auto", "forkserver"),
+        (SCRIPT_OF_USER, UNTOUCHED, "fork", "fork"),
+        (SCRIPT_OF_USER, 1, "spawn", "spawn"),
+        (CLIENT_APP, UNTOUCHED, "forkserver", "forkserver"),
+        (CLIENT_APP, 1, "spawn", "spawn"),
+        (CLIENT_APP, 2, "inline", "inline"),
+        (CLIENT_APP, UNTOUCHED, "in-process", "in-process"),
+    ],
+)
+def test_choice(
+    program: str, cuda: int | str, asked: str, chosen: str, driver: str, run_script: Callable[..., Any]
+) -> None:
+    touched = isinstance(cuda, int)
+    arguments = ["" if cuda == NO_LIBRARY else driver, program, asked, str(cuda) if touched else ""]
+    found = run_script(SCRIPT, *arguments).stdout.splitlines()
+    assert found == [str(cuda) if touched else "None", chosen]
+
+
+@pytest.mark.parametrize("program", [CLIENT_APP, SCRIPT_OF_USER])
+def test_fork_is_refused_once_cuda_is_initialised(
+    program: str, driver: str, run_script: Callable[..., Any]
+) -> None:
+    count, message = run_script(SCRIPT, driver, program, "fork", "1").stdout.splitlines()
+    assert count == "1"
+    for part in ("start_method='fork'", "has initialised CUDA", "'auto' or 'spawn'"):
+        assert part in message
+
+
+def test_fork_is_refused_before_anything_starts(
+    driver: str, run_script: Callable[..., Any], tmp_path: Path
+) -> None:
+    done = run_script(
+        """
+        import ctypes, os, sys
+        from flower_gpu import ConfigError, run_in_worker
+        cuda = ctypes.CDLL(sys.argv[1])
+        assert run_in_worker(os.getpid, start_method="fork") != os.getpid()
+        cuda.cuInit(1)
+        try:
+            run_in_worker(os.getpid, start_method="fork")
+        except ConfigError:
+            print("refused")
+        assert run_in_worker(os.getpid, start_method="spawn") != os.getpid()
+        """,
+        driver,
+        env={"FLOWER_GPU_RUN_DIR": str(tmp_path)},
+    )
+    assert done.stdout == "refused\n"
+    lines = trace.read(tmp_path / trace.FILE_NAME)
+    methods = [line["start_method"] for line in lines if "start_method" in line]
+    assert methods == ["fork", "fork", "spawn", "spawn"]  # started and finished, each
+
+
+def test_a_program_named_flwr_clientapp_forks(run_script: Callable[..., Any]) -> None:
+    """The real thing, not the function: by its own name, and nothing is pickled."""
+    done = run_script(
+        """
+        import threading
+        from flower_gpu import run_in_worker
+        print(run_in_worker(lambda lock: lock.locked(), threading.Lock()))
+        """,
+        name="flwr-clientapp",
+    )
+    assert done.stdout == "False\n"
+
+
+def test_every_name_that_settings_take_is_a_start_method() -> None:
+    assert start.METHODS.keys() - {start.OF_RUN.name} == set(START_METHODS) - {"auto"}

@@ -1,0 +1,280 @@
+"""The life of a fork server: who starts it, who may use it, when it ends, what replaces it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import forkservers
+import pytest
+from forkservers import Client, only_server, until_only
+from processes import all_processes, children_of, is_running, wait_until, zombies_of
+
+from flower_gpu import WorkerDiedError, run_in_worker
+from flower_gpu.workers.forkserver import client, control, sockets
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+FORKSERVER = {"start_method": "forkserver"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers() as found:
+        yield found
+
+
+@pytest.fixture
+def no_server() -> None:
+    control.stop(wait_s=20)
+    forkservers.leave()
+    assert control.status() == []
+
+
+def call() -> int:
+    """Call in this process; returns the pid of the server."""
+    server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    assert isinstance(server, int)
+    return server
+
+
+class TestOneForAll:
+    def test_ten_clients_at_the_same_moment_start_one_server(self, no_server: None, folder: Path) -> None:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(Client()) for _ in range(10)]
+            for each in clients:
+                each.do("pass")  # it is up
+            for each in clients:
+                each.send("tasks_forkserver:server")
+            (server,) = {each.receive() for each in clients}
+            status = only_server()
+            assert (status.pid, status.calls, status.users) == (server, 10, 10)
+            parent = next(process.parent for process in all_processes() if process.pid == server)
+            assert parent not in [os.getpid(), *(each.pid for each in clients)]
+            assert os.getsid(server) not in {os.getsid(each.pid) for each in clients}
+            for each in clients:
+                assert children_of(each.pid) == []
+                assert each.do("answer = [name for name in sys.modules if name.startswith('torch')]") == []
+        assert until_only(lambda status: status.users == 0).pid == server
+
+    def test_it_survives_the_group_of_the_client_that_started_it(self, no_server: None) -> None:
+        starter = Client()
+        server = starter.call("tasks_forkserver:server")
+        starter.kill()
+        assert call() == server
+
+    def test_a_fork_of_a_client_is_a_client(self) -> None:
+        with Client() as forking:
+            server = forking.call("tasks_forkserver:server")
+            before = only_server().users
+            in_fork = forking.do(
+                """
+                read, write = os.pipe()
+                if not os.fork():
+                    try:
+                        os.write(write, str(run_in_worker("tasks_forkserver:server")).encode())
+                    finally:
+                        os._exit(0)
+                os.wait()
+                answer = int(os.read(read, 100))
+                """
+            )
+            assert in_fork == server
+            assert forking.call("tasks_forkserver:server") == server
+            assert until_only(lambda status: status.users == before).pid == server
+
+
+class TestEnd:
+    def test_it_ends_when_nobody_has_a_use_for_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        with forkservers.own_servers(idle_s=0.5) as folder:
+            with Client() as using:
+                server = using.call("tasks_forkserver:server")
+                with pytest.raises(AssertionError):  # it stays although its client does nothing
+                    assert wait_until(lambda: not is_running(server), timeout_s=3)
+                assert only_server().users == 1
+                assert len(list(folder.glob("*.socket"))) == 1
+            assert wait_until(lambda: not is_running(server))
+            assert list(folder.glob("*.socket")) == []
+            assert control.status() == []
+            assert call() != server
+
+    def test_stop_waits_for_running_workers(self, no_server: None, tmp_path: Path) -> None:
+        with ThreadPoolExecutor() as pool:
+            started, go = tmp_path / "started", tmp_path / "go"
+            running = pool.submit(run_in_worker, "tasks_forkserver:wait", str(started), str(go), **FORKSERVER)
+            assert wait_until(started.exists)
+            (server,) = control.stop()
+            other = call()  # while the old one waits for its worker
+            assert is_running(server)
+            go.touch()
+            assert running.result() == server != other
+        assert wait_until(lambda: not is_running(server))
+        assert only_server().pid == other
+
+    def test_fifty_workers_come_to_their_end_when_it_is_terminated(
+        self, no_server: None, tmp_path: Path
+    ) -> None:
+        go = tmp_path / "go"
+        with ThreadPoolExecutor(50) as pool:
+            running = [
+                pool.submit(
+                    run_in_worker, "tasks_forkserver:wait", str(tmp_path / f"{n}"), str(go), **FORKSERVER
+                )
+                for n in range(50)
+            ]
+            assert wait_until(lambda: len(list(tmp_path.iterdir())) == 50, timeout_s=60)
+            server = only_server()
+            assert len(server.workers) == 50
+            os.kill(server.pid, signal.SIGTERM)
+            assert wait_until(lambda: control.status() == [])
+            go.touch()
+            assert {each.result() for each in running} == {server.pid}
+        assert wait_until(lambda: not is_running(server.pid))
+        assert call() != server.pid
+
+
+class TestReplacement:
+    def test_a_killed_one(self) -> None:
+        server = call()
+        os.kill(server, signal.SIGKILL)
+        assert call() != server
+
+    def test_killed_while_workers_run(self, tmp_path: Path) -> None:
+        """They return what they have to, and a crash of theirs is still one."""
+        files = [str(tmp_path / name) for name in ("first", "second")]
+        go = tmp_path / "go"
+        with ThreadPoolExecutor() as pool:
+            result = pool.submit(run_in_worker, "tasks_forkserver:wait", files[0], str(go), **FORKSERVER)
+            crash = pool.submit(
+                run_in_worker, "tasks_forkserver:abort_after", files[1], str(go), **FORKSERVER
+            )
+            assert wait_until(lambda: all(map(os.path.exists, files)))
+            server = only_server().pid
+            os.kill(server, signal.SIGKILL)
+            go.touch()
+            assert result.result() == server
+            with pytest.raises(WorkerDiedError, match="the last words"):
+                crash.result()
+        assert call() != server
+
+    def test_one_that_hangs(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        """The user is told what is waited for."""
+        monkeypatch.setattr(client, "_SAY_S", 0.1)
+        monkeypatch.setattr(client, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+        server = call()
+        os.kill(server, signal.SIGSTOP)
+        assert call() != server
+        assert not is_running(server)
+        assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
+
+    def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "_ANSWER_S", 0.5)
+        fork, stopped = client.Place.fork, []
+
+        def stop_and_fork(*args: object) -> client.ForkedWorker:
+            if not stopped:
+                stopped.append(only_server().pid)
+                os.kill(stopped[0], signal.SIGSTOP)
+            return fork(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(client.Place, "fork", stop_and_fork)
+        assert call() not in stopped
+        assert not is_running(stopped[0])
+
+    def test_one_whose_folder_was_removed(self, tmp_path: Path) -> None:
+        with forkservers.own_servers() as folder:
+            server = call()
+            folder.rename(tmp_path / "elsewhere")
+            assert call() != server
+            forkservers.leave()
+            assert wait_until(lambda: not is_running(server))
+
+    def test_one_that_was_killed_while_it_started(self, no_server: None) -> None:
+        """Who waits for it starts another, once; then it is told, and the next call starts one."""
+        with Client() as starting:
+            starting.send("tasks_forkserver:server")
+
+            def importing() -> list[int]:
+                return [
+                    process.pid
+                    for process in all_processes()
+                    if process.parent != starting.pid and _starts_server(process.pid)
+                ]
+
+            killed: set[int] = set()
+            for _ in range(2):
+                assert wait_until(lambda: bool(set(importing()) - killed))
+                for pid in set(importing()) - killed:
+                    os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
+            with pytest.raises(forkservers.CallError, match="fork server could not be started: it ended"):
+                starting.receive()
+            assert starting.call("tasks_forkserver:server") == only_server().pid
+
+    def test_nothing_is_left_of_the_dead(self, folder: Path) -> None:
+        assert zombies_of(os.getpid()) == []
+        call()
+        assert [path.stem for path in folder.glob("*.socket")] == [only_server().name]
+
+
+def _starts_server(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    mine = f"FLOWER_GPU_STATE_DIR={os.environ['FLOWER_GPU_STATE_DIR']}".encode()
+    return b"forkserver.program" in text and mine in environ
+
+
+class TestManyConnections:
+    def test_hundreds_that_say_nothing(self) -> None:
+        server = call()
+        name = only_server().name
+        silent = [sockets.connect(name, 10) for _ in range(600)]
+        assert call() == server
+        for connection in silent:
+            connection.close()
+        assert until_only(lambda status: status.users <= 1).pid == server
+
+    def test_from_all_threads(self) -> None:
+        server, results = call(), []
+
+        def work() -> None:
+            results.extend(call() for _ in range(5))
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(results) == {server} and len(results) == 40
+
+    def test_without_standard_streams(self) -> None:
+        """A daemon's: the numbers 0 to 2 would go to what the call opens first."""
+        with Client() as daemon:
+            daemon.do("for number in (2,): os.close(number)")
+            assert daemon.call("tasks_forkserver:server") == only_server().pid
+
+
+def test_two_seeds_of_the_hash_have_two_servers(no_server: None) -> None:
+    with Client() as plain, Client(env={"PYTHONHASHSEED": "7"}) as seeded:
+        assert plain.call("tasks_forkserver:server") != seeded.call("tasks_forkserver:server")
+        assert len(control.status()) == 2
+        assert {status.python for status in control.status()} == {sys.executable}
+        first = [seeded.call("tasks_forkserver:hashed", "text") for _ in range(2)]
+        second = seeded.call("tasks_forkserver:hashed", "text", start_method="spawn")
+        assert first == [second, second]

@@ -1,0 +1,288 @@
+"""A worker of the fork server is what a fresh process of its caller would be, whatever is loaded there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import forkservers
+import pytest
+from forkservers import Client, until_only
+from processes import wait_until
+
+from flower_gpu.workers.forkserver import client, control, fitness
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+PACKAGES = {
+    "reads_variable": 'import os\nVALUE = os.environ.get("READS_HOME", "none")\n',
+    "sets_variable": 'import os\nos.environ["SETS_ITSELF"] = "by the library"\n',
+    "sets_and_reads": """
+        import os
+        os.environ["SETS_AND_READS"] = "by the library"
+        VALUE = os.environ["SETS_AND_READS"]
+        """,
+    "has_default": 'import os\nVALUE = os.environ.setdefault("HAS_DEFAULT", "the default")\n',
+    "lists_variables": "import os, subprocess\nVALUE = len(dict(os.environ))\n",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter with some more libraries; its fork server has learned them."""
+    python = forkservers.make_environment(tmp_path_factory.mktemp("fitness") / "venv", PACKAGES)
+    with Client(python) as first:
+        first.call("tasks_forkserver:uses", *PACKAGES)
+    return python
+
+
+@pytest.fixture
+def learned(python: str) -> str:
+    """Return the interpreter, once a server without special wishes has all libraries."""
+    with Client(python) as first:
+
+        def is_there() -> bool:
+            return all(first.call("tasks_forkserver:uses", *PACKAGES))
+
+        assert wait_until(is_there, timeout_s=60), control.status()
+    return python
+
+
+class TestVariables:
+    def test_what_a_library_read_when_it_was_imported(self, learned: str) -> None:
+        """Each caller gets what its own variable says, before and after the library is learned."""
+        with Client(learned) as without, Client(learned, {"READS_HOME": "one"}) as one:
+            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+            values = [one.call("tasks_forkserver:attribute", "reads_variable", "VALUE") for _ in range(3)]
+            assert [value for value, _ in values] == ["one"] * 3
+            assert wait_until(
+                lambda: one.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["one", True]
+            )
+            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+            without.do("os.environ['READS_HOME'] = 'two'")
+            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "two"
+            without.do("del os.environ['READS_HOME']")
+            assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
+
+    def test_of_one_call(self, learned: str) -> None:
+        with Client(learned) as caller:
+            for value in ("three", "four", "three"):
+                found = caller.call(
+                    "tasks_forkserver:attribute", "reads_variable", "VALUE", env={"READS_HOME": value}
+                )
+                assert found[0] == value
+            assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
+
+    def test_set_by_the_task_before_its_imports(self, learned: str, tmp_path: Path) -> None:
+        """The first lines of many a task: a variable, and then the library that reads it."""
+        (tmp_path / "setting_task.py").write_text(
+            'import os\nos.environ["READS_HOME"] = "of the task"\nimport reads_variable\n'
+            "def value():\n    return reads_variable.VALUE\n"
+        )
+        with Client(learned) as caller:
+            caller.do(f"sys.path.append({str(tmp_path)!r})")
+            assert caller.call("setting_task:value", start_method="spawn") == "of the task"
+            for _ in range(3):
+                assert caller.call("setting_task:value") == "of the task"
+
+    def test_set_anew_by_the_task_in_each_worker(self, learned: str, tmp_path: Path) -> None:
+        """No server could have read that; the worker is spawned, and the caller told."""
+        (tmp_path / "restless_task.py").write_text(
+            'import os\nos.environ["READS_HOME"] = str(os.getpid())\nimport reads_variable\n'
+            "def value():\n    return reads_variable.VALUE == str(os.getpid())\n"
+        )
+        with Client(learned) as caller:
+            caller.do(f"sys.path.append({str(tmp_path)!r})")
+            assert [caller.call("restless_task:value", start_method="auto") for _ in range(2)] == [True, True]
+
+    def test_set_by_a_library(self, learned: str) -> None:
+        with Client(learned) as caller:
+            assert caller.call("tasks_forkserver:variables", "SETS_ITSELF") == ["by the library"]
+            mine = {"SETS_ITSELF": "mine"}
+            assert caller.call("tasks_forkserver:variables", "SETS_ITSELF", env=mine) == ["mine"]
+
+    @pytest.mark.parametrize("name", ["SETS_AND_READS", "HAS_DEFAULT"])
+    def test_set_and_read_by_a_library(self, learned: str, name: str) -> None:
+        """That is no reason to import it again."""
+        library = name.lower()
+        with Client(learned) as caller:
+            value, was_loaded = caller.call("tasks_forkserver:attribute", library, "VALUE")
+            assert (value, was_loaded) == (caller.call("tasks_forkserver:variables", name)[0], True)
+            assert (
+                value == caller.call("tasks_forkserver:attribute", library, "VALUE", start_method="spawn")[0]
+            )
+
+    def test_default_of_a_library_and_value_of_a_caller(self, learned: str) -> None:
+        with Client(learned, {"HAS_DEFAULT": "mine"}) as caller:
+            for _ in range(2):
+                assert caller.call("tasks_forkserver:attribute", "has_default", "VALUE")[0] == "mine"
+
+    def test_a_copy_of_all_variables_is_no_use_of_one(self, learned: str) -> None:
+        with Client(learned, {"SOMETHING_ELSE": "1"}) as caller:
+            assert caller.call("tasks_forkserver:attribute", "lists_variables", "VALUE")[1]
+
+    def test_all_of_them(self, python: str) -> None:
+        """Python's and the C library's, as a fresh process has them: with odd bytes, and none unset."""
+        with Client(python, {"TO_BE_REMOVED": "1"}) as caller:
+            caller.do(
+                """
+                del os.environ["TO_BE_REMOVED"]
+                os.environb[b"NOT_UTF_8"] = bytes(range(128, 256))
+                os.environ.update(EMPTY="", EQUALS="a=b=c", NEW="new", LONG="x" * 100_000)
+                """
+            )
+            call = ("tasks_forkserver:environment",)
+            (python_sees, c_sees), (spawned, _) = caller.call(*call), caller.call(*call, start_method="spawn")
+            assert python_sees == c_sees
+            texts = [bytes.fromhex(entry) for entry in python_sees]
+            assert b"NOT_UTF_8=" + bytes(range(128, 256)) in texts
+            assert not [text for text in texts if text.startswith(b"TO_BE_REMOVED")]
+            by_libraries = {b"SETS_ITSELF", b"SETS_AND_READS", b"HAS_DEFAULT", b"LC_CTYPE"}
+            differing = {bytes.fromhex(entry) for entry in set(python_sees) ^ set(spawned)}
+            assert {entry.partition(b"=")[0] for entry in differing} <= by_libraries
+
+
+class TestShadows:
+    def test_a_library_of_the_users_own(self, learned: str, tmp_path: Path) -> None:
+        (tmp_path / "reads_variable.py").write_text("VALUE = 'own'\n")
+        with Client(learned) as plain, Client(learned) as caller:
+            caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
+            for _ in range(2):
+                assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
+                assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+
+    def test_in_the_working_directory(self, learned: str, tmp_path: Path) -> None:
+        (tmp_path / "reads_variable").mkdir()
+        (tmp_path / "reads_variable" / "__init__.py").write_text("VALUE = 'own'\n")
+        with Client(learned) as caller:
+            caller.do(f"os.chdir({str(tmp_path)!r}); assert '' in sys.path")
+            assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
+
+    def test_behind_the_library(self, learned: str, tmp_path: Path) -> None:
+        (tmp_path / "reads_variable.py").write_text("VALUE = 'never found'\n")
+        with Client(learned) as caller:
+            caller.do(f"sys.path.append({str(tmp_path)!r})")
+            assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+
+    def test_a_single_file_that_calls_itself_a_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As six does. It lies where it was found, and so nothing of a caller hides it."""
+        (tmp_path / "six_alike.py").write_text("__path__ = []\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.import_module("six_alike")
+        shadows = fitness.Shadows()
+        assert shadows.hidden([str(tmp_path)], "/") == []
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "six_alike.py").touch()
+        assert shadows.hidden([str(tmp_path / "own"), str(tmp_path)], "/") == ["six_alike"]
+
+    def test_a_package_that_is_compiled(self) -> None:
+        """As tomli may be: its file is ``__init__`` with a longer ending."""
+        package = ModuleType("compiled_alike")
+        origin = "/there/compiled_alike/__init__.cpython-311-x86_64-linux-gnu.so"
+        package.__spec__ = ModuleSpec("compiled_alike", None, origin=origin)
+        with patch.dict(sys.modules, {"compiled_alike": package}):
+            assert fitness._homes_of_modules()["compiled_alike"] == "/there"
+
+    def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
+        (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's
+        task = ("tasks_forkserver:attribute", "timeit", "VALUE")
+        with Client() as caller:
+            caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
+            with pytest.raises(forkservers.CallError, match="cannot do without timeit"):
+                caller.call(*task)
+            assert caller.call(*task, start_method="auto") == ["own", False]
+            assert "workers are spawned, which is slower" in caller.errors()
+
+    def test_an_edited_task(self, python: str, tmp_path: Path) -> None:
+        task = tmp_path / "edited_task.py"
+        with Client(python) as caller:
+            caller.do(f"sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True")
+            for number in range(4):
+                task.write_text(f"def number():\n    return {number}{' ' * number}\n")  # another size, too
+                assert caller.call("edited_task:number") == number
+
+
+class TestInherited:
+    @pytest.mark.parametrize(
+        "change",
+        [
+            "pass",
+            "sys.path[:0] = ['/nowhere', '']; sys.path.append(os.sep)",
+            "os.chdir('/usr')",
+            "os.umask(0o027)",
+            "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})",
+            "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (400, 800))",
+            "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
+            "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, 1 << 24))",
+            "import resource; resource.setrlimit(resource.RLIMIT_AS, (10**9, resource.RLIM_INFINITY))",
+        ],
+    )
+    def test_as_a_spawned_worker(self, python: str, change: str) -> None:
+        with Client(python) as caller:
+            before = caller.call("tasks_forkserver:inherited")
+            caller.do(change)
+            forked = caller.call("tasks_forkserver:inherited")
+            assert forked == caller.call("tasks_forkserver:inherited", start_method="spawn")
+            assert (forked == before) == (change == "pass")
+
+    def test_a_removed_working_directory(self, python: str, tmp_path: Path) -> None:
+        (tmp_path / "gone").mkdir()
+        with Client(python) as caller:
+            caller.do(f"os.chdir({str(tmp_path / 'gone')!r}); os.rmdir(os.getcwd())")
+            found = caller.call("tasks_forkserver:inherited")
+            assert found["folder"] == caller.do("answer = os.stat('.').st_ino")
+
+    def test_nothing_of_the_one_that_started_the_server(self, python: str) -> None:
+        """Its limits, signals and umask are for its own workers."""
+        with forkservers.own_servers():
+            with Client(python) as starter:
+                starter.do(
+                    """
+                    import resource, signal
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1])
+                    for number in (signal.SIGHUP, signal.SIGUSR2, signal.SIGINT):
+                        signal.signal(number, signal.SIG_IGN)
+                    os.umask(0o777)
+                    os.chdir("/usr")
+                    """
+                )
+                starter.call("tasks_forkserver:server")
+                with Client(python) as other:
+                    forked = other.call("tasks_forkserver:inherited")
+                    assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
+                    server = until_only(lambda status: True).pid if len(control.status()) == 1 else None
+            for status in control.status():
+                os.kill(status.pid, signal.SIGTERM)
+                assert wait_until(lambda pid=status.pid: not Path(f"/proc/{pid}").exists()), server
+
+    def test_main_is_not_run_again(self, python: str) -> None:
+        with Client(python) as caller:
+            assert "names" in caller.do("import __main__; answer = sorted(vars(__main__))")
+            assert "names" not in caller.call("tasks_forkserver:main_names")
+
+    def test_random_numbers(self) -> None:
+        with Client() as caller:  # with torch, which has some of its own
+            draws: list[Any] = [caller.call("tasks_forkserver:drawn") for _ in range(4)]
+        for column in zip(*draws, strict=True):
+            assert len(set(column)) == 4

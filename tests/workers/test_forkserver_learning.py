@@ -1,0 +1,312 @@
+"""What a fork server loads for all: libraries that workers needed, and what the user names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import forkservers
+import pytest
+from forkservers import Client, only_server, until_only
+from processes import is_running, wait_until
+from test_choose import DRIVER
+
+import flower_gpu
+from flower_gpu.workers.forkserver import client, control
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+
+PACKAGES = {
+    "harmless": "VALUE = 1\n",
+    # In a worker its import never ends; it asks for other modules meanwhile, as large libraries do.
+    "slow": """
+        import os, time
+        from contextlib import suppress
+        from importlib import import_module
+        while os.getsid(0) != os.getpid():
+            time.sleep(0.05)
+            with suppress(ImportError):
+                import_module("slow.nothing")
+        """,
+    "harmless_too": "import harmless\nVALUE = 2\n",
+    "touches_cuda": 'import ctypes, os\nctypes.CDLL(os.environ["DRIVER"]).cuInit(1)\nVALUE = 3\n',
+    "starts_thread": """
+        import threading
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        VALUE = 4
+        """,
+    "crashes": "import os, signal\nif os.getsid(0) == os.getpid(): os.kill(os.getpid(), signal.SIGSEGV)\n",
+    "exits": "import os\nif os.getsid(0) == os.getpid(): raise SystemExit(3)\n",
+    "hangs": "import os, time\nif os.getsid(0) == os.getpid(): time.sleep(600)\n",
+    "breaks_later": 'import os\nif os.path.exists(__file__ + ".broken"): raise RuntimeError("broken")\n',
+    "hangs_later": 'import os, time\nif os.path.exists(__file__ + ".broken"): time.sleep(600)\n',
+    "crashes_later": 'import os\nif os.path.exists(__file__ + ".broken"): os.abort()\n',
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with libraries of all sorts."""
+    folder = tmp_path_factory.mktemp("learning") / "venv"
+    forkservers.make_environment(folder, PACKAGES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(environment: Path) -> str:
+    return str(environment / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def python_with_sklearn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return forkservers.make_environment(tmp_path_factory.mktemp("whole") / "venv", PACKAGES, is_whole=True)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs gcc")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    (library.parent / "cuda.c").write_text(DRIVER)
+    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *options, "-o", library, library.parent / "cuda.c"], check=True, timeout=60)
+    return str(library)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers() as found:
+        yield found
+
+
+def learn(caller: Client, *modules: str) -> control.Status:
+    """Have a worker import modules; returns what the server says once it has them."""
+    caller.call("tasks_forkserver:uses", *modules)
+    return until_only(lambda status: {name.partition(".")[0] for name in modules} <= set(status.libraries))
+
+
+def learn_at_last(caller: Client, module: str) -> control.Status:
+    """Have workers import a module until the server has it.
+
+    What a worker tells a server that is just then handing over to the next one is lost; one of the following
+    workers, which import it again, tells it to that.
+    """
+    for _ in range(5):
+        caller.call("tasks_forkserver:uses", module)
+        if wait_until(lambda: any(module in status.libraries for status in control.status()), timeout_s=10):
+            break
+    return until_only(lambda status: module in status.libraries)
+
+
+class TestLibraries:
+    def test_what_a_worker_imported_is_there_for_the_next(self, python: str) -> None:
+        with Client(python) as first, Client(python) as second:
+            assert first.call("tasks_forkserver:uses", "harmless_too") == [False]
+            server = learn(first, "harmless", "harmless_too")
+            for caller in (first, second):
+                assert caller.call("tasks_forkserver:loaded_before", "harmless", "harmless_too") == [
+                    True,
+                    True,
+                ]
+                assert caller.call("tasks_forkserver:server") == server.pid
+            assert server.users == 1  # the other one came later
+            assert not control.stop(if_unused=True)
+
+    def test_a_worker_that_is_ended_while_it_imports_has_told_what(self, python: str) -> None:
+        with forkservers.own_servers(), Client(python) as caller:
+            assert caller.call("tasks_forkserver:server") == only_server().pid
+            with pytest.raises(forkservers.CallError, match="WorkerTimeoutError") as caught:
+                caller.call("tasks_forkserver:uses", "slow", timeout_s=4)
+            found = re.search(
+                r"within timeout_s=4, of which at least (\S+) s went into imports", str(caught.value)
+            )
+            assert found and 0.5 <= float(found[1]) <= 4, caught.value
+            until_only(lambda status: "slow" in status.libraries)
+            assert caller.call("tasks_forkserver:uses", "slow", timeout_s=60) == [True]
+
+    def test_a_task_that_closes_all_descriptors_and_opens_its_own_keeps_them(
+        self, python: str, tmp_path: Path
+    ) -> None:
+        """What a worker imports is not written into a file of the task's."""
+        with Client(python) as caller, pytest.raises(forkservers.CallError, match="WorkerDiedError"):
+            caller.call("tasks_forkserver:imports_without_descriptors", str(tmp_path), "harmless_too")
+        assert {path.read_text() for path in tmp_path.iterdir()} == {""}
+
+    def test_a_process_can_have_it_learn_before_its_first_call(self, python: str) -> None:
+        names = ("harmless_too", "harmless_too.VALUE", "nowhere", "starts_thread", "tasks_forkserver", "")
+        with Client(python) as caller:
+            caller.do(
+                f"""
+                from flower_gpu.workers.forkserver import client
+                for _ in range(2):
+                    client.learn({names!r})
+                """
+            )
+            (server,) = control.status()
+            assert {"harmless_too"} <= set(server.libraries)
+            assert server.refused == ["starts_thread"]
+            assert not {"nowhere", "tasks_forkserver"} & set(server.libraries)
+            assert caller.call("tasks_forkserver:loaded_before", "harmless_too", "harmless") == [True, True]
+            assert caller.call("tasks_forkserver:server") == server.pid
+
+    def test_many_processes_that_have_it_learn_at_once_wait_for_one_import(
+        self, python_with_sklearn: str
+    ) -> None:
+        with forkservers.own_servers(), ExitStack() as stack:
+            callers = [stack.enter_context(Client(python_with_sklearn)) for _ in range(4)]
+            for number, caller in enumerate(callers):
+                names = ("harmless", "sklearn.datasets")[: 1 + number % 2]
+                caller.send_code(
+                    f"from flower_gpu.workers.forkserver import client; client.learn({names!r}); answer = 1"
+                )
+            for caller in callers:
+                assert caller.receive() == 1
+            assert callers[1].call("tasks_forkserver:loaded_before", "sklearn.datasets", "harmless") == [
+                True,
+                True,
+            ]
+            only_server()
+
+    def test_a_real_one_with_all_that_it_imports(self, python_with_sklearn: str) -> None:
+        with forkservers.own_servers(), Client(python_with_sklearn) as caller:
+            learn(caller, "sklearn.datasets")
+            names = ("sklearn.datasets", "sklearn.utils", "scipy.sparse")
+            assert caller.call("tasks_forkserver:loaded_before", *names) == [True] * 3
+
+    def test_what_it_learned_is_kept_for_the_next_server(self, python: str) -> None:
+        with Client(python) as caller:
+            learn(caller, "harmless")
+            (server,) = control.stop(wait_s=20)
+            assert caller.call("tasks_forkserver:loaded_before", "harmless") == [True]
+            assert only_server().pid != server
+
+    def test_modules_of_the_user_are_not_learned(self, python: str, tmp_path: Path) -> None:
+        (tmp_path / "own_module.py").write_text("import harmless\n")
+        (tmp_path / "own_package").mkdir()
+        (tmp_path / "own_package" / "__init__.py").touch()
+        with Client(python) as caller:
+            caller.do(f"sys.path.insert(0, {str(tmp_path)!r})")
+            for _ in range(2):
+                found = caller.call("tasks_forkserver:uses", "own_module", "own_package", "harmless")
+                assert found[:2] == [False, False]
+            learn(caller, "harmless")
+            assert not {"own_module", "own_package", "tasks_forkserver"} & set(only_server().libraries)
+
+    @pytest.mark.parametrize("library", ["touches_cuda", "starts_thread", "crashes", "exits"])
+    def test_one_that_does_harm_is_not_learned(self, library: str, python: str, driver: str) -> None:
+        """Workers import it themselves, each for itself."""
+        with Client(python, {"DRIVER": driver}) as caller:
+            server = caller.call("tasks_forkserver:server")
+            assert caller.call("tasks_forkserver:uses", library) == [False]
+            refusing = until_only(lambda status: library in status.refused)
+            assert (refusing.pid, library in refusing.libraries) == (server, False)
+            for _ in range(2):
+                assert caller.call("tasks_forkserver:uses", library) == [False]
+            assert only_server().pid == server
+            learn(caller, "harmless")
+            assert library not in only_server().libraries
+
+    def test_one_that_hangs(self, python: str, tmp_path: Path) -> None:
+        """The server works on meanwhile, gives it up in the end, and ends at once when it is told to."""
+        shutil.copytree(Path(flower_gpu.__file__).parent, tmp_path / "flower_gpu")
+        source = tmp_path / "flower_gpu" / "workers" / "forkserver" / "server.py"
+        assert source.read_text().count("_TRIAL_S = 300.0") == 1
+        source.write_text(source.read_text().replace("_TRIAL_S = 300.0", "_TRIAL_S = 2.0"))
+        path = os.pathsep.join([str(tmp_path), forkservers.WITH_TASKS["PYTHONPATH"]])
+        with forkservers.own_servers(), Client(python, {"PYTHONPATH": path}) as caller:
+            assert caller.do("import flower_gpu; answer = flower_gpu.__file__").startswith(str(tmp_path))
+            server = caller.call("tasks_forkserver:server")
+            assert caller.call("tasks_forkserver:uses", "hangs") == [False]
+            assert caller.call("tasks_forkserver:server") == server
+            until_only(lambda status: "hangs" in status.refused)
+            assert caller.call("tasks_forkserver:server") == server
+
+    def test_it_ends_while_it_tries_one_that_hangs(self, python: str) -> None:
+        with forkservers.own_servers(), Client(python) as caller:
+            assert caller.call("tasks_forkserver:uses", "hangs") == [False]
+            (server,) = control.stop()
+            assert wait_until(lambda: not is_running(server))
+
+    @pytest.mark.parametrize("library", ["breaks_later", "crashes_later", "hangs_later"])
+    def test_one_that_does_harm_only_later(self, library: str, python: str, environment: Path) -> None:
+        """At the start of the next server: it comes up without, and no call notices."""
+        marker = forkservers.site_packages(environment) / library / "__init__.py.broken"
+        with forkservers.own_servers(), Client(python) as caller:
+            learn(caller, library)
+            control.stop(wait_s=20)
+            if library == "hangs_later":
+                caller.do("from flower_gpu.workers.forkserver import client; client._START_S = 6")
+            marker.touch()
+            try:
+                assert caller.call("tasks_forkserver:loaded_before", library) == [False]
+                assert only_server().libraries == []
+            finally:
+                marker.unlink()
+
+    def test_no_call_fails_while_servers_take_over_from_each_other(
+        self, python: str, environment: Path
+    ) -> None:
+        site = forkservers.site_packages(environment)
+        new = [f"another{number}" for number in range(4)]
+        for name in new:
+            forkservers.install(site, name, "import time; time.sleep(0.2)\n")
+        with forkservers.own_servers(), Client(python) as learning, Client(python) as busy:
+            learning.call("tasks_forkserver:server")
+            busy.do(
+                """
+                import threading
+                servers, errors, over = set(), [], threading.Event()
+                def work():
+                    while not over.is_set():
+                        try:
+                            servers.add(run_in_worker("tasks_forkserver:nap", 0.05))
+                        except BaseException as error:
+                            errors.append(repr(error))
+                threads = [threading.Thread(target=work) for _ in range(6)]
+                for thread in threads: thread.start()
+                """
+            )
+            pids = [learn_at_last(learning, name).pid for name in new]
+            servers, errors = busy.do(
+                "over.set(); [each.join() for each in threads]; answer = [list(servers), errors]"
+            )
+            assert errors == []
+            assert len(set(pids)) == len(new) and len(servers) > 1
+            assert wait_until(lambda: [pid for pid in pids if is_running(pid)] == pids[-1:])
+
+
+class TestEnvironments:
+    def test_two_have_two_servers(self, python: str) -> None:
+        with forkservers.own_servers(), Client(python) as first, Client() as second:
+            pids = [caller.call("tasks_forkserver:server") for caller in (first, second)]
+            assert {status.pid for status in control.status()} == set(pids) and len(set(pids)) == 2
+            assert {status.python for status in control.status()} == {python, sys.executable}
+            for caller, pid in zip((first, second), pids, strict=True):
+                assert caller.call("tasks_forkserver:server") == pid
+
+    def test_an_update_gets_a_new_one_and_the_old_one_ends(self, environment: Path, python: str) -> None:
+        package = forkservers.site_packages(environment) / "updated" / "__init__.py"
+        with forkservers.own_servers(idle_s=1):
+            forkservers.install(package.parents[1], "updated", "VERSION = 1\n")
+            with Client(python) as caller:
+                old = learn(caller, "updated").pid
+                assert caller.call("tasks_forkserver:attribute", "updated", "VERSION") == [1, True]
+                package.write_text("VERSION = 'two'\n")  # as pip does it
+                (package.parents[1] / "updated-1.0.dist-info").rename(
+                    package.parents[1] / "updated-2.0.dist-info"
+                )
+                assert caller.call("tasks_forkserver:attribute", "updated", "VERSION")[0] == "two"
+                new = caller.call("tasks_forkserver:server")
+                assert new != old
+            assert wait_until(lambda: not is_running(old) and not is_running(new))

@@ -1,0 +1,101 @@
+"""Hundreds of callers at the same moment: a fork server with a long line is not one that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack
+
+import forkservers
+import pytest
+from forkservers import Client, only_server
+from processes import is_running
+
+from flower_gpu.workers.forkserver import client, sockets
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+PROCESSES, THREADS = 5, 100
+# Callers that lose patience earlier than a server takes for all of them.
+IMPATIENT = """
+from flower_gpu.workers.forkserver import client, control
+client._ANSWER_S = control._ANSWER_S = 4.0
+"""
+CALL_AT_ONCE = """
+import threading
+answer = []
+
+def work():
+    try:
+        answer.append(run_in_worker("tasks_forkserver:server"))
+    except Exception as error:
+        answer.append(f"{{type(error).__name__}}: {{error}}")
+
+threads = [threading.Thread(target=work) for _ in range({threads})]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An environment in which a fork takes long enough for a line, and not longer."""
+    folder = tmp_path_factory.mktemp("line") / "venv"
+    python = forkservers.make_environment(folder, {})
+    (forkservers.site_packages(folder) / "slow.pth").write_text(
+        "import sys; 'forkserver.program' in ' '.join(sys.orig_argv) and __import__('slow')\n"
+    )
+    (forkservers.site_packages(folder) / "slow.py").write_text(
+        "import os, time\nfork = os.fork\nos.fork = lambda: (time.sleep(0.01), fork())[1]\n"
+    )
+    return python
+
+
+def at_once(callers: list[Client]) -> list[int | str]:
+    for caller in callers:
+        caller.do(IMPATIENT)
+        caller.send_code(CALL_AT_ONCE.format(threads=THREADS))
+    return [one for caller in callers for one in caller.receive()]
+
+
+def test_five_hundred_at_once_are_all_served_by_one_server(python: str) -> None:
+    with forkservers.own_servers(), ExitStack() as stack:
+        callers = [stack.enter_context(Client(python)) for _ in range(PROCESSES)]
+        server = callers[0].call("tasks_forkserver:server")
+        assert at_once(callers) == [server] * (PROCESSES * THREADS)
+        assert only_server().pid == server
+
+
+def test_a_stopped_server_is_replaced_for_all_in_line(python: str) -> None:
+    with forkservers.own_servers(), Client(python) as caller:
+        server = caller.call("tasks_forkserver:server")
+        os.kill(server, signal.SIGSTOP)
+        found = at_once([caller])
+        assert not is_running(server)
+        assert found == [only_server().pid] * THREADS
+
+
+def test_who_waits_in_line_minds_the_time_limit() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        here.settimeout(30)
+        for _ in range(3):
+            sockets.send(there, sockets.BUSY)
+        with pytest.raises(TimeoutError, match="had others to serve"):
+            client._ask_or_end(here, {"op": "open"}, [], time.monotonic() - 1)
+        assert here.fileno() == -1
+
+
+def test_an_answer_after_a_wait() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        for message in (sockets.BUSY, sockets.BUSY, {"fit": True}):
+            sockets.send(there, message)
+        assert client.ask(here, {"op": "open"}) == {"fit": True}

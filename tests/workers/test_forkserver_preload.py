@@ -1,0 +1,268 @@
+"""What the user has loaded once for all workers: when, by whom, and what that may not do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forkservers
+import pytest
+from forkservers import CallError, Client
+from processes import is_running, wait_until
+from test_choose import DRIVER
+
+from flower_gpu.workers.forkserver import client, control
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+# Each call of a function leaves a line in a file beside the module.
+TASK = """
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+DATA = {}
+LOG = Path(__file__).with_name("log")
+
+def load(number=1, **more):
+    with LOG.open("a") as file:
+        file.write(f"{number} {os.getpid()}\\n")
+    DATA["number"], DATA["more"] = number, more
+
+def load_more():
+    DATA["doubled"] = 2 * DATA["number"]
+
+def load_much():
+    DATA["array"] = np.ones(25_000_000)
+
+def load_slowly():
+    LOG.with_name("started").touch()
+    while not LOG.with_name("go").exists():
+        time.sleep(0.01)
+    DATA["number"] = 7
+
+def load_nothing():
+    raise OSError("the disk with the data is not mounted")
+
+def exit():
+    raise SystemExit(3)
+
+def crash():
+    os.abort()
+
+def touch_cuda():
+    import ctypes
+    ctypes.CDLL(os.environ["DRIVER"]).cuInit(1)
+
+def data():
+    return {name: value for name, value in DATA.items() if name != "array"}
+
+def number():
+    return DATA.get("number")
+
+def change():
+    DATA["number"] = "changed"
+    return os.getpid()
+
+def private_mb():
+    total = float(DATA["array"].sum())
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) // 1024 for line in lines}
+    return [total, sizes["Private_Clean"] + sizes["Private_Dirty"], sizes["Rss"]]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def state() -> Iterator[Path]:
+    with forkservers.own_servers(idle_s=5) as found, Client() as one:
+        one.call("tasks_forkserver:server")
+        yield found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "loading_task.py").write_text(TASK)
+    return tmp_path
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Client]]:
+    """Start processes whose path has the folder with the task."""
+    clients = []
+    path = os.pathsep.join([str(folder), forkservers.WITH_TASKS["PYTHONPATH"]])
+
+    def begin(**env: str) -> Client:
+        clients.append(Client(env={"PYTHONPATH": path, **env}))
+        return clients[-1]
+
+    yield begin
+    for each in clients:
+        each.kill()
+
+
+def lines(folder: Path) -> list[str]:
+    path = folder / "log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+class TestWhatIsLoaded:
+    def test_once_for_all_calls_of_all_processes(self, start: Callable[..., Client], folder: Path) -> None:
+        first, second = start(), start()
+        for caller in (first, second):
+            for _ in range(10):
+                assert caller.call("loading_task:number", preload="loading_task:load") == 1
+        assert len(lines(folder)) == 1
+        number, pid = lines(folder)[0].split()
+        (server,) = [status for status in control.status() if status.pid == int(pid)]
+        assert (number, server.calls, server.preload) == ("1", 20, ["loading_task:load"])
+
+    def test_once_when_all_begin_together(self, start: Callable[..., Client], folder: Path) -> None:
+        clients = [start() for _ in range(4)]
+        for caller in clients:
+            caller.send("loading_task:number", preload="loading_task:load")
+        assert [caller.receive() for caller in clients] == [1] * 4
+        assert len(lines(folder)) == 1
+
+    @pytest.mark.parametrize(
+        ("preload", "expected"),
+        [
+            ("loading_task:load", {"number": 1, "more": {}}),
+            (["loading_task:load", {"number": 5, "a": [1, None]}], {"number": 5, "more": {"a": [1, None]}}),
+            (["loading_task:load", "loading_task:load_more"], {"number": 1, "more": {}, "doubled": 2}),
+            (
+                [["loading_task:load", {"number": 4}], "loading_task:load_more"],
+                {"number": 4, "more": {}, "doubled": 8},
+            ),
+            ("loading_task", {}),
+        ],
+    )
+    def test_forms(self, start: Callable[..., Client], preload: Any, expected: dict[str, Any]) -> None:
+        caller = start()
+        for method in ("forkserver", "spawn"):
+            assert caller.call("loading_task:data", preload=preload, start_method=method) == expected
+
+    def test_other_arguments_are_other_data(self, start: Callable[..., Client], folder: Path) -> None:
+        caller = start()
+        for number in (1, 2, 1, 2):
+            preload = ["loading_task:load", {"number": number}]
+            assert caller.call("loading_task:number", preload=preload) == number
+        assert len(lines(folder)) == 2
+        assert caller.call("loading_task:number") is None  # without
+
+    def test_a_worker_changes_its_own_only(self, start: Callable[..., Client]) -> None:
+        caller = start()
+        caller.call("loading_task:change", preload="loading_task:load")
+        assert caller.call("loading_task:number", preload="loading_task:load") == 1
+
+    def test_an_edited_module_is_loaded_anew(self, start: Callable[..., Client], folder: Path) -> None:
+        caller = start()
+        assert caller.call("loading_task:number", preload="loading_task:load") == 1
+        (folder / "loading_task.py").write_text(TASK.replace("number=1", "number=11"))
+        assert caller.call("loading_task:number", preload="loading_task:load") == 11
+
+    def test_large_data_is_shared(self, start: Callable[..., Client]) -> None:
+        """200 MB that four workers read at the same time are there once."""
+        caller = start()
+        for total, private_mb, resident_mb in [
+            caller.call("loading_task:private_mb", preload="loading_task:load_much") for _ in range(2)
+        ]:
+            assert total == 25_000_000
+            assert private_mb < 60 < 200 < resident_mb
+
+    def test_in_a_clientapp(self, start: Callable[..., Client], folder: Path) -> None:
+        """A fork of it would load anew for every message; see the choice of `auto`."""
+        for _ in range(2):
+            app = start(FLOWER_GPU_START_METHOD="auto")
+            app.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
+            assert app.call("loading_task:number", preload="loading_task:load") == 1
+            app.close()
+        assert len(lines(folder)) == 1
+
+
+class TestWhatGoesWrong:
+    @pytest.mark.parametrize(
+        ("function", "says"),
+        [
+            ("loading_task:load_nothing", "OSError: the disk with the data is not mounted"),
+            ("loading_task:missing", "has no 'missing'"),
+            ("missing_task:load", "No module named 'missing_task'"),
+            ("loading_task:exit", "SystemExit: 3"),
+            ("loading_task:crash", "it ended; its log is in"),
+        ],
+    )
+    def test_an_error_is_told(self, start: Callable[..., Client], function: str, says: str) -> None:
+        caller = start()
+        for _ in range(2):
+            with pytest.raises(CallError) as caught:
+                caller.call("loading_task:number", preload=function)
+            assert str(caught.value).startswith("WorkerStartError: ")
+            assert says in str(caught.value) and f"preload {function}" in str(caught.value)
+        assert caller.call("loading_task:number", preload="loading_task:load") == 1
+
+    def test_cuda_is_refused(
+        self, start: Callable[..., Client], tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        compiler = shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("needs gcc")
+        source = tmp_path_factory.mktemp("driver") / "cuda.c"
+        source.write_text(DRIVER)
+        library = source.with_name("libcuda.so.1")
+        options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([compiler, *options, "-o", library, source], check=True, timeout=60)
+        caller = start(DRIVER=str(library))
+        with pytest.raises(CallError, match="touch_cuda initialised CUDA, so that no worker could use a GPU"):
+            caller.call("loading_task:number", preload="loading_task:touch_cuda")
+        options = {"preload": ["loading_task:touch_cuda", "loading_task:load"], "start_method": "auto"}
+        for _ in range(2):  # a process of its own may
+            assert caller.call("loading_task:number", **options) == 1
+        assert caller.errors().count("workers are spawned, which is slower") == 1
+
+    def test_it_takes_longer_than_the_call_may(self, start: Callable[..., Client], folder: Path) -> None:
+        caller = start()
+        options = {"preload": "loading_task:load_slowly"}
+        with pytest.raises(CallError, match=r"WorkerTimeoutError.*load_slowly was not ready in time"):
+            caller.call("loading_task:number", timeout_s=0.5, **options)
+        assert wait_until((folder / "started").exists)
+        with pytest.raises(CallError, match=r"WorkerTimeoutError.*being started by another process"):
+            caller.call("loading_task:number", timeout_s=0.5, **options)
+        (folder / "go").touch()
+        assert caller.call("loading_task:number", **options) == 7
+
+    def test_interrupted_while_it_loads(self, start: Callable[..., Client], folder: Path) -> None:
+        caller = start()
+        caller.send("loading_task:number", preload="loading_task:load_slowly")
+        assert wait_until((folder / "started").exists)
+        os.kill(caller.pid, signal.SIGINT)
+        with pytest.raises(CallError, match="KeyboardInterrupt"):
+            caller.receive()
+        (folder / "go").touch()
+        assert caller.call("loading_task:number", preload="loading_task:load_slowly") == 7
+
+    def test_the_server_is_killed_or_hangs(self, start: Callable[..., Client], folder: Path) -> None:
+        """Both kinds: of the data, and the one with the libraries that the other is forked from."""
+        caller = start()
+        caller.do("from flower_gpu.workers.forkserver import client; client._ANSWER_S = 0.5")
+        for number, sent in enumerate([signal.SIGKILL, signal.SIGSTOP]):
+            preload = ["loading_task:load", {"number": number}]
+            assert caller.call("loading_task:number", preload=preload) == number
+            data = caller.call("tasks_forkserver:server", preload=preload)
+            os.kill(data, sent)
+            assert caller.call("loading_task:number", preload=preload) == number
+            assert not is_running(data)
+            base = caller.call("tasks_forkserver:server")
+            os.kill(base, sent)
+            other = ["loading_task:load", {"number": number + 10}]
+            assert caller.call("loading_task:number", preload=other) == number + 10
+            assert not is_running(base)
+        assert sorted(line.split()[0] for line in lines(folder)) == sorted(["0", "0", "10", "1", "1", "11"])

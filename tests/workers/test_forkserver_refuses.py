@@ -1,0 +1,380 @@
+"""What a fork server and its callers do not fall for: garbage, other users, folders that are not safe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import forkservers
+import pytest
+from forkservers import Client, only_server, until_only
+from processes import is_running, wait_until
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerStartError
+from flower_gpu.workers.forkserver import client, control, sockets
+from flower_gpu.workers.forkserver.messages import write_record
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+STRANGER = 54321
+FORKSERVER = {"start_method": "forkserver"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers() as found:
+        yield found
+
+
+def call() -> int:
+    """Call in this process; returns the pid of the server."""
+    server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    assert isinstance(server, int)
+    return server
+
+
+def connect() -> socket.socket:
+    return sockets.connect(only_server().name, 10)
+
+
+def record(**fields: Any) -> int:
+    inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
+    return write_record({"inherited": inherited, "env": {}, "setup": None, "label": "test", **fields})
+
+
+def raw(data: bytes) -> Callable[[socket.socket], None]:
+    return lambda connection: connection.sendall(data)
+
+
+def message(op: object, *descriptors: Callable[[], int]) -> Callable[[socket.socket], None]:
+    def send(connection: socket.socket) -> None:
+        opened = [each() for each in descriptors]
+        sockets.send(connection, {"op": op}, opened)
+        for descriptor in opened:
+            os.close(descriptor)
+
+    return send
+
+
+def here() -> int:
+    return os.open(".", os.O_PATH | os.O_DIRECTORY)
+
+
+def nothing() -> int:
+    return os.open(os.devnull, os.O_RDWR)
+
+
+def text() -> int:
+    descriptor = os.memfd_create("text")
+    os.write(descriptor, b"{]")
+    return descriptor
+
+
+GARBAGE = {
+    "nothing": raw(b""),
+    "bytes": raw(os.urandom(1000)),
+    "half a message": raw(b'{"op": "op'),
+    "not an object": raw(b'["open"]'),
+    "nested deeply": raw(b"[" * 60_000),
+    "too long": raw(b'{"op": "' + b"x" * 100_000 + b'"}'),
+    "no operation": raw(b"{}"),
+    "unknown operation": message("explode"),
+    "a method": message("message"),
+    "an attribute": message("signal"),
+    "no name": message(7),
+    "open without a record": message("open"),
+    "open with one descriptor": message("open", here),
+    "open with an empty record": message("open", nothing, here),
+    "open with a folder as record": message("open", here, here),
+    "open with text as record": message("open", text, here),
+    "open with an incomplete record": message("open", lambda: write_record({}), here),
+    "open with a list as environment": message("open", lambda: record(inherited=[1, 2]), here),
+    "open with a number as path": message("open", lambda: record(inherited={"environ": {}, "path": 3}), here),
+    "open with a list in it": message(
+        "open", lambda: record(inherited={"environ": [], "path": [], "umask": 0}), here
+    ),
+    "fork without open": message("fork", *[nothing] * 6),
+    "reap without fork": message("reap"),
+    "preload without anything": message("preload"),
+    "preload of nothing": message("preload", nothing, here, nothing, nothing),
+    "many descriptors": message("status", *[nothing] * 200),
+}
+
+
+class TestGarbage:
+    @pytest.mark.parametrize("send", GARBAGE.values(), ids=GARBAGE.keys())
+    def test_the_server_goes_on(self, send: Callable[[socket.socket], None]) -> None:
+        server = call()
+        before = settled_descriptors(server)
+        connection = connect()
+        with suppress(OSError):  # larger than the kernel takes
+            send(connection)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):  # its answer, if it has one
+            pass
+        connection.close()
+        assert call() == server
+        assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
+
+    def test_a_worker_is_not_reaped_by_another_connection(self, tmp_path: Path) -> None:
+        """The other one's request fails; it does not wait for somebody else's worker."""
+        started, go = tmp_path / "started", tmp_path / "go"
+        with Client() as working, connect_after(call) as connection:
+            working.send("tasks_forkserver:wait", str(started), str(go))
+            assert wait_until(started.exists)
+            sockets.send(connection, {"op": "reap"})
+            assert answer(connection) is None
+            assert call() == only_server().pid
+            go.touch()
+            assert working.receive() == only_server().pid
+
+    @pytest.mark.parametrize("twice", [False, True])
+    def test_closed_after_open(self, twice: bool) -> None:
+        server = call()
+        before = settled_descriptors(server)
+        with connect_after(call) as connection:
+            message("open", record, here)(connection)
+            assert answer(connection) == {"fit": True}
+            if twice:
+                message("open", record, here)(connection)
+                assert answer(connection) is None
+        assert call() == server
+        assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
+
+    def test_closed_after_fork(self) -> None:
+        """The worker has nobody who waits for it, and ends."""
+        server = call()
+        before = settled_descriptors(server)
+        with connect_after(call) as connection:
+            life, write = os.pipe()
+            message("open", record, here)(connection)
+            answer(connection)
+            files = [lambda: os.dup(life), nothing, text, text, nothing, nothing]
+            message("fork", *files)(connection)
+            forked = answer(connection)
+            assert forked is not None
+            pid = forked["pid"]
+            os.close(life)
+            os.close(write)
+        assert wait_until(lambda: not Path(f"/proc/{pid}").exists())
+        assert call() == server
+        assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
+
+
+def answer(connection: socket.socket) -> dict[str, Any] | None:
+    """Return the answer to a message; None where the server has closed the connection instead."""
+    try:
+        return sockets.receive_answer(connection)[0]
+    except sockets.Gone:
+        return None
+
+
+class connect_after:  # noqa: N801 - used as a function
+    """A connection to the server that a call leaves behind."""
+
+    def __init__(self, first: Callable[[], int]) -> None:
+        first()
+        self.connection = connect()
+
+    def __enter__(self) -> socket.socket:
+        return self.connection
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+
+
+def settled_descriptors(pid: int) -> list[str]:
+    """Return those that stay open, once the server has seen that earlier calls are over."""
+    found = [open_descriptors(pid)]
+
+    def is_settled() -> bool:
+        time.sleep(0.05)
+        found.append(open_descriptors(pid))
+        return found[-1] == found[-2]
+
+    assert wait_until(is_settled)
+    return found[-1]
+
+
+def open_descriptors(pid: int) -> list[str]:
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            what = str(link.readlink())
+            found.append("socket" if what.startswith("socket:") else what)
+    return sorted(found)
+
+
+AS_STRANGER = """
+import ctypes, os, socket, sys
+os.setgroups([])
+os.setresgid(54321, 54321, 54321)
+if sys.argv[2] == "as root":  # another user's process, except for files
+    os.setresuid(54321, 54321, 0)
+    ctypes.CDLL(None).setfsuid(0)
+else:
+    os.setresuid(54321, 54321, 54321)
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.settimeout(20)
+try:
+    connection.connect(sys.argv[1])
+    connection.send(b'{"op": "status"}')
+    print("answer", connection.recv(1000))
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+LISTENING_STRANGER = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+os.chdir(sys.argv[1])
+os.setgroups([])
+os.setgid(54321)
+os.setuid(54321)
+listener.bind(sys.argv[2])
+listener.listen()
+print("listening", flush=True)
+connection, _ = listener.accept()
+print(connection.recv(1000), flush=True)
+"""
+
+
+@needs_root
+class TestOtherUsers:
+    def test_cannot_enter_the_folder(self, folder: Path) -> None:
+        server = call()
+        assert self.answer_to_stranger(folder, only_server().name) == "PermissionError\n"
+        assert call() == server
+
+    def test_are_refused_if_they_get_to_the_socket(self, folder: Path) -> None:
+        server = call()
+        answer = self.answer_to_stranger(folder, only_server().name, "as root")
+        assert answer in ("answer b''\n", "ConnectionResetError\n", "BrokenPipeError\n")
+        assert call() == server
+
+    def test_a_server_of_theirs_is_not_used(self, folder: Path) -> None:
+        """Not even root's callers hand their descriptors to somebody else's process."""
+        server = call()
+        name = only_server().name
+        path = folder / f"{name}.socket"
+        kept = path.rename(folder / "kept")
+        folder.chmod(0o777)
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", LISTENING_STRANGER, str(folder), path.name],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert stranger.stdout is not None
+        try:
+            assert stranger.stdout.readline() == "listening\n"
+            folder.chmod(0o700)
+            with pytest.raises(sockets.Gone, match="another user's"):
+                sockets.connect(name, 10)
+            assert stranger.stdout.readline() == "b''\n"
+        finally:
+            stranger.kill()
+            stranger.communicate()
+            kept.rename(path)
+        assert wait_until(lambda: not is_running(server))  # its socket was away for a moment
+        assert call() != server
+
+    @staticmethod
+    def answer_to_stranger(folder: Path, name: str, files: str = "as itself") -> str:
+        program = [sys.executable, "-S", "-c", AS_STRANGER, str(folder / f"{name}.socket"), files]
+        return subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_server_that_dies_while_it_starts_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = client._start
+
+    def start_and_kill(*arguments: Any) -> int:
+        started.append(start(*arguments))
+        if len(started) == 1:
+            os.killpg(started[0], signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(client, "_start", start_and_kill)
+    with forkservers.own_servers(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as that workers are spawned
+        server = run_in_worker("tasks_forkserver:server", start_method="auto")
+        assert server == only_server().pid
+    assert len(started) == 2
+
+
+class TestUnsafeFolders:
+    @pytest.fixture(params=["named", "own"])
+    def unsafe(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
+        parent = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
+        path = parent / f"flower-gpu-{os.getuid()}"
+        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(path if request.param == "named" else parent))
+        yield path
+        shutil.rmtree(parent)
+
+    @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+    def test_others_can_write(self, unsafe: Path, mode: int) -> None:
+        unsafe.mkdir()
+        unsafe.chmod(mode)
+        self.check_refused(unsafe)
+
+    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)  # a user may name a link
+    def test_a_link(self, unsafe: Path, folder: Path) -> None:
+        unsafe.symlink_to(folder)
+        self.check_refused(unsafe)
+
+    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)
+    def test_a_link_to_nothing(self, unsafe: Path) -> None:
+        unsafe.symlink_to(unsafe.parent / "nowhere")
+        self.check_refused(unsafe)
+
+    def test_a_file(self, unsafe: Path) -> None:
+        unsafe.touch()
+        self.check_refused(unsafe)
+
+    @needs_root
+    def test_of_somebody_else(self, unsafe: Path) -> None:
+        unsafe.mkdir(mode=0o700)
+        os.chown(unsafe, STRANGER, STRANGER)
+        self.check_refused(unsafe)
+
+    @staticmethod
+    def check_refused(path: Path) -> None:
+        before = sorted(path.iterdir()) if path.is_dir() else []
+        with pytest.raises(
+            WorkerStartError, match="must be a folder of this user that nobody else"
+        ) as caught:
+            call()
+        assert str(path) in str(caught.value) and "FLOWER_GPU_STATE_DIR" in str(caught.value)
+        assert control.status() == [] == control.stop()
+        with Client(env={"FLOWER_GPU_START_METHOD": "auto"}) as other:  # slower, but it works
+            for _ in range(2):
+                assert other.call("tasks_forkserver:server") == other.pid
+            assert other.errors().count("RuntimeWarning: workers are spawned, which is slower") == 1
+            assert str(path) in other.errors()
+        assert (sorted(path.iterdir()) if path.is_dir() else []) == before
+
+
+def test_a_long_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Longer than an address of a socket."""
+    with forkservers.own_servers() as short:
+        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(short / ("long" * 50) / ("longer" * 30)))
+        server = call()
+        assert until_only(lambda status: status.calls == 1).pid == server
+        assert call() == server
+        assert control.stop(wait_s=20) == [server]

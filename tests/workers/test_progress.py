@@ -1,0 +1,275 @@
+"""What a running task reports, and how its caller shows it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from phases import without_phases
+from traced import Run
+
+import flower_gpu
+from flower_gpu import run_in_worker
+from flower_gpu.calls.progress_display import ProgressDisplay
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers import events
+from flower_gpu.workers.call import Call
+
+pytestmark = pytest.mark.timeout(60)
+
+Event = dict[str, Any]
+
+
+def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], Any]:
+    received: list[Event] = []
+    result = worker.run(Call(task, args), start_method, on_event=without_phases(received))
+    return received, result
+
+
+EVERY_METHOD = pytest.mark.parametrize(
+    "start_method", ["forkserver", "spawn", "fork", "in-process", "inline"]
+)
+
+
+@EVERY_METHOD
+def test_events_come_in_order_few_and_with_the_last(start_method: str) -> None:
+    received, seconds = events_of(start_method, "plain_tasks:count", 20_001, "epoch 1")
+    assert received[0] == {"event": "progress", "desc": "epoch 1", "n": 0, "total": 20_001}
+    assert received[-1] == {"event": "progress", "desc": "epoch 1", "n": 20_001, "total": 20_001}
+    assert all(earlier["n"] < later["n"] for earlier, later in pairwise(received))
+    assert len(received) <= 2 + seconds / events._MIN_INTERVAL_S
+
+
+@EVERY_METHOD
+@pytest.mark.parametrize("items", [0, 1, 2])
+def test_short_loops(items: int, start_method: str) -> None:
+    received, _ = events_of(start_method, "plain_tasks:count", items)
+    assert [event["n"] for event in received] == ([0] if items == 0 else [0, items])
+
+
+@EVERY_METHOD
+def test_iterable_without_a_length(start_method: str) -> None:
+    received, result = events_of(start_method, "plain_tasks:count_without_length", 7)
+    assert result == 7
+    assert [(event["n"], event["total"]) for event in received] == [(0, None), (7, None)]
+
+
+def test_from_a_thread_of_the_worker(start_method: str) -> None:
+    received, _ = events_of(start_method, "plain_tasks:count_in_a_thread", 5)
+    assert [event["n"] for event in received] == [0, 5]
+
+
+def test_total_may_be_a_numpy_integer(start_method: str) -> None:
+    def task() -> None:
+        import numpy as np
+
+        for _ in flower_gpu.progress(iter(range(3)), total=np.int64(3)):
+            pass
+
+    received: list[Event] = []
+    worker.run(Call(task), start_method, on_event=without_phases(received))
+    assert [(event["n"], event["total"]) for event in received] == [(0, 3), (3, 3)]
+
+
+def test_outside_of_a_call_it_just_iterates(capsys: pytest.CaptureFixture[str]) -> None:
+    received, _ = events_of("in-process", "plain_tasks:count", 2)
+    assert len(received) == 2
+    assert list(flower_gpu.progress(n * n for n in range(4))) == [0, 1, 4, 9]
+    assert list(flower_gpu.progress([], desc="nothing")) == []
+    assert capsys.readouterr() == ("", "")
+    assert len(received) == 2  # the call is over
+
+
+def test_the_loop_may_end_early(start_method: str) -> None:
+    def task() -> list[int]:
+        seen = []
+        for n in flower_gpu.progress(range(10)):
+            seen.append(n)
+            if n == 2:
+                break
+        return seen
+
+    assert run_in_worker(task, start_method=start_method) == [0, 1, 2]
+
+
+def test_an_error_in_the_loop_is_the_tasks_error(start_method: str) -> None:
+    def task() -> None:
+        for n in flower_gpu.progress(range(10)):
+            if n == 2:
+                raise LookupError("third item")
+
+    with pytest.raises(LookupError, match="third item"):
+        run_in_worker(task, start_method=start_method)
+
+
+def test_a_listener_that_fails_ends_the_call_and_leaves_nothing(start_method: str, run: Run) -> None:
+    def refuse(event: Event) -> None:
+        raise LookupError("the listener")
+
+    started: list[int] = []
+    call = Call("plain_tasks:count", (5,))
+    with pytest.raises(LookupError, match="the listener"):
+        worker.run(call, start_method, on_event=refuse, on_start=lambda pid, _: started.append(pid))
+    with pytest.raises(LookupError, match="the listener"):
+        worker.run(call, start_method, on_start=lambda *_: refuse({}))
+    assert not Path(f"/proc/{started[0]}").exists()
+
+
+def test_a_long_event_and_many(start_method: str) -> None:
+    """More than a pipe holds; the caller reads while it waits."""
+
+    def task() -> None:
+        for n in range(200):
+            events.send("own", number=n, text="x" * 5000)
+
+    received: list[Event] = []
+    worker.run(Call(task), start_method, on_event=without_phases(received))
+    assert [event["number"] for event in received] == list(range(200))
+
+
+def test_nested_call_reports_to_its_own_caller(start_method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def outer(method: str) -> None:
+        run_in_worker("plain_tasks:count", 3, "inner", start_method=method)
+
+    received: list[Event] = []
+    worker.run(Call(outer, (start_method,)), start_method, on_event=without_phases(received))
+    assert received == []
+    assert "inner 3/3" in capsys.readouterr().err
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    start_method: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_in_worker("plain_tasks:count", 30, "epoch 1", name="7", start_method=start_method)
+    assert capfd.readouterr() == ("", "plain_tasks:count of client 7: epoch 1 30/30\n")
+    first, last = run.events("progress")
+    assert (first["n"], first["total"], first["desc"], first["client"]) == (0, 30, "epoch 1", "7")
+    assert (last["n"], last["pid"]) == (30, run.pids()[0])
+
+
+def test_lines_are_thinned_out(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressDisplay("fit of client 3", {}) as display:
+        for n in range(101):
+            display.on_event({"event": "progress", "desc": "epoch 1", "n": n, "total": 100})
+        display.on_event({"event": "something else"})
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "fit of client 3: epoch 1 100/100"
+    assert len(lines) < 100
+
+
+class Closed:
+    """A stream whose reader has gone."""
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def flush(self) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "broken"])
+def test_stderr_that_cannot_be_written(kind: str, start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", {"none": None, "closed": closed, "broken": Closed()}[kind])
+    assert run_in_worker("plain_tasks:count_without_length", 3, start_method=start_method) == 3
+    run_in_worker("plain_tasks:count", 3, start_method=start_method)
+
+
+def at_a_terminal(script: Path, *arguments: str) -> str:
+    """Run a script with a pseudo-terminal as its stderr, and return what is drawn on it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))  # tqdm draws to its width
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments], stdout=subprocess.DEVNULL, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        limit = threading.Timer(30, process.kill)  # a deadlock is what one of the tests is about
+        limit.start()
+        drawn = b""
+        while True:
+            try:
+                data = os.read(ours, 10_000)
+            except OSError:  # the other end is closed
+                break
+            if not data:
+                break
+            drawn += data
+        os.close(ours)
+        limit.cancel()
+        assert process.wait(timeout=30) == 0, drawn.decode()
+    return drawn.decode()
+
+
+def test_bar_on_a_terminal(start_method: str, write_script: Callable[[str], Path]) -> None:
+    script = write_script(
+        """
+        import sys, time
+        from flower_gpu import progress, run_in_worker
+
+        def train():
+            for _ in progress(range(4), desc="epoch 1"):
+                time.sleep(0.15)
+            for _ in progress(range(2), desc="epoch 2"):
+                time.sleep(0.15)
+
+        run_in_worker(train, name="3", start_method=sys.argv[1])
+        """
+    )
+    drawn = at_a_terminal(script, start_method)
+    assert "train of client 3 epoch 1:   0%|" in drawn
+    assert "train of client 3 epoch 2:   0%|" in drawn
+    assert "/4 [" in drawn
+    assert drawn.endswith(" \r")  # the bar is wiped at the end
+
+
+def test_a_killed_worker_does_not_stop_the_callers_bars(write_script: Callable[[str], Path]) -> None:
+    """A fork shares tqdm's lock with its caller, who would wait for it for ever."""
+    script = write_script(
+        """
+        import os
+        from tqdm import tqdm
+        from flower_gpu import WorkerDiedError, progress, run_in_worker
+
+        def take_the_lock_and_die():
+            tqdm.get_lock().acquire()
+            os._exit(7)
+
+        def train():
+            for _ in progress(range(3), desc="after"):
+                pass
+
+        run_in_worker(train, start_method="fork")
+        try:
+            run_in_worker(take_the_lock_and_die, start_method="fork")
+        except WorkerDiedError:
+            run_in_worker(train, start_method="fork", timeout_s=20)
+        """
+    )
+    assert at_a_terminal(script).count("train on the server after") >= 2
+
+
+def test_events_are_json_lines(start_method: str) -> None:
+    """What JSON has no word for arrives as text."""
+
+    def task() -> None:
+        events.send("own", path=Path("/a"), number=1.5, nothing=None)
+
+    received: list[Event] = []
+    worker.run(Call(task), start_method, on_event=without_phases(received))
+    assert json.dumps(received) == '[{"event": "own", "path": "/a", "number": 1.5, "nothing": null}]'

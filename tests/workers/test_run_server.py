@@ -1,0 +1,251 @@
+"""A call on a line of a run's fork server: what it has in common with a call in a worker of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash_cases import CRASHES, HANGS, Crash
+from phases import without_phases
+from processes import descriptors, is_running, wait_until, zombies_of
+from run_server_lines import Caller, descriptors_of, left_of, settled
+
+from flower_gpu.errors import WorkerDiedError, WorkerStartError, WorkerTimeoutError
+from flower_gpu.workers.call import Call
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def of_module() -> Iterator[Caller]:
+    caller = Caller()
+    caller.run("plain_tasks:answer")
+    yield caller
+    caller.close()
+
+
+@pytest.fixture
+def caller(of_module: Caller) -> Iterator[Caller]:
+    """One server and one line for all tests: after each of them nothing is left, and the line works."""
+    server = of_module.server_pid()
+    before, there = descriptors(), descriptors_of(server)
+    of_module.pids.clear()
+    yield of_module
+    of_module.lines[0].retire()
+    assert wait_until(lambda: not left_of(of_module.pids)), left_of(of_module.pids)
+    assert of_module.run("plain_tasks:answer", timeout_s=30) == 42
+    assert of_module.server_pid() == server
+    assert {name: what for name, what in descriptors().items() if name not in before} == {}
+    assert settled(lambda: descriptors_of(server), there)
+    assert settled(lambda: len(zombies_of(server)), 0)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("case", CRASHES, ids=str)
+def test_crash(case: Crash, calls: int, caller: Caller) -> None:
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), pytest.raises(case.error) as caught:
+        caller.run(case.task, *case.args, calls=calls)
+    case.check(caught.value)
+    assert "worker_library" not in sys.modules
+
+
+@pytest.mark.parametrize(("function", "says"), HANGS, ids=[name for name, _ in HANGS])
+def test_timeout(function: str, says: list[str], caller: Caller, tmp_path: Path) -> None:
+    for number, timeout_s in enumerate((0.3, 3, 20)):
+        reached = tmp_path / f"reached{number}"
+        with (
+            open(os.devnull, "w") as nothing,
+            redirect_stdout(nothing),
+            pytest.raises(WorkerTimeoutError) as caught,
+        ):
+            caller.run(f"crash_tasks:{function}", str(reached), timeout_s=timeout_s, calls=2)
+        text = str(caught.value)
+        if reached.exists() and all(part in text for part in says):
+            break
+    assert [part for part in says if part not in text] == []
+    assert "no result within timeout_s=" in text
+    assert f"(pid {caller.pids[-1]}) and its children were ended" in text
+    assert len(text.splitlines()) < 40
+
+
+@pytest.mark.parametrize("task", ["leave_children", "close_stdout"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_result_counts(task: str, calls: int, caller: Caller) -> None:
+    assert caller.run(f"crash_tasks:{task}", calls=calls) == 42
+
+
+@pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
+def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_gpu.workers.forkserver.line._EXIT_GRACE_S", 0.3)
+    assert caller.run(f"plain_tasks:{task}") == 42
+    assert caller.run(f"plain_tasks:{task}", calls=2) == 42
+    caller.lines[0].retire()  # which waits no longer
+
+
+def test_a_worker_that_closed_its_output_has_no_other_call(caller: Caller) -> None:
+    assert caller.run("tasks_run_server:close_stdout_object", calls=5) == 42
+    assert not caller.lines[0].has_worker
+
+
+def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
+    others = [caller.line() for _ in range(3)]
+    try:
+        before = len(caller.run("tasks_run_server:descriptors"))
+        for line in others:
+            caller.run("plain_tasks:answer", line=line, calls=2)
+        found = caller.run("tasks_run_server:descriptors")
+        assert len(found) == before, found
+    finally:
+        for line in others:
+            line.close()
+            caller.lines.remove(line)
+
+
+def test_output_of_many_pipes_full(caller: Caller) -> None:
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        assert caller.run("tasks_run_server:write", 10_000_000, calls=2) == 10_000_000
+
+
+def test_output_goes_to_the_caller(caller: Caller, capsys: pytest.CaptureFixture[str]) -> None:
+    caller.run("builtins:print", "from the worker", calls=2)
+    caller.run("builtins:print", "once more", calls=2)
+    assert capsys.readouterr().out == "from the worker\nonce more\n"
+
+
+def test_closed_stdout_in_the_caller(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(os.devnull, "w") as closed:
+        pass
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert caller.run("tasks_run_server:write", 1000) == 1000
+
+
+def test_many_events_keep_their_order(caller: Caller) -> None:
+    seen: list[dict[str, Any]] = []
+    assert caller.run("tasks_run_server:chatter", 5000, 10, on_event=without_phases(seen), calls=2) == 5000
+    assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(5000))
+
+
+def test_events_of_threads_and_children(caller: Caller) -> None:
+    seen: list[dict[str, Any]] = []
+    count = caller.run("tasks_run_server:chatter_everywhere", 200, on_event=without_phases(seen))
+    assert len(seen) == count == 1000
+
+
+def test_large_event(caller: Caller) -> None:
+    """It is no reason to lose the call."""
+    assert caller.run("tasks_run_server:chatter", 3, 300_000, on_event=lambda _: None, timeout_s=20) == 3
+
+
+def test_event_with_what_json_has_not(caller: Caller) -> None:
+    seen: list[dict[str, Any]] = []
+    caller.run("tasks_run_server:send_a_path", on_event=without_phases(seen))
+    assert seen == [{"event": "saved", "path": "/somewhere"}]
+
+
+def test_large_environment(caller: Caller) -> None:
+    value = "x" * 300_000
+    try:
+        found = caller.run("os:getenv", "LARGE", env={"LARGE": value}, timeout_s=20)
+    except WorkerStartError:  # it may be refused, but not be waited for
+        return
+    assert found == value
+
+
+@pytest.mark.parametrize("where", ["on_event", "on_start"])
+def test_error_in_a_callback_ends_the_worker(where: str, caller: Caller) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    pid = caller.run("os:getpid", calls=100)
+    with pytest.raises(OSError, match="no space left"):
+        caller.run("tasks_run_server:chatter", 3, 10, calls=100, **{where: fail})
+    assert wait_until(lambda: not is_running(pid))
+    for number in range(3):
+        assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=20) == (number,)
+
+
+def test_killed_from_outside(caller: Caller) -> None:
+    def kill_soon() -> None:
+        assert wait_until(lambda: bool(caller.pids))
+        os.kill(caller.pids[0], signal.SIGTERM)
+
+    thread = threading.Thread(target=kill_soon)
+    thread.start()
+    with pytest.raises(WorkerDiedError, match=r"killed by SIGTERM \(15\)") as caught:
+        caller.run("time:sleep", 600)
+    thread.join()
+    assert caught.value.exitcode == -signal.SIGTERM
+
+
+def test_many_lines_at_once(caller: Caller) -> None:
+    """Each gets its own replies, and in the end nobody has more open than before."""
+    wrong: list[Any] = []
+    lines = [caller.line() for _ in range(16)]
+
+    def use(number: int) -> None:
+        for call in range(20):
+            try:
+                answer = caller.run("plain_tasks:echo", number, call, line=lines[number], calls=1 + call % 4)
+            except BaseException as error:
+                answer = error
+            if answer != (number, call):
+                wrong.append(answer)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(len(lines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for line in lines:
+        line.close()
+        caller.lines.remove(line)
+    assert wrong == []
+
+
+def test_no_room_for_descriptors(write_script: Callable[[str], Path], run_script: Callable[..., Any]) -> None:
+    """A caller that may open no more gets an error, and works again when it may."""
+    script = """
+        import os, resource, sys
+        from flower_gpu.errors import WorkerStartError
+        from flower_gpu.workers.call import Call
+        from flower_gpu.workers.forkserver.line import Line
+        from flower_gpu.workers.forkserver.run_server import RunServerSettings
+        from flower_gpu.workers.forkserver.run_server import RunServer
+        from flower_gpu.workers.methods import SPAWN
+
+        server = RunServer(RunServerSettings("full", SPAWN))
+        server.process()
+        Line(server).run(Call("os:getpid"))
+        line = Line(server)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        before = len(os.listdir("/proc/self/fd"))
+        errors = 0
+        for more in range(12):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, hard))
+            try:
+                line.run(Call("os:getpid"), timeout_s=20)
+            except WorkerStartError:
+                errors += 1
+            else:
+                break
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        print("errors", errors > 3)
+        line.run(Call("os:getpid"), timeout_s=20)
+        line.close()
+        print("left", len(os.listdir("/proc/self/fd")) - before)
+        server.close()
+    """
+    assert run_script(script).stdout == "errors True\nleft 0\n"
+
+
+def test_call_that_is_preloaded_elsewhere_is_not_run_twice(caller: Caller) -> None:
+    call = Call("plain_tasks:answer", preload=[("plain_tasks:answer", {})])
+    assert caller.lines[0].run(call) == 42

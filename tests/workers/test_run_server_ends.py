@@ -1,0 +1,327 @@
+"""A caller, a run's fork server or a worker ends: nothing is left, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import is_running, wait_until, zombies_of
+from run_server_lines import Caller, left_of
+
+from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError, WorkerTimeoutError
+
+pytestmark = pytest.mark.timeout(90)
+
+# Each call's worker starts a program and forks a child, and hangs.
+KILLED = """
+    import os, sys, threading, time
+    import tasks_run_server
+    from flower_gpu.workers import methods
+    from flower_gpu.workers.call import Call
+    from flower_gpu.workers.forkserver.line import Line
+    from flower_gpu.workers.forkserver.run_server import RunServerSettings
+    from flower_gpu.workers.forkserver.run_server import RunServer
+
+    server = RunServer(RunServerSettings("killed", methods.named(sys.argv[1])))
+    def say(pid):  # in one piece: others write as well
+        sys.stdout.write(f"pids {pid}\\n")
+        sys.stdout.flush()
+
+    say(server.process().pid)
+
+    def use():
+        line = Line(server)
+        line.run(Call("tasks_run_server:count"), calls=3)
+        line.run(Call("tasks_run_server:say_family_and_hang"), calls=3)
+
+    for _ in range(int(sys.argv[2])):
+        threading.Thread(target=use).start()
+    idle = Line(server)
+    say(idle.run(Call("os:getpid"), calls=2))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    caller = Caller()
+    caller.run("plain_tasks:answer")
+    yield caller
+    caller.close()
+
+
+def waits_for(call: Callable[[], Any], timeout_s: float = 30) -> list[BaseException]:
+    """Run a call that must not wait for ever, in a thread; return its error if it failed."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "it waits for ever"
+    return errors
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_caller_is_killed(start_method: str, write_script: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = 3
+    process = subprocess.Popen(
+        [sys.executable, str(write_script(KILLED)), start_method, str(calls)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        pids: list[int] = []
+        for _ in range(calls + 2):
+            line = process.stdout.readline()
+            assert line.startswith("pids "), line
+            pids += map(int, line.split()[1:])
+        assert len(set(pids)) == 2 + 3 * calls
+        assert all(is_running(pid) for pid in pids)
+        process.kill()
+        assert wait_until(lambda: not any(is_running(pid) for pid in pids)), [
+            pid for pid in pids if is_running(pid)
+        ]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_run_server_is_killed(program: bool, caller: Caller, tmp_path: Path) -> None:
+    """The call that runs fails with a word about it, all processes are gone, the next call works."""
+    server = caller.server_pid()
+    file = tmp_path / "pids"
+
+    def kill() -> None:
+        assert wait_until(file.exists)
+        os.kill(server, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    errors = waits_for(
+        lambda: caller.run("tasks_run_server:start_child_and_hang", program, str(file), calls=2)
+    )
+    thread.join()
+    worker, child = map(int, file.read_text().split())
+    assert isinstance(errors[0], WorkerDiedError)
+    assert f"pid {worker}" in str(errors[0])
+    assert "SIGCHLD" not in str(errors[0])  # that is not the reason
+    assert wait_until(lambda: not is_running(worker) and not is_running(child))
+    assert caller.run("tasks_run_server:count", timeout_s=60)[1] == 1
+
+
+def test_run_server_is_killed_while_nothing_runs(caller: Caller) -> None:
+    others = [caller.line() for _ in range(3)]
+    for line in caller.lines:
+        caller.run("tasks_run_server:count", line=line, calls=5)
+    os.kill(caller.server_pid(), signal.SIGKILL)
+    assert wait_until(lambda: not left_of(caller.pids))
+    for line in [*others, caller.lines[0]]:
+        assert caller.run("tasks_run_server:count", line=line, calls=5, timeout_s=60)[1] == 1
+
+
+def test_run_server_is_stopped(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with a time limit does not wait for it for ever."""
+    for module in ("line", "run_server"):
+        monkeypatch.setattr(f"flower_gpu.workers.forkserver.{module}._END_S", 0.5)
+    server = caller.server_pid()
+    os.kill(server, signal.SIGSTOP)
+    errors = waits_for(lambda: caller.run("tasks_run_server:count", timeout_s=0.5))
+    assert isinstance(errors[0], WorkerTimeoutError | WorkerDiedError | WorkerStartError)
+    assert wait_until(lambda: not is_running(server))
+    assert caller.run("tasks_run_server:count", timeout_s=60)[1] == 1
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60])
+def test_a_stopped_run_server_is_replaced_while_calls_wait(
+    timeout_s: float | None,
+    caller: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("flower_gpu.workers.forkserver.run_server._STOPPED_S", 2.0)
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    server = caller.server_pid()
+    os.kill(server, signal.SIGSTOP)
+    assert caller.run("tasks_run_server:count", timeout_s=timeout_s)[1] == 1
+    assert caller.server_pid() != server
+    assert wait_until(lambda: not is_running(server))
+    assert f"(pid {server}) has stood still for " in caplog.text
+
+
+def test_a_run_server_that_is_stopped_while_a_call_runs_is_replaced_at_its_end(
+    caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result is there; nobody else says that the worker is gone."""
+    monkeypatch.setattr("flower_gpu.workers.forkserver.run_server._STOPPED_S", 2.0)
+    server = caller.server_pid()
+    file = tmp_path / "go on"
+
+    def stop(pid: int, _: str) -> None:
+        os.kill(server, signal.SIGSTOP)
+        file.touch()
+
+    caller.run("tasks_run_server:wait_for", str(file), on_start=stop)
+    assert caller.run("tasks_run_server:count", timeout_s=60)[1] == 1
+    assert not is_running(server)
+
+
+def test_a_stopped_worker_costs_only_its_own_call(
+    caller: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have the same server: that has to stay."""
+    for module in ("line", "run_server"):
+        monkeypatch.setattr(f"flower_gpu.workers.forkserver.{module}._END_S", 0.3)
+    server = caller.server_pid()
+    other = caller.line()
+    file = tmp_path / "go on"
+    answers: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(caller.run("tasks_run_server:wait_for", str(file), line=other))
+    )
+    thread.start()
+    pid, _ = caller.run("tasks_run_server:count", calls=10)
+    os.kill(pid, signal.SIGSTOP)
+    waits_for(lambda: caller.run("tasks_run_server:count", calls=10, timeout_s=0.3))
+    assert wait_until(lambda: not is_running(pid))
+    assert caller.run("tasks_run_server:count", calls=10, timeout_s=60)[0] != pid
+    file.touch()
+    thread.join(30)
+    assert answers == [True]
+    assert caller.server_pid() == server
+
+
+def test_workers_that_die_between_calls_are_never_waited_for(caller: Caller) -> None:
+    """Whatever the worker has read of the next call by then."""
+
+    def use() -> None:
+        for _ in range(300):
+            pid, _ = caller.run("tasks_run_server:count", calls=10_000)
+            os.kill(pid, signal.SIGKILL)
+
+    errors = waits_for(use, 60)
+    assert [error for error in errors if not isinstance(error, WorkerDiedError)] == []
+    assert caller.run("tasks_run_server:count", timeout_s=60)[1] == 1
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_children_end_with_their_worker(program: bool, caller: Caller) -> None:
+    """Also those of many calls, while another worker lives on: none stays, not even as a zombie."""
+    server = caller.server_pid()
+    other = caller.line()
+    caller.run("tasks_run_server:count", line=other, calls=2)
+    children = [caller.run("tasks_run_server:leave_group_of_children", program, calls=2) for _ in range(4)]
+    caller.lines[0].retire()
+    assert wait_until(lambda: not any(is_running(child) for child in children))
+    assert wait_until(lambda: zombies_of(server) == [])
+    assert caller.run("tasks_run_server:count", line=other, calls=2)[1] == 2
+
+
+def test_children_that_left_the_group_leave_no_zombie(caller: Caller) -> None:
+    server = caller.server_pid()
+    other = caller.line()
+    caller.run("tasks_run_server:count", line=other, calls=2)
+    for _ in range(3):
+        caller.run("tasks_run_server:leave_a_session", 0.1)
+    assert wait_until(lambda: zombies_of(server) == [])
+    time.sleep(0.3)
+    assert wait_until(lambda: zombies_of(server) == [])
+
+
+def test_data_loaders_end_with_their_worker() -> None:
+    caller = Caller("forkserver", modules=("torch",))
+    try:
+        for calls in (1, 2):
+            pid, loaders = caller.run("tasks_run_server:load_with_workers", calls=calls)
+            assert len(loaders) == 2
+            caller.lines[0].retire()
+            assert wait_until(lambda seen=(pid, *loaders): not any(map(is_running, seen)))
+    finally:
+        caller.close()
+
+
+def test_close_while_calls_run(caller: Caller, tmp_path: Path) -> None:
+    lines = [caller.line() for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def use(number: int) -> None:
+        try:
+            caller.run(
+                "tasks_run_server:say_pid_and_hang", str(tmp_path / str(number)), line=lines[number], calls=2
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=use, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    assert wait_until(lambda: all((tmp_path / str(number)).exists() for number in range(4)))
+    caller.server.close()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(errors) == 4
+    assert all(isinstance(error, FlowerGPUError) for error in errors), errors
+    with pytest.raises(WorkerStartError, match="no more workers"):
+        caller.run("plain_tasks:answer")
+
+
+def test_a_fork_of_the_caller_keeps_nothing(caller: Caller) -> None:
+    """It has copies of all descriptors: closed is closed all the same."""
+    server = caller.server_pid()
+    worker, _ = caller.run("tasks_run_server:count", calls=5)
+    other = caller.line()
+    of_other, _ = caller.run("tasks_run_server:count", line=other, calls=5)
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        other.close()
+        assert wait_until(lambda: not is_running(of_other))
+        assert is_running(worker)
+        caller.server.close()
+        assert not is_running(server)
+        assert wait_until(lambda: not is_running(worker))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_fork_does_not_end_the_workers_of_its_parent(caller: Caller) -> None:
+    worker, _ = caller.run("tasks_run_server:count", calls=5)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert caller.run("tasks_run_server:count", calls=5) == (worker, 2)
+
+
+def test_cancelled_before_there_is_a_worker() -> None:
+    """The first call waits for the run's fork server; who gives it up by then wants no result of it."""
+    caller = Caller()
+    line = caller.line()
+    try:
+        threading.Timer(0.01, line.cancel).start()
+        errors = waits_for(lambda: caller.run("time:sleep", 600, line=line))
+        assert isinstance(errors[0], FlowerGPUError)
+    finally:
+        caller.close()

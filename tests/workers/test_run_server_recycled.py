@@ -1,0 +1,232 @@
+"""A worker of a run's fork server that runs several calls: what they share, and what they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from phases import without_phases
+from processes import is_running, wait_until
+from run_server_lines import Caller, descriptors_of, resident_bytes
+
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+
+pytestmark = pytest.mark.timeout(90)
+
+LARGE = 400_000  # numbers: enough to be mapped and not copied
+
+
+@pytest.fixture(scope="module")
+def of_module() -> Iterator[Caller]:
+    caller = Caller(
+        modules=("numpy", "numpy.random", "cloudpickle", "flower_gpu.workers.transport.ndarrays"),
+        setup="flower_gpu.workers.threads:apply",
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    yield caller
+    caller.close()
+
+
+@pytest.fixture
+def caller(of_module: Caller) -> Iterator[Caller]:
+    yield of_module
+    for line in of_module.lines:
+        line.retire()
+
+
+def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
+    found = [caller.run("tasks_run_server:count", calls=3) for _ in range(7)]
+    assert [calls for _, calls in found] == [1, 2, 3, 1, 2, 3, 1]
+    assert len({pid for pid, _ in found}) == 3
+    assert caller.lines[0].has_worker
+
+
+def test_one_call_each_by_default(caller: Caller) -> None:
+    found = [caller.run("tasks_run_server:count") for _ in range(3)]
+    assert [calls for _, calls in found] == [1, 1, 1]
+    assert not caller.lines[0].has_worker
+
+
+def test_fewer_calls_than_the_worker_has_had(caller: Caller) -> None:
+    """Who wants a worker that runs one call gets it after this one at the latest."""
+    first = caller.run("tasks_run_server:count", calls=5)
+    second = caller.run("tasks_run_server:count", calls=1)
+    assert second == (first[0], 2)
+    assert not caller.lines[0].has_worker
+    assert caller.run("tasks_run_server:count")[1] == 1
+
+
+@pytest.mark.parametrize("task", ["value_error", "os_exit", "kill_itself"])
+def test_a_failed_call_costs_only_itself(task: str, caller: Caller) -> None:
+    first = caller.run("tasks_run_server:count", calls=10)
+    assert caller.run("tasks_run_server:count", calls=10) == (first[0], 2)
+    arguments = {"value_error": (), "os_exit": (7,), "kill_itself": (9,)}[task]
+    with pytest.raises(ValueError if task == "value_error" else WorkerDiedError):
+        caller.run(f"crash_tasks:{task}", *arguments, calls=10)
+    pid, calls = caller.run("tasks_run_server:count", calls=10)
+    assert pid != first[0]
+    assert calls == 1
+    assert wait_until(lambda: not is_running(first[0]))
+
+
+def test_a_timeout_costs_only_itself(caller: Caller, tmp_path: Any) -> None:
+    first = caller.run("tasks_run_server:count", calls=10)
+    with pytest.raises(WorkerTimeoutError, match=f"pid {first[0]}"):
+        caller.run("tasks_run_server:say_pid_and_hang", str(tmp_path / "pid"), timeout_s=0.2, calls=10)
+    assert caller.run("tasks_run_server:count", calls=10)[1] == 1
+
+
+def test_killed_between_two_calls(caller: Caller) -> None:
+    """The next call gets another worker, whether the end of this one is known by then or not."""
+    for number in range(10):
+        pid, calls = caller.run("tasks_run_server:count", calls=100)
+        assert calls == 1
+        os.kill(pid, signal.SIGKILL)
+        if number % 2:
+            caller.lines[0].retire()
+    assert len(set(caller.pids[-10:])) == 10
+
+
+def test_stopped_between_two_calls(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends with its time, or has another worker; so has the next one in any case."""
+    for module in ("line", "run_server"):
+        monkeypatch.setattr(f"flower_gpu.workers.forkserver.{module}._END_S", 0.3)
+    pid, _ = caller.run("tasks_run_server:count", calls=100)
+    os.kill(pid, signal.SIGSTOP)
+    with suppress(WorkerTimeoutError, WorkerDiedError):
+        assert caller.run("tasks_run_server:count", calls=100, timeout_s=0.3)[0] != pid
+    assert wait_until(lambda: not is_running(pid))
+    assert caller.run("tasks_run_server:count", calls=100, timeout_s=30)[0] != pid
+
+
+def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flower_gpu.workers.forkserver.line._EXIT_GRACE_S", 0.3)
+    pid, _ = caller.run("tasks_run_server:count", calls=100)
+    os.kill(pid, signal.SIGSTOP)
+    caller.lines[0].retire()
+    assert wait_until(lambda: not is_running(pid))
+    assert caller.run("tasks_run_server:count", calls=100)[1] == 1
+
+
+def test_other_variables_need_another_worker(caller: Caller) -> None:
+    first = caller.run("tasks_run_server:count", calls=10, env={"OF_TEST": "1"})
+    assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "1"}) == "1"
+    assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "2"}) == "2"
+    assert caller.run("os:getenv", "OF_TEST", calls=10) is None
+    assert wait_until(lambda: not is_running(first[0]))
+
+
+def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
+    """The memory of earlier requests and replies is theirs for good, on both sides."""
+    returned, expected = [], []
+    for number in range(6):
+        argument = np.full(LARGE, float(number))
+        sums = caller.run("tasks_run_server:keep", argument, calls=100)
+        argument[:] = -1.0  # the caller's own from here on
+        expected.append(float(number) * LARGE)
+        assert sums == expected
+    caller.lines[0].retire()
+    for number in range(6):
+        result = caller.run("tasks_run_server:keep_and_change", np.full(LARGE, float(number)), 0.5, calls=100)
+        assert result.flags.writeable
+        returned.append(result)
+        # What the worker does to the arguments of earlier calls does not come through.
+        assert [float(one[0]) for one in returned] == [n + 0.5 for n in range(number + 1)]
+        assert all((one == one[0]).all() for one in returned)
+    returned[0][:] = 7.0
+    assert float(caller.run("tasks_run_server:keep_and_change", np.zeros(LARGE), 0.0, calls=100)[0]) == 0.0
+    assert [float(one[0]) for one in returned] == [7.0] + [n + 0.5 for n in range(1, 6)]
+
+
+def test_results_outlive_the_worker_and_the_line(caller: Caller) -> None:
+    line = caller.line()
+    results = [
+        caller.run("plain_tasks:echo", np.full(LARGE, n, np.float32), line=line, calls=4)[0] for n in range(8)
+    ]
+    line.close()
+    caller.lines.remove(line)
+    assert all((one == n).all() for n, one in enumerate(results))
+
+
+def test_arrays_travel_bit_for_bit(caller: Caller) -> None:
+    numbers = np.random.default_rng(3)
+    for call in range(12):
+        bits = numbers.integers(0, 256, 4 * LARGE if call % 2 else 64, dtype=np.uint8)
+        sent = [bits.view(np.float32), bits.view(np.float32)[::2], bits.tobytes(), np.float16(-0.0)]
+        array, strided, data, scalar = caller.run("plain_tasks:echo", *sent, calls=5)
+        assert array.tobytes() == sent[0].tobytes()
+        assert strided.tobytes() == sent[1].tobytes()
+        assert data == sent[2]
+        assert (scalar.dtype, scalar.tobytes()) == (np.dtype("float16"), np.float16(-0.0).tobytes())
+
+
+def test_a_shared_model_in_many_calls(caller: Caller) -> None:
+    """What is sent again and again is written once; each call sees the model that it was sent."""
+    for round_ in range(3):
+        model = np.full(LARGE, float(round_)).tobytes()
+        for _ in range(4):
+            (seen,) = caller.run("plain_tasks:echo", model, calls=3)
+            assert seen == model
+
+
+def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
+    """A thread that a call left behind goes on to send while others run."""
+    seen: list[dict[str, Any]] = []
+    caller.run("tasks_run_server:chatter_later", 200, calls=100)
+    for _ in range(50):
+        assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=30) == 42
+
+
+def test_nothing_piles_up(caller: Caller) -> None:
+    """500 calls, of one worker and of many: neither side has more descriptors or much more memory."""
+    server = caller.server_pid()
+
+    def use(times: int) -> None:
+        for number in range(times):
+            caller.run("plain_tasks:echo", np.zeros(LARGE // 8), calls=50 if number % 3 else 1)
+        caller.run("tasks_run_server:count", calls=100)
+
+    use(60)
+    before = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
+    use(440)
+    after = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 4 << 20
+
+
+def test_one_worker_does_not_grow(caller: Caller) -> None:
+    pid = None
+
+    def use(times: int) -> list[int]:
+        nonlocal pid
+        for _ in range(times):
+            caller.run("plain_tasks:echo", np.zeros(LARGE), calls=10_000)
+        pid = caller.pids[-1]
+        return [descriptors_of(pid), resident_bytes(pid)]
+
+    before, after = use(20), use(150)
+    assert len({caller.pids[-1], caller.pids[-170], pid}) == 1
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 8 << 20
+
+
+def test_cancel_ends_the_call_that_runs(caller: Caller, tmp_path: Any) -> None:
+    file = tmp_path / "pid"
+
+    def cancel() -> None:
+        assert wait_until(file.exists)
+        caller.lines[0].cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(WorkerDiedError):
+        caller.run("tasks_run_server:say_pid_and_hang", str(file), calls=100)
+    thread.join()
+    assert wait_until(lambda: not is_running(int(file.read_text())))
+    assert caller.run("tasks_run_server:count", calls=100)[1] == 1

@@ -1,0 +1,96 @@
+"""Processes that a task puts into sessions of their own end with its worker, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import forkservers
+import pytest
+from processes import is_running, wait_until
+from run_server_lines import Caller
+
+from flower_gpu import run_in_worker
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+from flower_gpu.workers.forkserver import client
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
+TIMEOUT_S = 6
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    caller = Caller()
+    yield caller
+    caller.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    with forkservers.own_servers():
+        run_in_worker("os:getpid", start_method="forkserver")  # a call with a time limit finds one
+        yield
+
+
+def pids_of(folder: Path) -> list[int]:
+    found = [int(path.read_text()) for path in folder.iterdir()]
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("end", ["return", "abort", "hang"])
+@pytest.mark.parametrize("of", ["fork server", "server"])
+def test_they_end_with_the_worker(of: str, end: str, caller: Caller, tmp_path: Path) -> None:
+    def call() -> list[bool]:
+        task, args = "tasks_sessions:leave", (str(tmp_path), end)
+        timeout_s = TIMEOUT_S if end == "hang" else 60
+        if of == "server":
+            living = caller.run(task, *args, timeout_s=timeout_s)
+        else:
+            living = run_in_worker(task, *args, start_method="forkserver", timeout_s=timeout_s)
+        assert isinstance(living, list)
+        return living
+
+    if end == "return":
+        assert call() == [True] * 4
+    else:
+        with pytest.raises(ERRORS[end]):
+            call()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_they_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
+    """A worker that stays keeps its own while workers of other lines end."""
+    one, other = caller.line(), caller.line()
+    assert caller.run("tasks_sessions:leave", str(tmp_path), "return", line=one, calls=3) == [True] * 4
+    for _ in range(3):
+        caller.run("os:getpid", line=other)
+    assert all(map(is_running, pids_of(tmp_path)))
+    one.retire()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+def test_they_end_with_the_run_server(tmp_path: Path) -> None:
+    caller = Caller()
+    caller.run("tasks_sessions:leave", str(tmp_path), "return", calls=3)
+    caller.close()
+    pids = pids_of(tmp_path)
+    assert wait_until(lambda: not any(map(is_running, pids))), pids
+
+
+@pytest.mark.parametrize("of", ["fork server", "server"])
+def test_a_fork_server_that_a_worker_has_started_stays(of: str, caller: Caller) -> None:
+    """Others may use it already."""
+    task = "tasks_sessions:start_server"
+    pid = caller.run(task, of) if of == "server" else run_in_worker(task, of, start_method="forkserver")
+    assert isinstance(pid, int)
+    for _ in range(3):  # whoever looks after orphans has looked
+        caller.run("os:getpid")
+        run_in_worker("os:getpid", start_method="forkserver")
+    assert is_running(pid)

@@ -1,0 +1,376 @@
+"""How many threads a worker uses: planned, the user's own, the same for every start method."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forkservers import WITH_TASKS
+from hypothesis import given
+from hypothesis import strategies as st
+from traced import Run
+
+from flower_gpu import run_in_worker
+from flower_gpu.calls.settings import WorkerSettings
+from flower_gpu.errors import ConfigError
+from flower_gpu.workers import threads
+from flower_gpu.workers.cores import cores, openmp_threads, planned_threads
+from flower_gpu.workers.native import initialized_cuda_devices
+
+pytestmark = pytest.mark.timeout(180)
+
+VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "GOTO_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "FLOWER_GPU_CONCURRENCY",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torch_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Torch as it is when nobody has set anything; forked workers then have it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    yield torch
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["fork", "forkserver", "spawn"])
+def worker_start(request: pytest.FixtureRequest, torch_of_the_caller: Any) -> str:
+    if request.param == "fork" and initialized_cuda_devices() is not None:
+        pytest.skip("an earlier test has initialised CUDA in this process")
+    return str(request.param)
+
+
+# What is planned.
+
+
+@given(st.integers(1, 10**9))
+def test_workers_share_the_cores(concurrency: int) -> None:
+    threads = planned_threads({"FLOWER_GPU_CONCURRENCY": str(concurrency)})
+    assert threads == max(1, cores() // concurrency)
+    assert threads == 1 or threads * concurrency <= cores()
+
+
+def test_alone_a_worker_has_all_cores() -> None:
+    assert planned_threads({}) == planned_threads({"FLOWER_GPU_CONCURRENCY": ""}) == cores()
+    assert WorkerSettings.resolve({}).threads == cores()
+
+
+@given(
+    st.integers(1, 2**31 - 1), st.lists(st.integers(1, 99)), st.integers(1, 99), st.sampled_from(["", " "])
+)
+def test_own_number_wins(first: int, deeper: list[int], concurrency: int, space: str) -> None:
+    text = space + f"{space},{space}".join(map(str, [first, *deeper])) + space
+    environ = {"OMP_NUM_THREADS": text, "FLOWER_GPU_CONCURRENCY": str(concurrency)}
+    assert planned_threads(environ) == first
+
+
+@given(st.text() | st.text("0123456789,+- \tx"), st.integers(1, 99))
+def test_what_is_no_number_is_ignored(text: str, concurrency: int) -> None:
+    concurrent = {"FLOWER_GPU_CONCURRENCY": str(concurrency)}
+    threads = planned_threads({"OMP_NUM_THREADS": text, **concurrent})
+    assert threads == (openmp_threads({"OMP_NUM_THREADS": text}) or planned_threads(concurrent))
+    assert 1 <= threads < 2**31
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "all", "1 2", "٣", "1_0", "9" * 5000])
+def test_bad_concurrency(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", text)
+    with pytest.raises(ConfigError) as caught:
+        run_in_worker("plain_tasks:answer")
+    assert f"FLOWER_GPU_CONCURRENCY must be a whole number, 1 or more, not {text!r}" in str(caught.value)
+
+
+def test_call_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert WorkerSettings.resolve({}).threads == 5
+    assert WorkerSettings.resolve({"env": {"OMP_NUM_THREADS": "7,2"}}).threads == 7
+    assert (
+        WorkerSettings.resolve({"env": {"OMP_NUM_THREADS": ""}}).threads == cores()
+    )  # as if it were not set
+    assert WorkerSettings.resolve({"env": {"FLOWER_GPU_CONCURRENCY": "2"}}).threads == 5
+
+
+TEXTS = [
+    "1",
+    "3",
+    " 3 ",
+    "+3",
+    "03",
+    "4,2",
+    "4 , 2",
+    "4,",
+    ",4",
+    "4,x",
+    "4,0",
+    "0",
+    "-3",
+    "3x",
+    "x",
+    "",
+    "3.0",
+]
+
+
+def test_numbers_are_read_as_openmp_reads_them() -> None:
+    """By the OpenMP runtime that comes with torch, in a process for each."""
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    libraries = sorted(Path(spec.origin).parent.glob("lib/libgomp*"))
+    if not libraries:
+        pytest.skip("this torch has another OpenMP runtime")
+    code = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).omp_get_max_threads())"
+    command = [sys.executable, "-c", code, str(libraries[0])]
+
+    def read_by_openmp(text: str | None) -> int:
+        env = {**os.environ, **({} if text is None else {"OMP_NUM_THREADS": text})}
+        return int(subprocess.run(command, env=env, capture_output=True, check=True, timeout=30).stdout)
+
+    default = read_by_openmp(None)
+    for text in TEXTS:
+        ours = openmp_threads({"OMP_NUM_THREADS": text})
+        assert read_by_openmp(text) == (ours or default), text
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_only_cores_that_the_process_may_use(run_script: Callable[..., Any]) -> None:
+    done = run_script(
+        """
+        import os
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        from flower_gpu.workers.cores import planned_threads
+        print(planned_threads({}))
+        """
+    )
+    assert done.stdout == "1\n"
+
+
+# What workers do.
+
+
+@pytest.mark.parametrize("concurrency", [1, 10**6])
+def test_worker_has_its_share(
+    worker_start: str, concurrency: int, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", str(concurrency))
+    share = max(1, cores() // concurrency)
+    found = run_in_worker("tasks_threads:variable_and_torch", start_method=worker_start)
+    assert found == (str(share), share)
+    for event in ("worker_started", "worker_finished"):
+        assert [line["threads"] for line in run.events(event)] == [share]
+
+
+def test_own_setting_of_the_call_wins(worker_start: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("FLOWER_GPU_CONCURRENCY", "7")
+    task = "tasks_threads:variable_and_torch"
+    found = run_in_worker(task, start_method=worker_start, env={"OMP_NUM_THREADS": "1,3"})
+    assert found == ("1,3", 1)
+    assert [line["threads"] for line in run.events("worker_finished")] == [1]
+    assert os.environ["OMP_NUM_THREADS"] == "2"
+
+
+def test_own_setting_of_the_environment_wins(
+    worker_start: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    found = run_in_worker("tasks_threads:variable_and_torch", start_method=worker_start)
+    assert found == ("1", 1)
+    assert [line["threads"] for line in run.events("worker_finished")] == [1]
+
+
+@pytest.mark.parametrize("text", ["none", ""])
+def test_number_that_openmp_ignores(
+    text: str, worker_start: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    found = run_in_worker("tasks_threads:variable_and_torch", start_method=worker_start)
+    assert found == (str(cores()), cores())
+
+
+def test_task_may_set_its_own(worker_start: str, run: Run) -> None:
+    assert run_in_worker("tasks_threads:set_in_torch", 3, start_method=worker_start) == 3
+
+
+def test_module_may_set_its_own(worker_start: str, run: Run) -> None:
+    assert run_in_worker("sets_threads:threads_of_torch", start_method=worker_start) == ("1", 1)
+
+
+def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -> None:
+    """A module of a client app that calls torch.set_num_threads means its training."""
+    torch_of_the_caller.set_num_threads(cores() + 1)
+    task = "tasks_threads:variable_and_torch"
+    for method in ("fork", "inline", "in-process"):
+        if method != "fork" or initialized_cuda_devices() is None:
+            found = run_in_worker(task, start_method=method)
+            assert found == (str(cores() + 1), cores() + 1), method
+            os.environ.pop("OMP_NUM_THREADS", None)  # an inline call leaves it
+    assert run_in_worker(task, start_method="fork", env={"OMP_NUM_THREADS": "1"}) == ("1", 1)
+    assert run_in_worker(task, start_method="spawn") == (str(cores()), cores())
+    threads = [line["threads"] for line in run.events("worker_started")]
+    assert threads[-5:] == [cores() + 1] * 3 + [1, cores()]
+
+
+def test_call_in_process_restores_the_number(torch_of_the_caller: Any) -> None:
+    import tasks_threads
+
+    torch_of_the_caller.set_num_threads(cores() + 1)
+    before = tasks_threads.count_threads()
+    env = {"OMP_NUM_THREADS": "1"}
+    inside = run_in_worker("tasks_threads:count_threads", start_method="in-process", env=env)
+    assert set(inside.values()) == {1}
+    assert tasks_threads.count_threads() == before
+    assert run_in_worker("tasks_threads:set_in_torch", 3, start_method="in-process") == 3
+    assert tasks_threads.count_threads() == before
+
+
+def test_call_by_fork_leaves_the_callers_number(torch_of_the_caller: Any, run: Run) -> None:
+    import tasks_threads
+
+    before = tasks_threads.count_threads()
+    env = {"OMP_NUM_THREADS": "1"}
+    inside = run_in_worker("tasks_threads:count_threads", start_method="fork", env=env)
+    assert set(inside.values()) == {1}
+    assert tasks_threads.count_threads() == before
+    tasks_threads.compute()
+
+
+def test_every_library_has_the_number(worker_start: str, run: Run) -> None:
+    counts = run_in_worker("tasks_threads:count_threads", start_method=worker_start)
+    assert len(counts) >= 4, counts  # torch, its OpenMP runtime, BLAS of numpy and of scipy
+    assert set(counts.values()) == {cores()}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_weights_bit_for_bit_at_the_same_number(worker_start: str, threads: int, run: Run) -> None:
+    """The number comes from the plan here, and not from the task."""
+    import tasks_torch
+
+    first = tasks_torch.initial_weights(seed=3)
+    env = {"OMP_NUM_THREADS": str(threads)}
+    task = "tasks_threads:train"
+    isolated, used = run_in_worker(task, first, 5, start_method=worker_start, env=env)
+    expected, used_in_process = run_in_worker(task, first, 5, start_method="in-process", env=env)
+    assert used == used_in_process == min(threads, cores())
+    for ours, same, old in zip(isolated, expected, first, strict=True):
+        assert ours.tobytes() == same.tobytes()
+        assert ours.tobytes() != old.tobytes()
+
+
+def test_number_that_a_module_sets_is_followed(
+    torch_of_the_caller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a worker that has torch from the beginning, too; what it sets in torch itself stays."""
+    torch = torch_of_the_caller
+    applied = {"OMP_NUM_THREADS": str(cores())}
+    with threads.restored():
+        monkeypatch.setenv("OMP_NUM_THREADS", str(cores()))
+        threads.follow(applied)
+        assert torch.get_num_threads() == cores()
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        threads.follow(applied)
+        assert torch.get_num_threads() == 1
+        torch.set_num_threads(cores() + 1)
+        threads.follow(applied)
+        assert torch.get_num_threads() == cores() + 1
+
+
+# What a fork of a process with other numbers does.
+
+ENVIRONMENTS: list[dict[str, str]] = [
+    {"OMP_NUM_THREADS": "2"},
+    {"OMP_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "3,1"},  # on two cores some take only two
+    {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"},
+    {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"},
+    {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "1"},
+]
+
+FORKS = """
+import json, os, sys
+cpus = os.sched_getaffinity(0)
+if sys.argv[2] == "on one cpu":
+    os.sched_setaffinity(0, {min(cpus)})
+import tasks_threads, torch
+from flower_gpu.workers import threads
+
+torch.set_num_threads(1)
+assert set(tasks_threads.count_threads().values()) == {1}
+if sys.argv[2] == "after regions":
+    tasks_threads.compute()
+for variables in json.loads(sys.argv[1]):
+    environ = {name: value for name, value in os.environ.items() if "_NUM_THREADS" not in name} | variables
+    read, write = os.pipe()
+    threads.prepare(environ)
+    if os.fork() == 0:
+        os.environ.clear()
+        os.environ.update(environ)
+        os.sched_setaffinity(0, cpus)
+        threads.apply()
+        found = [len(os.listdir("/proc/self/task")), tasks_threads.count_threads()]
+        tasks_threads.compute()
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    _, status = os.wait()
+    assert status == 0, status
+    print(os.read(read, 65536).decode(), flush=True)
+    os.close(read)
+"""
+
+
+@pytest.fixture(scope="module")
+def of_fresh_processes() -> list[dict[str, int]]:
+    code = "import json, tasks_threads; print(json.dumps(tasks_threads.count_threads()))"
+    base = {name: value for name, value in os.environ.items() if name not in VARIABLES} | WITH_TASKS
+    return [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code],
+                env=base | variables,
+                capture_output=True,
+                check=True,
+                timeout=60,
+            ).stdout
+        )
+        for variables in ENVIRONMENTS
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker begins with libraries loaded")
+@pytest.mark.parametrize("parent", ["idle", "after regions", "on one cpu"])
+def test_fork_has_the_numbers_of_a_fresh_process(
+    parent: str, of_fresh_processes: list[dict[str, int]], run_script: Callable[..., Any]
+) -> None:
+    """A fork server is loaded with one thread each; its children compute with several, and do not hang."""
+    done = run_script(
+        FORKS,
+        json.dumps(ENVIRONMENTS),
+        parent,
+        timeout_s=120,
+        env={**WITH_TASKS, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [counts for _, counts in found] == of_fresh_processes
+    if parent != "on one cpu":
+        assert {running for running, _ in found} == {1}  # OpenBLAS's would wait in a busy loop
