@@ -170,7 +170,8 @@ def test_who_waits_is_found_in_its_run(shell: Shell, host: Host, tmp_path: Path)
     shell.holder("fit of client 1", "alone", count=2)
     with run_of(shell, folder):
         process = client(shell, folder, "4GiB")
-        told = look_until(shell, lambda told: bool(told["waiting"]))
+        # In the ledger it waits a moment before its run's trace says so.
+        told = look_until(shell, lambda told: any(row["run"] for row in told["waiting"]))
         (row,) = told["waiting"]
         assert (row["run"], row["pid"], row["label"]) == ("quickstart", process.pid, "train of client 7")
         assert row["asked_bytes"] == 4 * GIB
