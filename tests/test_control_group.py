@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flower_gpu import control_group
-from flower_gpu.workers import cores
+from flower_gpu.workers import threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -139,10 +139,10 @@ def test_nothing_is_known(proc: Proc) -> None:
 
 @pytest.mark.parametrize(("quota", "count"), [(None, 8), (0.5, 1), (1.0, 1), (2.5, 2), (7.99, 7), (64.0, 8)])
 def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "processor_cores", lambda: 8)
+    monkeypatch.setattr(threads, "processor_cores", lambda: 8)
     monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
-    assert cores.cores() == count
-    assert cores.planned_threads({}) == count
+    assert threads.cores() == count
+    assert threads.planned_threads({}) == count
 
 
 # Groups of the kernel's own ---------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_quota_of_a_real_group(group: Path) -> None:
         (group / "cpu.max").write_text("150000 100000")
     else:
         (group / "cpu.cfs_quota_us").write_text("150000")
-    code = "from flower_gpu.workers import cores\nprint(cores.cores(), cores.planned_threads({}))"
+    code = "from flower_gpu.workers import threads\nprint(threads.cores(), threads.planned_threads({}))"
     assert run_in(group, code) == "1 1\n"
 
 

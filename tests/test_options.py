@@ -13,7 +13,7 @@ from flower_gpu.calls.settings import CallSettings, GPUSettings, WorkerSettings
 from flower_gpu.cli.main import OLD_NAMES, build_parser
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.options import CALL, START_METHODS, VARIABLES
-from flower_gpu.workers.cores import cores
+from flower_gpu.workers.threads import cores
 
 
 @pytest.fixture(autouse=True)

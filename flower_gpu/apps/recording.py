@@ -17,7 +17,7 @@ from flower_gpu.apps.registry import registered
 from flower_gpu.apps.sampler import GPUSampler
 from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.gpu import inventory
-from flower_gpu.workers.cores import cores
+from flower_gpu.workers.threads import cores
 
 
 class RecordedRun:

@@ -24,9 +24,9 @@ from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.workers import log_lines, native, own_calls
+from flower_gpu.workers import events, native, own_calls
 
-_log = logging.getLogger(log_lines.NAME)
+_log = logging.getLogger(events.LOGGER)
 _said: set[str] = set()
 
 #: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.

@@ -28,7 +28,7 @@ from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import log_lines, outcomes, threads
+from flower_gpu.workers import events, outcomes, threads
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, Task, task_name
 from flower_gpu.workers.methods import StartMethod
@@ -332,7 +332,7 @@ def _log_prefix(fields: Mapping[str, Any]) -> str:
     """Return what is put in front of a worker's log lines: its client and round."""
     client, server_round = fields["client"], fields["round"]
     if client == SERVER and leasing.is_worker():  # a worker of a worker, which knows its client
-        return log_lines.current()
+        return events.log_prefix()
     name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
     whose = "server" if client == SERVER else f"client {name}"
     return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "

@@ -21,8 +21,8 @@ from flower_gpu.options import (
     value_of,
     with_new_names,
 )
-from flower_gpu.workers.cores import planned_threads
-from flower_gpu.workers.preload import checked
+from flower_gpu.workers.call import checked_preload
+from flower_gpu.workers.threads import planned_threads
 
 #: Every keyword that is an option, older names as well.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
@@ -56,7 +56,7 @@ class WorkerSettings:
             timeout_s=checked_value("timeout_s", options, os.environ),
             env=options.get("env") or {},
             name=name,
-            preload=checked(options.get("preload")),
+            preload=checked_preload(options.get("preload")),
         )
         return replace(settings, threads=planned_threads({**os.environ, **settings.env}))
 

@@ -26,8 +26,8 @@ from flower_gpu.launch.options import given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, Option, options_of
 from flower_gpu.printable import path_text
-from flower_gpu.workers.interrupts import ended_by_signals
-from flower_gpu.workers.preload import check_modules, checked
+from flower_gpu.workers.call import check_modules, checked_preload
+from flower_gpu.workers.life import ended_by_signals
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.run import SimulationResult
@@ -245,7 +245,7 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
         name, _, pairs = text.strip().partition(" ")
         arguments = parse_pairs("--preload", [pairs]) if pairs.strip() else {}
         try:
-            functions = checked((name, arguments))
+            functions = checked_preload((name, arguments))
             check_modules(functions, [str(app)])
             found += functions
         except ConfigError as error:

@@ -19,8 +19,7 @@ from flwr.common.constant import SType
 from numpy.typing import NDArray
 
 from flower_gpu.workers.transport import regions
-from flower_gpu.workers.transport.ndarrays import aligned
-from flower_gpu.workers.transport.regions import SMALL_BYTES, Parts, Region
+from flower_gpu.workers.transport.regions import SMALL_BYTES, Parts, Region, aligned
 
 _HEADER_BYTES = 4096  # of a .npy file; it is longer for record types with very many fields only
 

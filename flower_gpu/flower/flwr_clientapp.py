@@ -20,8 +20,8 @@ from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods, threads
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.cores import planned_threads
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.threads import planned_threads
 
 #: Tells the processes of a SuperNode whether each message gets a lease.
 RULE_VARIABLE: Final = "FLOWER_GPU_SUPERNODE"

@@ -11,7 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_gpu.flower.message_call import IDENTITY, take_over
 from flower_gpu.flower.records import records_in
 from flower_gpu.ranks import rank, results
-from flower_gpu.ranks.rendezvous import Rendezvous
+from flower_gpu.ranks.rank import Rendezvous
 from flower_gpu.ranks.results import Part
 
 if TYPE_CHECKING:

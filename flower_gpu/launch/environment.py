@@ -16,7 +16,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.ports import HOST
 from flower_gpu.options import CLIENT_VARIABLE, CONCURRENCY_VARIABLE, RUN_DIR_VARIABLE, CallOptions
-from flower_gpu.workers.cores import planned_threads
+from flower_gpu.workers.threads import planned_threads
 
 
 def service_environment(

@@ -4,8 +4,8 @@
 
     call's worker: function.Distributed ──>   run: a worker for each rank ──> rank: joins the others, runs it
                         ▲                          │                             │
-                        └── one result (results) ──┴── or one error (failures) <─┘
+                        └── one result ────────────┴── or one error (results) <──┘
 
-The ranks meet over a file in memory (rendezvous); their memory figures go to the worker of the call, which
+The ranks meet over a file in memory (rank); their memory figures go to the worker of the call, which
 holds the lease for them all.
 """

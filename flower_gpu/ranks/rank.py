@@ -1,4 +1,4 @@
-"""One rank: joins the others, runs the user's function, gives back its part."""
+"""One rank: meets the others over a file in memory, runs the user's function, gives back its part."""
 
 from __future__ import annotations
 
@@ -6,12 +6,69 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flower_gpu.ranks import results
-from flower_gpu.ranks.rendezvous import Rendezvous
 from flower_gpu.workers import events
 from flower_gpu.workers.call import load_task
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flower_gpu.errors import WorkerError
+from flower_gpu.pytorch.rank_settings import RankSettings
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The meeting of a rank with the others."""
+
+    file: str  # over which they tell each other their addresses (torch.distributed.FileStore)
+    rank: int  # its number, from 0 on
+    world_size: int
+    settings: RankSettings
+
+
+@contextmanager
+def meeting_place() -> Iterator[str]:
+    """Yield the path of a new file that only processes of this account can open.
+
+    It has no name that could be taken, and is gone with its last process, however that ends. Ports that one
+    chooses for a store of its own, the usual way, may be taken by another client in the same instant.
+    """
+    if hasattr(os, "memfd_create"):
+        try:
+            descriptor = os.memfd_create("flower-gpu-ranks")
+        except OSError as error:
+            raise WorkerError(f"cannot start ranks: {error}") from error
+        try:
+            yield f"/proc/{os.getpid()}/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+        return
+    folder = tempfile.mkdtemp(prefix="flower-gpu-ranks-")
+    try:
+        yield os.path.join(folder, "store")  # noqa: PTH118
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_left_of_nccl() -> None:
+    """Remove the files of sockets that ranks of NCCL had when they were killed."""
+    for path in Path("/tmp").glob("nccl-socket-*"):  # NCCL takes no other folder
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            found = path.lstat()
+            if found.st_uid == os.getuid() and stat.S_ISSOCK(found.st_mode):
+                try:
+                    asking.connect(str(path))
+                except ConnectionRefusedError:  # nobody has it open
+                    path.unlink()
 
 
 def main(

@@ -17,15 +17,15 @@ from flower_gpu.calls import environment, leased_worker, leasing, rank_figures
 from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
-from flower_gpu.ranks import failures, results
-from flower_gpu.ranks.failures import End
-from flower_gpu.ranks.rendezvous import Rendezvous, meeting_place, remove_left_of_nccl
+from flower_gpu.ranks import results
+from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
+from flower_gpu.ranks.results import End
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import events, log_lines, methods, own_calls, threads
+from flower_gpu.workers import events, methods, own_calls, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, Task
-from flower_gpu.workers.cores import cores, openmp_threads
 from flower_gpu.workers.life import StopOrder
+from flower_gpu.workers.threads import cores, openmp_threads
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
@@ -107,7 +107,7 @@ def _call(
     if lease is not None and share is not None:
         own = replace(lease, shares=(share,), ticket="")  # the worker writes into it for all of them
     threads_of_all = openmp_threads(os.environ) or cores()
-    prefix = log_lines.current().removesuffix(": ")
+    prefix = events.log_prefix().removesuffix(": ")
     return Call(
         task,
         (rendezvous, *rest),
@@ -167,7 +167,7 @@ def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[A
         end = ended.get()
         ends[end.rank] = end
     if any(end.error is not None for end in ends.values()):
-        raise failures.of_all(list(ends.values()))
+        raise results.of_all(list(ends.values()))
     return [ends[rank].value for rank in range(len(calls))]
 
 

@@ -13,8 +13,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.calls import leased_worker
 from flower_gpu.flower import message_call
+from flower_gpu.workers import transport
 from flower_gpu.workers import worker as child
-from flower_gpu.workers.transport import transport
 
 _TIMES = 16  # CPython 3.11 and later rewrite code that has run a few times, which copies its pages
 _LARGE = 1 << 18  # elements: enough to be mapped

@@ -43,9 +43,9 @@ from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.simulation.verification import Verification
-from flower_gpu.workers.cores import cores
 from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
 from flower_gpu.workers.own_calls import borrowed
+from flower_gpu.workers.threads import cores
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"

@@ -19,8 +19,8 @@ from flower_gpu.gpu.inventory import GPU
 from flower_gpu.simulation.messages import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import threads
-from flower_gpu.workers.cores import cores, planned_threads
 from flower_gpu.workers.forkserver.run_server import RunServerSettings
+from flower_gpu.workers.threads import cores, planned_threads
 
 #: Messages that ``verify_recycling`` has handled a second time.
 CHECKS: Final = 3

@@ -15,7 +15,7 @@
        v
     worker.serve: environment, threads, task; then the task runs      the worker's process
        |  events: JSON lines while it runs (progress, imports, "result")
-       |  stdout, stderr: text (streams)
+       |  stdout, stderr: text (outcomes)
        |  transport: the result goes into a memory file that the caller has made; it is sealed
        v
     caller: waits for result, process and deadline together, ends the whole group,

@@ -17,12 +17,11 @@ from typing import Any
 
 from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
 from flower_gpu.workers import methods as start
-from flower_gpu.workers import outcomes, own_calls, preload, socket_folder
-from flower_gpu.workers.call import Call, load_task, set_up
+from flower_gpu.workers import outcomes, own_calls, socket_folder
+from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.events import Sink, send, sending_to
-from flower_gpu.workers.interrupts import deferred_interrupts
-from flower_gpu.workers.life import Process, StopOrder
-from flower_gpu.workers.streams import Lines, Stream, Tail, echo
+from flower_gpu.workers.life import Process, StopOrder, deferred_interrupts
+from flower_gpu.workers.outcomes import Lines, Stream, Tail, echo
 from flower_gpu.workers.worker import Outcome
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -316,7 +315,7 @@ def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
     with own_calls.inside(), own_calls.borrowed(() if keep_env else call.env):
         os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
-            preload.run_once(call.preload)
+            run_preload_once(call.preload)
             task = load_task(call.task)
             send("task_started")
             value = task(*call.args, **call.kwargs)

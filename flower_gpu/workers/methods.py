@@ -16,14 +16,13 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import socket_folder
+from flower_gpu.workers import socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.sockets import Gone as Gone
 from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
 from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
-from flower_gpu.workers.transport import transport
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.

@@ -1,15 +1,21 @@
-"""What became of a call, on the caller's side: its value, or an error that says what happened."""
+"""What became of a call, on the caller's side: what its worker wrote, and its value or its error."""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
 import signal
+import stat
 import sys
 import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import dropwhile, takewhile
 from textwrap import indent
-from typing import Any
+from typing import Any, TextIO
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
@@ -21,10 +27,143 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     shortened,
 )
+from flower_gpu.workers import transport
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.streams import Tail
-from flower_gpu.workers.transport import transport
 from flower_gpu.workers.worker import Outcome
+
+_CHUNK = 65536
+_MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
+_REMEMBERED_LINES = 1000
+#: Bytes of one stream of one call that a file is given.
+MOST_IN_A_FILE = 16 << 20
+_TAIL_LINES = 30  # of them in a message
+_TAIL_COLUMNS = 500
+_STACK_LINES = 15
+_STACK_HEADING = "(most recent call first):"  # faulthandler's
+
+
+class Stream:
+    """A pipe from the worker, read in whole chunks without blocking."""
+
+    def __init__(self, descriptor: int, on_data: Callable[[bytes], None]) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._on_data = on_data
+
+    def read(self) -> bool:
+        """Take one chunk; return False at the end of the stream."""
+        try:
+            data = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return True
+        if data:
+            self._on_data(data)
+        return bool(data)
+
+    def drain(self) -> None:
+        """Take what has been written so far, and no more: a process that got away may go on writing."""
+        with suppress(BlockingIOError):
+            for _ in range(_MAX_PIPE // _CHUNK):
+                data = os.read(self.descriptor, _CHUNK)
+                if not data:
+                    break
+                self._on_data(data)
+        self._on_data(b"")
+
+
+class Lines:
+    """Cuts bytes into lines; an empty chunk flushes an unfinished one."""
+
+    def __init__(self, on_line: Callable[[str], None], max_unfinished: int | None = None) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = ""
+        self._on_line = on_line
+        self._max_unfinished = max_unfinished
+
+    def __call__(self, data: bytes) -> None:
+        """Take the next bytes."""
+        *lines, rest = (self._unfinished + self._decoder.decode(data)).split("\n")
+        if not data and rest:
+            lines, rest = [*lines, rest], ""
+        self._unfinished = rest if self._max_unfinished is None else rest[-self._max_unfinished :]
+        for line in lines:
+            self._on_line(line)
+
+
+class Tail:
+    """The last lines of a worker's output, for messages."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
+
+    def reader(self) -> Lines:
+        """Return what remembers the lines of one stream; the streams share the tail."""
+        return Lines(self._remember, max_unfinished=_CHUNK)
+
+    def __str__(self) -> str:
+        lines = list(self._lines)
+        headings = [n for n, line in enumerate(lines) if line.endswith(_STACK_HEADING)]
+        if not headings:
+            return "\n".join(lines[-_TAIL_LINES:])
+        # The stacks of all threads may be hundreds of lines, innermost calls first: show what the thread
+        # that crashed is at, or the main thread, which is the last, and some lines from before and after.
+        current = next((n for n in headings if lines[n].startswith("Current thread")), headings[-1])
+        stack = list(takewhile(_is_frame, lines[current + 1 :]))
+        after = list(dropwhile(_is_frame, lines[headings[-1] + 1 :]))
+        few = _TAIL_LINES // 3
+        shown = [*lines[: headings[0]][-few:], lines[current], *stack[:_STACK_LINES], *after[-few:]]
+        return "\n".join(shown)
+
+    def _remember(self, line: str) -> None:
+        shown = line.rstrip("\r").rpartition("\r")[2]  # a bar draws over itself
+        self._lines.append(shown[-_TAIL_COLUMNS:])
+
+
+def _is_frame(line: str) -> bool:
+    return line.startswith("  ")
+
+
+def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
+    """Pass a worker's output on to the caller's stream, and remember the last lines of it.
+
+    A file, such as the log of a run, gets :data:`MOST_IN_A_FILE` bytes of one stream of a call: a loop that
+    prints without end would fill the disk. A terminal or a pipe gets all.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    remember = tail.reader()
+    left = MOST_IN_A_FILE if _is_file(target) else None
+
+    def on_data(data: bytes) -> None:
+        nonlocal left
+        remember(data)
+        if left is not None:
+            if left == 0:
+                return
+            left, data = max(0, left - len(data)), data[:left]
+        text = decoder.decode(data)
+        if left == 0:
+            text += (
+                f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
+            )
+        if target is not None and text:
+            with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
+                target.write(_writable(text, target))
+                target.flush()
+
+    return on_data
+
+
+def _is_file(target: TextIO | None) -> bool:
+    try:
+        return target is not None and stat.S_ISREG(os.fstat(target.fileno()).st_mode)
+    except (OSError, ValueError, AttributeError):  # a notebook's, or closed
+        return False
+
+
+def _writable(text: str, target: TextIO) -> str:
+    encoding = getattr(target, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="backslashreplace").decode(encoding)
+
 
 _TOLD_S = 0.5  # of imports; less explains nothing
 

@@ -69,7 +69,7 @@ def spawned() -> NoReturn:
         os.set_inheritable(descriptor, False)  # not for programs that the task starts
 
     def load() -> tuple[Any, ...]:
-        from flower_gpu.workers.transport import transport
+        from flower_gpu.workers import transport
 
         request: tuple[Any, ...] = transport.read_request(descriptors.request)
         return request
@@ -243,16 +243,16 @@ def run_task(
 
     Returns None where it was not run: the caller was told why, and tries again.
     """
-    from flower_gpu.workers import events, imports, log_lines, preload, threads
-    from flower_gpu.workers.call import load_task, set_up
+    from flower_gpu.workers import events, threads
+    from flower_gpu.workers.call import load_task, run_preload, set_up
 
-    time_of_imports = imports.ImportTime(send)
-    with events.sending_to(send, all_threads=True), imports.seen_by(time_of_imports.look):
+    time_of_imports = events.ImportTime(send)
+    with events.sending_to(send, all_threads=True), events.imports_seen_by(time_of_imports.look):
         try:
             with set_up(setup):
                 task, args, kwargs, functions, log_prefix = load()
-                log_lines.begin(log_prefix)
-                preload.run(functions)
+                events.begin_log_lines(log_prefix)
+                run_preload(functions)
                 function = load_task(task)
                 threads.follow(env)
                 _check_environment(env)
@@ -269,7 +269,7 @@ def run_task(
 
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
-    from flower_gpu.workers.transport import transport
+    from flower_gpu.workers import transport
 
     try:
         transport.write_reply(outcome, descriptor)

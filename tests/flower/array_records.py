@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from flwr.common import Array, ArrayRecord
 
-from flower_gpu.workers.transport import transport
+from flower_gpu.workers import transport
 
 
 def record(size: int = 300_000, value: float = 0.0) -> ArrayRecord:

@@ -21,7 +21,8 @@ from hypothesis.extra import numpy as hnp
 
 from flower_gpu import run_in_worker
 from flower_gpu.flower import arrays
-from flower_gpu.workers.transport import memory, transport
+from flower_gpu.workers import transport
+from flower_gpu.workers.transport import memory
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -258,7 +259,7 @@ def use():
 import numpy as np
 from flwr.common import Array
 from flower_gpu.flower import arrays
-from flower_gpu.workers.transport import transport
+from flower_gpu.workers import transport
 reply = transport.create("test")
 transport.write_reply(Array(np.ones(300_000)), reply)
 array = transport.read_reply(reply)

@@ -16,7 +16,8 @@ from array_records import arrived_from, record
 from flwr.common import Array, ArrayRecord
 
 from flower_gpu import run_in_worker
-from flower_gpu.workers.transport import memory, sharing, transport
+from flower_gpu.workers import transport
+from flower_gpu.workers.transport import memory
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -26,9 +27,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def nothing_shared_yet() -> Iterator[None]:
-    sharing.sharing.__init__()  # type: ignore[misc]
+    memory.sharing.__init__()  # type: ignore[misc]
     yield
-    sharing.sharing.__init__()  # type: ignore[misc]
+    memory.sharing.__init__()  # type: ignore[misc]
 
 
 def shared_files() -> int:
@@ -89,7 +90,7 @@ def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
         state = Array(np.full(200_000, float(value)))
         assert arrived_from([ArrayRecord(dict(model)), state]) == [model, state]
     assert shared_files() == 1
-    current = sharing.sharing._current
+    current = memory.sharing._current
     assert current is not None
     assert {id(buffer) for buffer in current.buffers} == {
         id(array.data) for name, array in model.items() if name != "small"

@@ -24,7 +24,7 @@ from flower_gpu.launch.environment import client_environment, script_folders, se
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
-from flower_gpu.workers.cores import cores
+from flower_gpu.workers.threads import cores
 
 
 def arguments_of(parser: argparse.ArgumentParser, command: list[str]) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from strangers import addresses_of, listening_on, needs_root, reached_by_a_stran
 
 from flower_gpu import run_in_worker
 from flower_gpu.ranks import run
-from flower_gpu.ranks.rendezvous import remove_left_of_nccl
+from flower_gpu.ranks.rank import remove_left_of_nccl
 
 pytestmark = pytest.mark.timeout(120)
 

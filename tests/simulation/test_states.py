@@ -22,7 +22,7 @@ from flower_gpu.simulation import record_bytes
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.places import disk_error
 from flower_gpu.simulation.states import StateStore
-from flower_gpu.workers.transport import transport
+from flower_gpu.workers import transport
 
 SIZE = len(record_bytes.encode(filled(0)))
 

@@ -42,13 +42,13 @@ def log_what_has_no_text() -> str:
 
 def seconds_of_beginning(times: int) -> list[float]:
     """Return how long each of so many beginnings with another prefix took; the first one adds the filters."""
-    from flower_gpu.workers import log_lines
+    from flower_gpu.workers import events
 
-    log_lines.begin("")
+    events.begin_log_lines("")
     found: list[float] = []
     for number in range(times):
         began = time.perf_counter()
-        log_lines.begin(f"client {number}, round 1: ")
+        events.begin_log_lines(f"client {number}, round 1: ")
         found.append(time.perf_counter() - began)
     return found
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.workers.transport import memory, transport
+from flower_gpu.workers import transport
+from flower_gpu.workers.transport import memory
 
 pytestmark = pytest.mark.timeout(60)
 

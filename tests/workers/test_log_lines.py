@@ -16,7 +16,7 @@ from run_server_lines import Caller
 import flower_gpu
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.workers import log_lines
+from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
 
 pytestmark = pytest.mark.timeout(120)
@@ -62,7 +62,7 @@ def test_lines_of_a_worker(
             pytest.skip("whether flwr is imported is decided in this process")
     call("tasks_log:log", "3", 2, start_method, with_flower)
     assert lines(capfd.readouterr().err) == expected("client 3, round 2: ")
-    assert log_lines.current() == ""
+    assert events.log_prefix() == ""
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,6 @@ def test_every_logger_is_flowers_or_below_it() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger"):
                 made[f"{path.relative_to(PACKAGE)}:{node.lineno}"] = [ast.unparse(each) for each in node.args]
     assert made
-    own = {place: names for place, names in made.items() if names not in (["name"], ["log_lines.NAME"])}
+    own = {place: names for place, names in made.items() if names not in (["name"], ["events.LOGGER"])}
     assert {names[0] for names in own.values()} <= {"'flwr'", "'flwr.flower_gpu'"}, own
-    assert log_lines.NAME == "flwr.flower_gpu"
+    assert events.LOGGER == "flwr.flower_gpu"

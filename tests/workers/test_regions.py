@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from processes import descriptors, wait_until
 
-from flower_gpu.workers.transport import memory, transport
+from flower_gpu.workers import transport
+from flower_gpu.workers.transport import memory
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -25,7 +25,7 @@ LARGE = 400_000  # numbers: enough to be mapped and not copied
 @pytest.fixture(scope="module")
 def of_module() -> Iterator[Caller]:
     caller = Caller(
-        modules=("numpy", "numpy.random", "cloudpickle", "flower_gpu.workers.transport.ndarrays"),
+        modules=("numpy", "numpy.random", "cloudpickle", "flower_gpu.workers.transport.regions"),
         setup="flower_gpu.workers.threads:apply",
         env={"OMP_NUM_THREADS": "1"},
     )

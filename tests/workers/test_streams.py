@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flower_gpu.workers.streams import MOST_IN_A_FILE, Lines, Stream, Tail, echo
+from flower_gpu.workers.outcomes import MOST_IN_A_FILE, Lines, Stream, Tail, echo
 
 
 def cut(*chunks: bytes) -> list[str]:

@@ -21,8 +21,8 @@ from flower_gpu import run_in_worker
 from flower_gpu.calls.settings import WorkerSettings
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import threads
-from flower_gpu.workers.cores import cores, openmp_threads, planned_threads
 from flower_gpu.workers.native import initialized_cuda_devices
+from flower_gpu.workers.threads import cores, openmp_threads, planned_threads
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -158,7 +158,7 @@ def test_only_cores_that_the_process_may_use(run_script: Callable[..., Any]) -> 
         """
         import os
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        from flower_gpu.workers.cores import planned_threads
+        from flower_gpu.workers.threads import planned_threads
         print(planned_threads({}))
         """
     )

@@ -30,7 +30,7 @@ from flower_gpu.workers.forkserver.learning import LearnedFile
 from flower_gpu.workers.forkserver.messages import READY, Start, write_record
 from flower_gpu.workers.forkserver.program import ENVIRONMENT, PROGRAM
 from flower_gpu.workers.forkserver.sockets import Gone
-from flower_gpu.workers.interrupts import allowed_interrupts
+from flower_gpu.workers.life import allowed_interrupts
 from flower_gpu.workers.worker import Descriptors
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait

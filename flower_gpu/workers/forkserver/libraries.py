@@ -18,7 +18,7 @@ from typing import Any
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
-from flower_gpu.workers import preload
+from flower_gpu.workers.call import Preload, run_preload
 from flower_gpu.workers.native import initialized_cuda_devices
 
 #: Imported by every fork server, as far as they are installed.
@@ -83,14 +83,14 @@ def import_always(without: Iterable[str]) -> None:
     import_all(name for name in ALWAYS if name.partition(".")[0] not in excluded)
 
 
-def preload_on_cpu(functions: preload.Preload) -> None:
+def preload_on_cpu(functions: Preload) -> None:
     """Call functions of the user's that load data.
 
     Raises ConfigError if one of them initialised CUDA, or started the threads of TensorFlow or JAX.
     Raises Exception: what a function raised.
     """
     for name, kwargs in functions:
-        preload.run([(name, kwargs)])
+        run_preload([(name, kwargs)])
         if cuda_is_touched():
             raise ConfigError(cuda_message(name))
         if (library := frameworks.with_threads()) is not None:

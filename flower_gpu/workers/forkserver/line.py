@@ -15,15 +15,14 @@ from typing import Any
 
 from flower_gpu.errors import WorkerDiedError, WorkerStartError
 from flower_gpu.workers import methods as start
-from flower_gpu.workers import outcomes
+from flower_gpu.workers import outcomes, transport
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.events import Sink
 from flower_gpu.workers.forkserver import messages, sockets
 from flower_gpu.workers.forkserver.run_server import RunServer, ServerProcess, close_socket
 from flower_gpu.workers.life import close_life_end, life_pipe
 from flower_gpu.workers.methods import OF_RUN
-from flower_gpu.workers.streams import Stream, Tail, echo
-from flower_gpu.workers.transport import transport
+from flower_gpu.workers.outcomes import Stream, Tail, echo
 
 _LOOK_S = 1.0  # between two looks at a run's fork server that is waited for
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days

@@ -17,7 +17,7 @@ from typing import Any
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.workers import preload, socket_folder, threads
+from flower_gpu.workers import call, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import identity, learning, libraries, messages, sockets
@@ -51,7 +51,7 @@ def serve(
     """
     connection = _connected()
     if libraries.cuda_is_touched():  # by what a spawned server preloads: forks of it are of no use
-        raise ConfigError(libraries.cuda_message(preload.started_cuda or "what is preloaded"))
+        raise ConfigError(libraries.cuda_message(call.started_cuda or "what is preloaded"))
     cuda_answers.ask_nvml()
     for variable in meanwhile:
         os.environ.pop(variable, None)

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.workers import imports, life, socket_folder
+from flower_gpu.workers import events, life, socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import messages, sockets
 from flower_gpu.workers.life import adopt_orphans
-from flower_gpu.workers.transport import transport
 
 # Set by a task that leaves this process in a state that other tasks do not expect.
 _has_to_leave = False
@@ -81,7 +80,7 @@ def work(
             told = names
             send({"event": "imported", "names": names})
 
-    modules = imports.ImportedModules(tell_imported)
+    modules = events.ImportedModules(tell_imported)
     while True:
         try:
             # First this, then the message: if this process is killed in between, the message is still there,
@@ -95,7 +94,7 @@ def work(
         if "leave" in message:
             break
         say = _Say(send)
-        with imports.seen_by(modules.look):
+        with events.imports_seen_by(modules.look):
             stays = _do(message, descriptors, say)
         tell_imported()
         if stays is not None:

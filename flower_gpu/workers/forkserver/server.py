@@ -22,9 +22,10 @@ import flower_gpu
 from flower_gpu import frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import (
-    imports,
+    events,
     socket_folder,
     threads,
+    transport,
 )
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
@@ -35,7 +36,6 @@ from flower_gpu.workers.forkserver.learning import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.forkserver.messages import READY, Session, Start, describe, read_record
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
 from flower_gpu.workers.native import collapse, release_openmp_threads
-from flower_gpu.workers.transport import transport
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
@@ -287,7 +287,7 @@ class Server:
         request = partial(transport.read_request, lines.request)
         late = self._use.set_too_late
         report = partial(self._learning.report, self._modules, imported)
-        with imports.seen_by(imports.ImportedModules(report).look):
+        with events.imports_seen_by(events.ImportedModules(report).look):
             child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
         report()
         atexit._run_exitfuncs()

@@ -19,7 +19,7 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
-from flower_gpu.workers.interrupts import allowed_interrupts
+from flower_gpu.workers.life import allowed_interrupts
 
 #: Largest message; what may be larger travels in a memory file.
 _MAX_MESSAGE = 65536

@@ -1,1 +1,273 @@
-"""Messages between caller and worker: a small pickle, and arrays in sealed memory files."""
+"""Arguments and results between processes, in memory files.
+
+Small things travel as a pickle, arrays beside it as they lie in memory.
+
+The caller writes the request, and the worker maps it. The file is for this worker only: an array that the
+worker changes changes in the file, and if the worker returns it, only its place travels back. Once the
+worker is gone the caller seals the file and maps it as the result.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from flower_gpu.errors import WorkerError, WorkerStartError
+from flower_gpu.workers.transport import memory, regions
+from flower_gpu.workers.transport.memory import create as create
+from flower_gpu.workers.transport.memory import sharing
+from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
+
+# Magic; size of the file, bytes of the pickle, number of regions; whether the worker that wrote this could
+# open its caller's descriptors. Of a file that the caller has open, which the worker can try that with:
+# pid and descriptor, and for a shared model its identity. The checksum of this and of what follows, which is
+# the regions and the pickle; then come the bytes of the regions.
+_HEADER = struct.Struct("<8sQQQQ5Q")
+_CHECKSUM = struct.Struct("<Q")
+_REGION = struct.Struct("<QQQQ")  # where it is, what it is, offset, size
+_MAGIC = b"flwrgpu2"
+
+_ALIGNMENT = 64  # a cache line
+_MAPPED_BYTES = 1 << 20  # results with less beside their pickle are copied, which is cheaper than a map
+_CHECKED_BYTES = 1 << 20  # of the pickle, which is rarely as long
+
+_INDEX_BYTES = 8192  # read at once: what is before the arrays is rarely longer
+
+_NAMES = ("task", "args", "kwargs")  # of a request, for messages
+_FOREIGN = "a memory file between worker and caller holds something else"
+_SHORT = "a memory file between worker and caller ends too early"
+
+
+def write_request(value: Any, descriptor: int) -> None:
+    """Write ``value`` into an empty memory file, for one worker to read.
+
+    Raises TypeError if it has an array of Python objects among its arguments; the message says where.
+    """
+    named = isinstance(value, tuple)
+    parts = Parts(list(zip(_NAMES, value, strict=False)) if named else [("argument", value)])
+    head = regions.dumps_by_value(value, parts)
+    shared = sharing.place([part.shareable for part in parts.all if part.shareable is not None])
+    if shared is None:
+        _write_file(descriptor, head, parts, origin=(os.getpid(), descriptor, 0, 0, 0))
+    else:
+        parts.refer_to(shared)
+        _write_file(descriptor, head, parts, origin=(os.getpid(), shared.descriptor, *shared.identity))
+        sharing.hold(shared, descriptor)
+    memory.seal_size(descriptor)
+
+
+def read_request(descriptor: int) -> Any:
+    """Read, in its worker, what :func:`write_request` wrote. Nothing is copied.
+
+    Raises WorkerError if the file does not hold a complete request.
+    Raises WorkerStartError if the model that the caller's workers share cannot be opened.
+    """
+    global _given
+    index = _read_index(descriptor)
+    files = {}
+    if index.has(HERE):
+        files[HERE] = _File(descriptor, index, HERE, shared=True)
+    pid, number, *identity = index.origin
+    found = -1
+    try:
+        try:
+            found = memory.open_of(pid, number, identity if any(identity) else memory.identity(descriptor))
+        except OSError as error:
+            if index.has(IN_SHARED):
+                raise WorkerStartError(f"the worker cannot open the model that it shares: {error}") from error
+        if index.has(IN_SHARED):
+            files[IN_SHARED] = _File(found, index, IN_SHARED)
+        given = files[HERE].map if HERE in files else None
+        _given = _Given(descriptor, memory.identity(descriptor), found >= 0, given)
+        return _load(index, files)
+    finally:
+        if found >= 0:
+            os.close(found)
+
+
+def write_reply(value: Any, descriptor: int) -> None:
+    """Write ``value`` into an empty memory file for the caller of this worker.
+
+    From here on, what this process writes into arrays that it was given stays in this process.
+    """
+    given = _given
+    parts = Parts([("result", getattr(value, "value", value))], None if given is None else given.map)
+    # By name where possible: a fork's __main__ is the caller's, which then gets its own classes back.
+    # A spawned worker has what the caller's __main__ defines by value only, and so returns it.
+    try:
+        head = regions.dumps_by_name(value, parts)
+    except OSError:
+        raise
+    except Exception:
+        head = regions.dumps_by_value(value, parts)
+    parts.copy_what_would_hold_too_much()
+    _write_file(descriptor, head, parts, reached=given is not None and given.reached)
+    memory.seal(descriptor)
+    _leave_request()
+
+
+def read_reply(descriptor: int, request: int = -1) -> Any:
+    """Read, in the caller, what the worker wrote, once the worker is gone.
+
+    ``request``: the memory file with its arguments; -1 if it had them by itself.
+    Raises WorkerError if the file does not hold a complete reply.
+    """
+    index = _read_index(descriptor)
+    if request >= 0:
+        sharing.finished(request, index.reached)
+    files = {}
+    for where, file in ((HERE, descriptor), (IN_REQUEST, request)):
+        if index.has(where):
+            if file < 0:
+                raise WorkerError(_FOREIGN)
+            files[where] = _File(file, index, where)
+    return _load(index, files)
+
+
+def _write_file(
+    descriptor: int,
+    head: bytes,
+    parts: Parts,
+    origin: tuple[int, ...] = (0, 0, 0, 0, 0),
+    reached: bool = False,
+) -> None:
+    offset = _HEADER.size + _CHECKSUM.size + _REGION.size * len(parts.all) + len(head)
+    for part in parts.all:
+        if part.where == HERE:
+            part.offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            offset = part.offset + part.view.nbytes
+    table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
+    header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all), reached, *origin)
+    checksum = _CHECKSUM.pack(_checksum(header, table, head))
+    memory.write(descriptor, b"".join((header, checksum, table, head)), 0)
+    for part in parts.all:
+        if part.where == HERE:
+            memory.write(descriptor, part.view, part.offset)
+
+
+def _checksum(header: bytes, table: bytes, head: bytes) -> int:
+    return zlib.crc32(memoryview(head)[:_CHECKED_BYTES], zlib.crc32(table, zlib.crc32(header)))
+
+
+@dataclass(frozen=True)
+class _Entry:
+    where: int
+    kind: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What a memory file says about itself."""
+
+    head: bytes
+    entries: list[_Entry]
+    reached: bool
+    origin: tuple[int, ...]
+
+    def has(self, where: int) -> bool:
+        return any(entry.where == where for entry in self.entries)
+
+
+def _read_index(descriptor: int) -> _Index:
+    start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly all of it
+    try:
+        header = start[: _HEADER.size]
+        magic, size, head_size, count, reached, *origin = _HEADER.unpack(header)
+        if magic != _MAGIC:
+            raise WorkerError(_FOREIGN)
+        if size != os.fstat(descriptor).st_size:
+            raise EOFError
+        table_end = _HEADER.size + _CHECKSUM.size + count * _REGION.size
+        if table_end + head_size > len(start):
+            start = bytes(memory.read(descriptor, table_end + head_size, 0))
+    except (EOFError, struct.error):
+        raise WorkerError(_SHORT) from None
+    (checksum,) = _CHECKSUM.unpack_from(start, _HEADER.size)
+    table = start[_HEADER.size + _CHECKSUM.size : table_end]
+    head = start[table_end : table_end + head_size]
+    if checksum != _checksum(header, table, head):
+        raise WorkerError(_FOREIGN)
+    entries = [_Entry(*fields) for fields in _REGION.iter_unpack(table)]
+    return _Index(head, entries, bool(reached), tuple(origin))
+
+
+class _File:
+    """A file with regions of one request or reply, mapped where possible."""
+
+    def __init__(self, descriptor: int, index: _Index, where: int, shared: bool = False) -> None:
+        self._descriptor = descriptor
+        self.map: memory.Map | None = None
+        self._writable: memory.Map | None = None
+        entries = [entry for entry in index.entries if entry.where == where]
+        # A request belongs to the caller, which does not change it. What a worker wrote must be sealed, or a
+        # process that it left behind could change it after it was checked.
+        trusted = shared or where == IN_SHARED
+        large = sum(entry.size for entry in entries) >= _MAPPED_BYTES
+        can_map = memory.SEALS and (trusted or (large and memory.seal(descriptor)))
+        size = os.fstat(descriptor).st_size  # sealed: it stays
+        if any(entry.offset + entry.size > size for entry in entries):
+            raise WorkerError(_SHORT)
+        if not can_map:
+            return
+        try:
+            self.map = memory.Map(descriptor, size, shared)
+            if any(entry.kind == IMMUTABLE for entry in entries):
+                self._writable = memory.Map(descriptor, size)
+        except OSError:  # too many maps
+            self.map = None
+
+    def region(self, entry: _Entry) -> Region:
+        if self.map is None:
+            view = memoryview(memory.read(self._descriptor, entry.size, entry.offset))
+            return Region(view.toreadonly() if entry.kind == IMMUTABLE else view)
+        place = slice(entry.offset, entry.offset + entry.size)
+        if entry.kind != IMMUTABLE:
+            return Region(self.map.view[place])
+        assert self._writable is not None
+        return Region(self.map.view[place].toreadonly(), self._writable.view[place])
+
+
+def _load(index: _Index, files: dict[int, _File]) -> Any:
+    if any(entry.where not in files or entry.kind > IMMUTABLE for entry in index.entries):
+        raise WorkerError(_FOREIGN)
+    found = [files[entry.where].region(entry) for entry in index.entries]
+    buffers = [
+        region.memory for region, entry in zip(found, index.entries, strict=True) if entry.kind == BUFFER
+    ]
+    return regions.loads(index.head, found, buffers)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The request of this process, if it is a worker."""
+
+    descriptor: int
+    identity: tuple[int, int, int]
+    reached: bool
+    map: memory.Map | None
+
+
+_given: _Given | None = None
+
+
+def _leave_request() -> None:
+    """Let what this process writes into its arguments from here on stay in this process."""
+    global _given
+    given, _given = _given, None
+    if given is None or given.map is None:
+        return
+    try:
+        if memory.identity(given.descriptor) == given.identity:  # the task may have closed it
+            given.map.leave_file(given.descriptor)
+    except OSError:
+        return
+
+
+# A process that the worker forks must not change the worker's arrays, nor its result. It still sees what
+# the worker writes later into pages that it has not written to itself.
+os.register_at_fork(after_in_child=_leave_request)
