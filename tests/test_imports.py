@@ -84,7 +84,7 @@ def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
         assert "flwr" not in found
     if "sqlite3" in found:  # neither a worker nor what it is forked from has it
         assert name in {
-            f"flower_gpu.simulation.{part}" for part in ("checkpoint", "results", "reporting", "run")
+            f"flower_gpu.simulation.{part}" for part in ("checkpoint", "grid", "results", "reporting", "run")
         }
     assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
     light = ROOMS[ROOMS.index("ranks") :]

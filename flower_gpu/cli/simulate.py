@@ -25,9 +25,14 @@ from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, K
 from flower_gpu.launch.options import given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, Option, options_of
+<<<<<<< HEAD
 from flower_gpu.printable import path_text
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
+=======
+from flower_gpu.workers.interrupts import ended_by_signals
+from flower_gpu.workers.preload import check_modules, checked
+>>>>>>> 226df1d (Simulation: states, checkpoint and files with one bookkeeping; worker's side in one file; no rehearsal)
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.run import SimulationResult
@@ -76,11 +81,7 @@ _OPTIONS: Final = {
     "calls_per_worker": Option(
         "how many clients one worker may run in a row before it exits; with a GPU it exits at the end of the "
         "round at the latest (default: auto, which is 1 without a GPU)",
-        replace(
-            _CALLS,
-            read=lambda text: text if text == _AUTO else int(text),
-            allows=lambda n: n == _AUTO or n >= 1,
-        ),
+        _CALLS,
         group="workers",
     ),
     "verify_recycling": Option(
@@ -202,7 +203,6 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
         if arguments.num_supernodes is None:
             raise ConfigError("--num-supernodes N is missing: how many virtual clients are there?")
         return arguments.num_supernodes, given
-    _check_resume(arguments.resume)
     from flower_gpu.simulation.results import ResultFolder
 
     before = ResultFolder.reopen(arguments.resume).read_config()
@@ -255,9 +255,9 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
 
 def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
     # Here: what they import takes a second, and an error in an option is there at once.
+    from flower_gpu.simulation.reporting import error_text, summary_lines
     from flower_gpu.simulation.results import SimulationStoppedError
     from flower_gpu.simulation.run import simulate
-    from flower_gpu.simulation.summary import summary_lines
 
     try:
         result = simulate(app, num_supernodes, **settings)
@@ -272,7 +272,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
         raise
     except Exception as error:
         print(shortened(traceback.format_exc()), end="", file=sys.stderr)
-        _say(f"{_first_line(error)} (the traceback is above)")
+        _say(f"{error_text(error)} (the traceback is above)")
         return 1
     if summary:
         where = None if result.folder is None else short(result.folder)
@@ -309,11 +309,6 @@ def _once_mended(path: Path | None, can_resume: bool) -> str:
     return more
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return shortened(f"{type(error).__name__}: {lines[0]}") if lines else type(error).__name__
-
-
 def _say(text: str) -> None:
     print(f"flower-gpu simulate: {text}", file=sys.stderr, flush=True)
 
@@ -324,11 +319,3 @@ def _set_environment(calls: Mapping[str, Any]) -> None:
     for name in os.environ.keys() - env.keys():
         del os.environ[name]
     os.environ.update(env)
-
-
-def _check_resume(path: Path) -> None:
-    if not path.is_dir():
-        raise ConfigError(f"--resume {path_text(path)}: there is no such folder")
-    from flower_gpu.simulation.results import ResultFolder
-
-    ResultFolder.reopen(path)

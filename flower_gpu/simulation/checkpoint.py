@@ -24,23 +24,20 @@ import os
 import re
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower.records import records_of
+from flower_gpu.flower.rounds import RoundState
 from flower_gpu.printable import path_text
-from flower_gpu.simulation import record_bytes
-from flower_gpu.simulation.places import Place, disk_error, write_all
-from flower_gpu.simulation.record_bytes import Buffer
+from flower_gpu.simulation import record_files
+from flower_gpu.simulation.record_files import Buffer, Place, disk_error
 from flower_gpu.simulation.states import StateStore
-
-if TYPE_CHECKING:
-    from flower_gpu.flower.rounds import RoundState
 
 INDEX_NAME: Final = "checkpoint.sqlite"
 FORMAT_VERSION: Final = 2
@@ -57,10 +54,8 @@ _SUMS: Final = (
     "SELECT count(*), sum(partition), sum(serial), sum(offset), sum(size), sum(checksum) FROM states"
 )
 _OURS: Final = re.compile(r"\d+\.(model|states)")
-_CHUNK_BYTES: Final = 1 << 20
-_ENTRY_BYTES: Final = 64  # of a state in the index, at most
-_TABLES_BYTES: Final = 3 * 4096  # of an index that is empty
-_BLOCK_BYTES: Final = 4096  # of a file system: files take whole ones
+_ENTRY_BYTES: Final = 128  # of a state in the index and in its journal, at most
+_INDEX_BYTES: Final = 1 << 16  # of the rest of both, and of what files take beyond their sizes
 # In the file with the model.
 _MODEL, _TRAIN, _EVALUATE, _CLIENTS = "arrays", "train ", "evaluate ", "clients "
 
@@ -91,23 +86,22 @@ class Checkpoints:
         into the folder. The round before is still there.
         """
         model = _model_parts(state)
-        size = _on_disk(sum(map(len, model)))
+        size = sum(map(len, model)) + _INDEX_BYTES
         is_first = not self._serial
         try:
             if is_first:
                 self._create()
             with self._states.held() as changed:
+                size += sum(_ENTRY_BYTES + self._states.size_bytes(partition) for partition in changed)
                 database = self._open()
-                size += _on_disk(sum(map(self._states.size_bytes, changed)))
-                rows = _ENTRY_BYTES * len(changed) + len(json.dumps(state.random_state))
-                size += 2 * _on_disk(_TABLES_BYTES + rows)  # in the index, and pages of before in its journal
                 database.execute("BEGIN IMMEDIATE")
                 self._check_is_ours(database)
                 try:
-                    used = self._write(database, state, model, changed)
+                    self._write(database, state, model, changed)
                 except BaseException:
                     self._give_up(database)
                     raise
+                self._delete_unused(database)
         except (OSError, sqlite3.Error) as error:
             next_step = (
                 "there is no checkpoint of an earlier one: free space, and start the run anew"
@@ -116,7 +110,6 @@ class Checkpoints:
             )
             text = f"Round {state.server_round} is finished but may not be written; {next_step}"
             raise disk_error(_os_error(error), self._folder, size, text) from error
-        self._delete_all_but(used)
 
     def read(self) -> RoundState | None:
         """Read the last finished round, and give the nodes their states of that time; None: there is none.
@@ -154,8 +147,12 @@ class Checkpoints:
         except (OSError, sqlite3.Error, ValueError, TypeError, KeyError, OverflowError) as error:
             raise _damaged(self._index, str(error)) from error
         for place in (model, *places.values()):  # said now, and not by a client in the middle of a round
-            _check(place)
-        found = _round_state(content, record_bytes.decode(model.read()))
+            try:
+                data = place.read()
+            except (OSError, ValueError) as error:
+                raise _damaged(place.path, str(error)) from error
+            if place is model:
+                found = _round_state(content, record_files.decode(data))
         self._serial = serial
         self._states.saved(places)
         return found
@@ -198,37 +195,42 @@ class Checkpoints:
 
     def _write(
         self, database: sqlite3.Connection, state: RoundState, model: Sequence[Buffer], changed: Set[int]
-    ) -> set[str]:
-        """Write the files of a round, let the index refer to them, and return the names of all used files."""
+    ) -> None:
+        """Write the files of a round, and let the index refer to them."""
         serial = self._serial + 1
         database.executemany("DELETE FROM states WHERE partition = ?", ((number,) for number in changed))
-        path = self._folder / f"{serial}.states"
-        moved = self._in_sparse_files(database)
-        partitions = [number for number in (*changed, *moved) if self._states.size_bytes(number)]
-        places = _write_states(path, partitions, self._states.read) if partitions else {}
+        partitions = [
+            number
+            for number in (*changed, *self._in_sparse_files(database))
+            if self._states.size_bytes(number)
+        ]
+        places = {}
+        if partitions:
+            found = _write_file(
+                self._folder / f"{serial}.states", ([self._states.read(number)] for number in partitions)
+            )
+            places = dict(zip(partitions, found, strict=True))
         database.executemany(
             "INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?, ?)",
             ((partition, serial, *_numbers(place)) for partition, place in places.items()),
         )
-        place = _write_file(self._folder / f"{serial}.model", model)
+        (written,) = _write_file(self._folder / f"{serial}.model", [model])
         content = {
             "identity": self._identity,
             "serial": serial,
             "server_round": state.server_round,
             "random_state": state.random_state,
-            "model": _numbers(place),
+            "model": _numbers(written),
             "sums": database.execute(_SUMS).fetchone(),
         }
         text = json.dumps(content)
         database.execute("DELETE FROM round")
         database.execute("INSERT INTO round VALUES (?, ?)", (text, zlib.crc32(text.encode())))
-        used = {f"{number}.states" for (number,) in database.execute("SELECT DISTINCT serial FROM states")}
         _sync(self._folder)  # the names of the new files
         database.execute("COMMIT")
         _sync(self._folder / f"{INDEX_NAME}-journal")
         self._serial = serial
         self._states.saved(places)
-        return {f"{serial}.model", *used}
 
     def _in_sparse_files(self, database: sqlite3.Connection) -> list[int]:
         """Return the partitions whose states are in files that are mostly out of use."""
@@ -241,20 +243,25 @@ class Checkpoints:
         ]
 
     def _give_up(self, database: sqlite3.Connection) -> None:
-        """Delete the files of a round that could not be written, if the index does not refer to them."""
+        """Delete the files of a round that could not be written."""
         with contextlib.suppress(sqlite3.Error, OSError):
             if database.in_transaction:
                 database.execute("ROLLBACK")
             content = _round(database)
-            if content is not None and content["serial"] > self._serial:
-                self._serial += 1  # the error came after the end of the transaction
-                self.close()
-                return
-            for suffix in ("model", "states"):
-                (self._folder / f"{self._serial + 1}.{suffix}").unlink(missing_ok=True)
+            self._serial = 0 if content is None else content["serial"]  # the error may come after the commit
+            self._delete_unused(database)
             if content is None:
                 self._index.unlink()
         self.close()
+
+    def _delete_unused(self, database: sqlite3.Connection) -> None:
+        """Delete the files that the index does not refer to."""
+        serials = database.execute("SELECT DISTINCT serial FROM states")
+        used = {f"{self._serial}.model", *(f"{number}.states" for (number,) in serials)}
+        with contextlib.suppress(OSError):
+            for path in list(self._folder.iterdir()):
+                if path.name not in used and _OURS.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
 
     def _check_format(self, database: sqlite3.Connection) -> None:
         if _pragma(database, "application_id") != _APPLICATION:
@@ -285,12 +292,6 @@ class Checkpoints:
                 f"the run in {path_text(self._folder)} cannot be continued by this one: "
                 f"{'; '.join(differing)}. Give the same as then, or start a new run without --resume"
             )
-
-    def _delete_all_but(self, used: Set[str]) -> None:
-        with contextlib.suppress(OSError):
-            for path in list(self._folder.iterdir()):
-                if path.name not in used and _OURS.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -334,11 +335,6 @@ def _os_error(error: OSError | sqlite3.Error) -> OSError:
     return OSError(*codes.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, (errno.EIO, str(error))))
 
 
-def _on_disk(size_bytes: int) -> int:
-    """Return how much room a file takes, with its share of the folder."""
-    return (size_bytes // _BLOCK_BYTES + 2) * _BLOCK_BYTES if size_bytes else 0
-
-
 def _model_parts(state: RoundState) -> list[Buffer]:
     """Return the global model, and the metrics of all rounds so far."""
     records = RecordDict({_MODEL: state.arrays})
@@ -349,12 +345,10 @@ def _model_parts(state: RoundState) -> list[Buffer]:
     ):
         for server_round, record in metrics.items():
             records[f"{prefix}{server_round}"] = record
-    return record_bytes.encode_parts(records)
+    return record_files.encode_parts(records)
 
 
 def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
-    from flower_gpu.flower.rounds import RoundState
-
     def metrics(prefix: str) -> dict[int, MetricRecord]:
         found = records_of(records, MetricRecord).items()
         return {int(name[len(prefix) :]): record for name, record in found if name.startswith(prefix)}
@@ -370,29 +364,18 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
     )
 
 
-def _write_file(path: Path, parts: Iterable[Buffer]) -> Place:
-    """Write a new file, sync it, and return where its content is."""
-    with path.open("wb", buffering=0) as file:
-        checksum = 0
-        for part in parts:
-            write_all(file, part)
-            checksum = zlib.crc32(part, checksum)
+def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[Place]:
+    """Write a new file, sync it, and return where each of its contents, given in parts, is."""
+    places = []
+    with path.open("wb") as file:
+        for parts in contents:
+            offset, checksum = file.tell(), 0
+            for part in parts:
+                file.write(part)
+                checksum = zlib.crc32(part, checksum)
+            places.append(Place(path, offset, file.tell() - offset, checksum))
+        file.flush()
         os.fsync(file.fileno())
-        return Place(path, 0, file.tell(), checksum)
-
-
-def _write_states(path: Path, partitions: Iterable[int], read: Callable[[int], bytes]) -> dict[int, Place]:
-    places: dict[int, Place] = {}
-
-    def contents() -> Iterator[bytes]:
-        offset = 0
-        for partition in partitions:
-            data = read(partition)
-            places[partition] = Place(path, offset, len(data), zlib.crc32(data))
-            offset += len(data)
-            yield data
-
-    _write_file(path, contents())
     return places
 
 
@@ -402,23 +385,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _check(place: Place) -> None:
-    checksum = left = 0
-    try:
-        with place.path.open("rb") as file:
-            file.seek(place.offset_bytes)
-            left = place.size_bytes
-            while left and (data := file.read(min(left, _CHUNK_BYTES))):
-                checksum = zlib.crc32(data, checksum)
-                left -= len(data)
-    except (OSError, ValueError) as error:
-        raise _damaged(place.path, str(error)) from error
-    if left:
-        raise _damaged(place.path, f"it ends {left} bytes too early")
-    if checksum != place.checksum:
-        raise _damaged(place.path, "its checksum is another one")
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:

@@ -6,10 +6,10 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from logging import WARNING
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
@@ -20,12 +20,9 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.workers.outcomes import traceback_of
-
-if TYPE_CHECKING:
-    from flower_gpu.simulation.checkpoint import Checkpoints
-
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
@@ -33,14 +30,10 @@ _LONG_S: Final = 10.0
 
 
 class Handler(Protocol):
-    """Handles messages, one at a time in each thread; what it raises becomes the reply."""
+    """Handles messages, one at a time in each thread; may keep a worker from one message to the next."""
 
     def __call__(self, message: Message) -> Message:
-        """Handle a message."""
-
-
-class Keeper(Handler, Protocol):
-    """A handler that keeps a worker from one message to the next."""
+        """Handle a message; what is raised becomes the reply."""
 
     def idle(self) -> None:
         """Let go of what this thread's worker holds that others may need: no message waits."""
@@ -77,7 +70,7 @@ class LocalGrid(Grid):
         The run that messages are of.
     nodes : VirtualNodes
         Who can be sent something.
-    handle : Handler or Keeper
+    handle : Handler
         Handles a message.
     threads : int
         How many messages are handled at a time, at most.
@@ -91,7 +84,7 @@ class LocalGrid(Grid):
         self,
         run: Run,
         nodes: VirtualNodes,
-        handle: Handler | Callable[[Message], Message],
+        handle: Handler,
         threads: int,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
@@ -99,9 +92,6 @@ class LocalGrid(Grid):
         self._run = run
         self._nodes = nodes
         self._handle = handle
-        self._idle: Callable[[], None] = getattr(handle, "idle", lambda: None)
-        self._leave: Callable[[], None] = getattr(handle, "leave", lambda: None)
-        self._cancel: Callable[[Message], None] = getattr(handle, "cancel", lambda message: None)
         self._checkpoints = checkpoints
         self._resumed = resumed
         self._starts = 0
@@ -183,15 +173,12 @@ class LocalGrid(Grid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there, once."""
         found = []
-        for message_id in message_ids:
-            box = self._boxes.get(message_id)
-            if box is None:
-                continue
-            with self._changed:
-                reply = box.take(message_id)
-            if reply is not None:
-                del self._boxes[message_id]
-                found.append(reply)
+        with self._changed:
+            for message_id in message_ids:
+                box = self._boxes.get(message_id)
+                if box is not None and (reply := box.replies.pop(message_id, None)) is not None:
+                    del self._boxes[message_id]
+                    found.append(reply)
         return found
 
     def send_and_receive(
@@ -282,7 +269,7 @@ class LocalGrid(Grid):
                 self._waiting.remove(box)
             self._changed.notify_all()
         for message in running:
-            self._cancel(message)
+            self._handle.cancel(message)
 
     def _take(self) -> tuple[Message, _Box] | None:
         """Return a message whose reply there is room for, if there is any at this moment."""
@@ -300,7 +287,7 @@ class LocalGrid(Grid):
             with self._changed:
                 job = self._take()
             if job is None:
-                self._idle()
+                self._handle.idle()
                 with self._changed:
                     while job is None and not self._is_closed:
                         job = self._take()
@@ -309,15 +296,13 @@ class LocalGrid(Grid):
             if job is not None:
                 self._do(*job)
             del job
-        self._leave()
+        self._handle.leave()
 
     def _do(self, message: Message, box: _Box) -> None:
         reply = None
         try:
             node = message.metadata.dst_node_id
-            try:
-                self._nodes.partition_of(node)
-            except KeyError:
+            if node not in self._nodes:
                 error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
                 reply = Message(error, reply_to=message)
                 return
@@ -341,12 +326,12 @@ class _Box:
         self.running: dict[str, Message] = {}
         self._changed = changed
         self._most_unread = most_unread
-        self._replies: dict[str, Message] = {}
+        self.replies: dict[str, Message] = {}  # that are there
         self._is_closed = False
 
     def has_room(self) -> bool:
         """Tell whether there is room for the reply to one message more."""
-        return self._most_unread is None or len(self._replies) + len(self.running) < self._most_unread
+        return self._most_unread is None or len(self.replies) + len(self.running) < self._most_unread
 
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""
@@ -354,18 +339,14 @@ class _Box:
         self.running.pop(message_id, None)
         if reply is not None and not self._is_closed:
             reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
-            self._replies[message_id] = reply
+            self.replies[message_id] = reply
         self._changed.notify_all()
-
-    def take(self, message_id: str) -> Message | None:
-        """Return a reply if it is there, once."""
-        return self._replies.pop(message_id, None)
 
     def next(self, timeout_s: float | None) -> Message | None:
         """Wait for any reply; None where there is none in time."""
-        if not self._changed.wait_for(lambda: bool(self._replies), timeout_s):
+        if not self._changed.wait_for(lambda: bool(self.replies), timeout_s):
             return None
-        reply = self._replies.pop(next(iter(self._replies)))
+        reply = self.replies.pop(next(iter(self.replies)))
         self._changed.notify_all()
         return reply
 
@@ -373,7 +354,7 @@ class _Box:
         """Want no more replies; return the messages that are being handled."""
         self._is_closed = True
         self.waiting.clear()
-        self._replies.clear()
+        self.replies.clear()
         return list(self.running.values())
 
 

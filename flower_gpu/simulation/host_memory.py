@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
+
+import psutil
 
 from flower_gpu import control_group
 
@@ -14,24 +15,13 @@ _LOOK_S = 0.1  # asking the kernel takes longer than a small message
 _POLL_S = 0.2  # others on the host give memory back, too
 _GROWTH_S = 2.0  # from a worker's start until it has most of its memory
 _RESERVE = 0.05  # of all memory stays free
-_MEMINFO = Path("/proc/meminfo")
 
 
-def available_bytes() -> tuple[int, int] | None:
-    """Return what can be used before the host, or a control group, swaps or kills, and what there is.
-
-    Returns
-    -------
-    tuple of int, or None
-        Bytes. None where the system does not tell.
-    """
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        found.append(tuple(int(lines[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal")))
-    if (limited := control_group.available_memory()) is not None:
-        found.append(limited)
-    return min(found, default=None)  # type: ignore[return-value]
+def available_bytes() -> tuple[int, int]:
+    """Return the bytes that can be used before the host, or a control group, kills; and all of them."""
+    memory = psutil.virtual_memory()
+    limited = control_group.available_memory()
+    return min((memory.available, memory.total), limited or (memory.total, memory.total))
 
 
 class HostMemory:
@@ -43,7 +33,7 @@ class HostMemory:
         As :func:`available_bytes`.
     """
 
-    def __init__(self, available: Callable[[], tuple[int, int] | None] = available_bytes) -> None:
+    def __init__(self, available: Callable[[], tuple[int, int]] = available_bytes) -> None:
         self._available = available
         self._changed = threading.Condition()
         self._running = 0
@@ -89,10 +79,7 @@ class HostMemory:
         now = time.monotonic()
         if now > self._looked + _LOOK_S:
             self._looked, self._found = now, self._available()
-        found = self._found
-        if found is None:
-            return True
-        available, total = found
+        available, total = self._found
         # Those that were let in just now have not taken theirs yet.
         recent = sum(began > now - _GROWTH_S for began in self._started)
         return available >= self.largest_bytes * (1 + recent) + _RESERVE * total

@@ -4,49 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from logging import WARNING
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.supercore.object_ref import load_app
+from flwr.common.logger import log
 
-from flower_gpu import frameworks
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.flower import message_call
-from flower_gpu.flower.records import round_of
-from flower_gpu.simulation.fresh import ProcessState, seed_all, seed_of
+from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.simulation.host_memory import HostMemory
+from flower_gpu.simulation.in_worker import AppReference, handle, seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
-from flower_gpu.simulation.verification import Verification
-from flower_gpu.workers.forkserver.run_worker import leave_after_this_call, may_stay
-
-
-@dataclass(frozen=True)
-class AppReference:
-    """A ClientApp that workers import."""
-
-    folder: Path  # the app's folder, which goes first on ``sys.path``
-    name: str  # ``"package.module:attribute"``
-
-    def load(self) -> ClientApp:
-        """Import it.
-
-        Raises
-        ------
-        LoadClientAppError
-            If that fails, or it is something else.
-        """
-        app = load_app(self.name, LoadClientAppError, self.folder)
-        if not isinstance(app, ClientApp):
-            raise LoadClientAppError(f"{self.name} is a {type(app).__name__}, not a ClientApp")
-        return app
 
 
 class MessageHandler:
@@ -203,48 +179,82 @@ class MessageHandler:
         return slot
 
 
-def handle(
-    app: AppReference | ClientApp,
-    seed: int,
-    message: Message,
-    context: Context,
-    identity: Mapping[str, Any],
-) -> tuple[Message, RecordDict]:
-    """Handle a message; runs in a worker."""
-    loaded = _load(app, seed) if isinstance(app, AppReference) else app
-    with as_first(seed):
-        return message_call.run(loaded, None, message, context, identity)
+@dataclass
+class Verification:
+    """Compares the replies to some messages with those of new workers."""
+
+    checks: int  # how many messages are compared
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _taken: int = 0
+    _largest: float = 0.0
+    _different: list[str] = field(default_factory=list)
+
+    def verify(self, client: str, reply: Message, again: Callable[[], Message]) -> None:
+        """Have a message handled again, if there were not enough yet, and compare the weights.
+
+        Parameters
+        ----------
+        client : str
+            Whose message it is.
+        reply : Message
+            What a used worker has answered.
+        again : callable
+            Has a new worker handle the message.
+        """
+        with self._lock:
+            if self._taken >= self.checks:
+                return
+            self._taken += 1
+        found = difference(reply, again())
+        with self._lock:
+            self._largest = max(self._largest, found)
+            if found:
+                self._different.append(client)
+        if found:
+            log(
+                WARNING,
+                "Client %s: a worker that had handled other messages gave other weights than a new one "
+                "(largest difference %.3g of the largest weight). The app keeps something in its modules "
+                "from one call to the next: use calls_per_worker=1, or find it",
+                client,
+                found,
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was found, for the summary."""
+        return {
+            "compared": self._taken,
+            "different_clients": list(self._different),
+            "largest_relative_difference": self._largest,
+        }
 
 
-_loaded: dict[AppReference, ClientApp] = {}
-_found: ProcessState | None = None
+def difference(one: Message, other: Message) -> float:
+    """Return the largest difference between the arrays of two replies, relative to the largest value.
 
-
-def _load(app: AppReference, seed: int) -> ClientApp:
-    if app not in _loaded:
-        seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
-        _loaded[app] = app.load()
-    return _loaded[app]
-
-
-@contextmanager
-def as_first(seed: int) -> Iterator[None]:
-    """Let a client find, in the block, what the first one of this process has found, but for the modules.
-
-    Parameters
-    ----------
-    seed : int
-        Of its random numbers.
+    Returns
+    -------
+    float
+        0 if they are the same, bit for bit; infinity if there are other arrays.
     """
-    global _found
-    if _found is not None:
-        _found.restore()
-    elif may_stay():
-        _found = ProcessState()
-    seed_all(seed)
-    had = frameworks.loaded()
-    try:
-        yield
-    finally:
-        if any(next(new.settings(), None) for new in frameworks.loaded() if new not in had):
-            leave_after_this_call()  # nobody knows what flags it had before this client
+    found, others = (
+        {
+            (name, key): array.numpy()
+            for name, record in records_in(message, ArrayRecord).items()
+            for key, array in record.items()
+        }
+        for message in (one, other)
+    )
+    if list(found) != list(others):
+        return float("inf")
+    largest = 0.0
+    for name, a in found.items():
+        b = others[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        if a.tobytes() != b.tobytes():
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            scale = max(float(np.max(np.abs(a), initial=0.0)), float(np.finfo(np.float64).tiny))
+            relative = float(np.max(np.abs(a - b), initial=0.0)) / scale
+            largest = max(largest, relative if relative == relative else float("inf"))
+    return largest

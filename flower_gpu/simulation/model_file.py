@@ -16,7 +16,7 @@ from flwr.common import Parameters, parameters_to_ndarrays
 from numpy.typing import NDArray
 
 from flower_gpu import files
-from flower_gpu.simulation.places import disk_error
+from flower_gpu.simulation.record_files import disk_error
 
 SAFETENSORS: Final = "model.safetensors"
 NPZ: Final = "model.npz"

@@ -12,7 +12,6 @@ from typing import Any, Final
 from flwr.app import Context
 from flwr.app.user_config import UserConfigValue
 
-from flower_gpu.errors import ConfigError
 from flower_gpu.simulation.states import StateStore
 
 PARTITION_KEY: Final = "partition-id"
@@ -39,8 +38,6 @@ class VirtualNodes:
         The run's.
     run_config : mapping
         What each context has as ``run_config``.
-    node_config : mapping
-        What each context has in its ``node_config``, next to ``partition-id`` and ``num-partitions``.
     states : StateStore, optional
         Has what nodes keep between messages; by default all of it in memory.
 
@@ -56,17 +53,16 @@ class VirtualNodes:
         seed: int,
         run_id: int,
         run_config: Mapping[str, UserConfigValue],
-        node_config: Mapping[str, UserConfigValue] | None = None,
         states: StateStore | None = None,
     ) -> None:
-        if count < 1:
-            raise ConfigError(f"a simulation needs one node or more, not {count}")
         self.ids = _ids(count, seed)
         self._partitions = {node_id: number for number, node_id in enumerate(self.ids)}
         self._run_id = run_id
         self._run_config = dict(run_config)
-        self._node_config = dict(node_config or {})
         self._states = StateStore() if states is None else states
+
+    def __contains__(self, node_id: int) -> bool:
+        return node_id in self._partitions
 
     def partition_of(self, node_id: int) -> int:
         """Return a node's partition.
@@ -84,15 +80,10 @@ class VirtualNodes:
         What is changed there counts with :meth:`keep` only: after a call that failed the state is as before.
         """
         partition = self._partitions[node_id]
-        config = {
-            PARTITION_KEY: partition,
-            PARTITIONS_KEY: len(self.ids),
-            **self._node_config,
-        }
         return Context(
             run_id=self._run_id,
             node_id=node_id,
-            node_config=config,
+            node_config={PARTITION_KEY: partition, PARTITIONS_KEY: len(self.ids)},
             state=self._states.get(partition),
             run_config=dict(self._run_config),
         )

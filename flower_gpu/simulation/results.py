@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from flwr.common import Parameters
 
 from flower_gpu import files, trace
 from flower_gpu.apps.failures import FILE_NAME
-from flower_gpu.apps.folder import RunFolder, short, write_json
-from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
+from flower_gpu.apps.folder import RunFolder, write_json
+from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.flower.recording.metrics import Metrics, finite
 from flower_gpu.printable import path_text
 from flower_gpu.simulation.checkpoint import INDEX_NAMES
 from flower_gpu.simulation.model_file import write_model
-from flower_gpu.simulation.places import disk_error
+from flower_gpu.simulation.record_files import disk_error
 from flower_gpu.trace import Event
 from flower_gpu.watch.fields import first_line
 
@@ -49,12 +48,26 @@ class SimulationStoppedError(KeyboardInterrupt):
 
 
 class ResultFolder:
-    """The files of a run. Not safe to use from several threads."""
+    """The files of a run. Not safe to use from several threads.
+
+    Attributes
+    ----------
+    config, summary : Path
+        What the run was started with, and the sums at its end; JSON.
+    metrics, table : Path
+        What happened, as JSON lines, and metrics by round as CSV.
+    failures : Path
+        Failed messages, with their tracebacks.
+    checkpoint : Path
+        Folder of what a run needs to go on.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config, self.summary = path / "config.json", path / "summary.json"
+        self.metrics, self.table = path / "metrics.jsonl", path / "metrics.csv"
+        self.failures, self.checkpoint = path / FILE_NAME, path / "checkpoint"
         self._rows: list[dict[str, Any]] = []
-        self._has_new_rows = False
 
     @classmethod
     def create(cls, log_dir: Path, config: Mapping[str, Any]) -> ResultFolder:
@@ -82,49 +95,9 @@ class ResultFolder:
         return folder
 
     @property
-    def config(self) -> Path:
-        """What the run was started with, as JSON."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """What happened, as JSON lines."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def table(self) -> Path:
-        """Metrics by round, as CSV."""
-        return self.path / "metrics.csv"
-
-    @property
-    def summary(self) -> Path:
-        """The sums, as JSON."""
-        return self.path / "summary.json"
-
-    @property
-    def failures(self) -> Path:
-        """Failed messages, with their tracebacks."""
-        return self.path / FILE_NAME
-
-    @property
-    def checkpoint(self) -> Path:
-        """Folder of what a run needs to go on."""
-        return self.path / "checkpoint"
-
-    @property
-    def trace(self) -> Path:
-        """Events of workers and leases."""
-        return self.path / trace.FILE_NAME
-
-    @property
     def can_resume(self) -> bool:
         """Whether there is a checkpoint."""
         return any((self.checkpoint / name).is_file() for name in INDEX_NAMES)
-
-    @property
-    def shown(self) -> str:
-        """The path for a message."""
-        return short(self.path)
 
     def read_config(self) -> dict[str, Any]:
         """Return what the run was started with."""
@@ -142,7 +115,6 @@ class ResultFolder:
         with files.replaced(self.metrics, has_one_writer=True) as new:
             new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._rows = [line for line in kept if line.get("kind") not in _NO_ROWS]
-        self._has_new_rows = True
         return [event for line in kept if (event := _event_of(line)) is not None]
 
     def on_event(self, event: Event) -> None:
@@ -171,31 +143,25 @@ class ResultFolder:
                 told = {name: event[name] for name in names}
                 metrics = finite(event["metrics"])
                 self._add_row({"round": server_round, "kind": event["task"], **told, "metrics": metrics})
-            case _:
-                pass
 
     def finish(self, model: ArrayRecord | Parameters | None, summary: Mapping[str, Any]) -> None:
         """Write what is there at the end only. A full disk is an error that says what to do."""
+        written = None
         try:
             self._write_table()
-            written = write_model(model, self.path)
-            self._write_summary(summary, written)
+            try:
+                written = write_model(model, self.path)
+            finally:  # where the model does not fit, the summary may
+                name = None if written is None else written.name
+                write_json(self.summary, finite({**summary, "model": name}))
         except OSError as error:
             raise disk_error(error, self.path, _SMALL_BYTES, "Free space for the results") from error
-        except FlowerGPUError:  # the model does not fit: the summary may
-            with suppress(OSError):
-                self._write_summary(summary, None)
-            raise
-
-    def _write_summary(self, summary: Mapping[str, Any], model: Path | None) -> None:
-        write_json(self.summary, finite({**summary, "model": None if model is None else model.name}))
 
     def _add_row(self, row: dict[str, Any]) -> None:
-        if self._has_new_rows and self._rows and self._rows[-1]["round"] != row["round"]:
+        if self._rows and self._rows[-1]["round"] != row["round"]:
             self._write_table()  # a round is over
         self._add(row)
         self._rows.append(row)
-        self._has_new_rows = True
 
     def _add(self, line: Mapping[str, Any]) -> None:
         with open(self.metrics, "a", encoding="utf-8") as file:  # what a killed run has found out stays
@@ -215,7 +181,7 @@ class ResultFolder:
                 yield found
 
     def _write_table(self) -> None:
-        if not self._has_new_rows:
+        if not self._rows and not self.table.exists():
             return
         names = list(dict.fromkeys(name for row in self._rows for name in row["metrics"]))
         rows = [["round", "kind", *names]]
@@ -230,7 +196,6 @@ class ResultFolder:
         ).writerows(rows)
         with files.replaced(self.table, has_one_writer=True) as new:
             new.write_text(text.getvalue(), encoding="utf-8")
-        self._has_new_rows = False
 
 
 def _event_of(line: Mapping[str, Any]) -> Event | None:

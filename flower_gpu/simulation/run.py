@@ -18,10 +18,13 @@ from flwr.clientapp import ClientApp
 from flwr.common import Parameters
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
+from flwr.serverapp.server_app import LoadServerAppError
+from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 import flower_gpu
+from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import CallSettings
@@ -32,18 +35,16 @@ from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import workers
-from flower_gpu.simulation.app import SimulatedApp, name_and_folder
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
-from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MessageHandler
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.messages import MessageHandler, Verification
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
-from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.simulation.states import StateStore
-from flower_gpu.simulation.verification import Verification
-from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
+from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.own_calls import borrowed
 from flower_gpu.workers.threads import cores
 
@@ -51,6 +52,7 @@ from flower_gpu.workers.threads import cores
 STATE_MEMORY: Final = "1GiB"
 
 _SEEDS: Final = 1 << 31
+_UNNAMED: Final = "app"  # two components without a folder
 
 
 @dataclass(frozen=True)
@@ -150,21 +152,30 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
     """
-    counts = {
-        "num_supernodes": num_supernodes,
-        "max_workers": max_workers,
-        "calls_per_worker": calls_per_worker,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is a number from 1 on, not {value}")
+    for label, count in (
+        ("num_supernodes", num_supernodes),
+        ("max_workers", max_workers),
+        ("calls_per_worker", calls_per_worker),
+    ):
+        if count is not None and count < 1:
+            raise ConfigError(f"{label} is a number from 1 on, not {count}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
-    earlier = ResultFolder.reopen(Path(resume)) if resume is not None else None
-    before = earlier.read_config() if earlier is not None else {}
-    if before:
-        _check_is_of(app, before, resume)
-    found = SimulatedApp.of(app, {**before.get("run_config", {}), **(run_config or {})}, num_supernodes)
-    seed = before.get("seed") if seed is None else seed
+    folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
+    before = folder.read_config() if folder is not None else {}
+    name, where, server, client = _components(app)
+    if before.get("app", name) != name:
+        theirs = _shown(before["app"], before.get("app_folder"))
+        raise ConfigError(
+            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
+            "Give that app, or start a new run without --resume"
+        )
+    given = {**before.get("run_config", {}), **(run_config or {})}
+    values = given if where is None else FlowerApp.load(where).simulated(given, num_supernodes)
+    if seed is None:
+        seed = before.get("seed")
+    seed = secrets.randbelow(_SEEDS) if seed is None else seed
+    # What a run that goes on must have in common with the run before.
+    identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
     decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
     if verify_recycling and calls_per_worker in (None, 1) and not decision.on_gpu:
         raise ConfigError(
@@ -172,45 +183,46 @@ def simulate(
             "more"
         )
     leases = workers.most_leases(settings, decision.uuids)
-    plan = _Plan(
-        found,
-        num_supernodes,
-        secrets.randbelow(_SEEDS) if seed is None else seed,
-        workers.concurrency(settings, leases, max_workers, num_supernodes, found.client, calls_per_worker),
-        None if settings.gpu.request.is_auto else leases or None,
-        calls_per_worker,
-        verify_recycling,
-        memory_bytes(state_memory, "state_memory"),
-        settings,
-        options,
-    )
+    concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes, client, calls_per_worker)
+    variables = workers.variables(concurrency, options.get("env"))
+    memory_limit_bytes = memory_bytes(state_memory, "state_memory")
+    gpus = workers.gpus()
     recorded: RecordedRun | None = None
     with ExitStack() as stack:
-        folder = earlier
         if folder is None and log_dir is not None:
-            folder = ResultFolder.create(Path(log_dir), plan.described())
+            config = {
+                **identity,
+                "app_folder": where,
+                "run_config": values,
+                "max_workers": concurrency,
+                "calls_per_worker": calls_per_worker,
+                "verify_recycling": verify_recycling,
+                "state_memory_bytes": memory_limit_bytes,
+                "options": {option: _plain(value) for option, value in options.items()},
+                "gpus": [gpu.name for gpu in gpus],
+                "cores": cores(),
+                "versions": _versions(),
+            }
+            folder = ResultFolder.create(Path(log_dir), config)
         if folder is not None:
             stack.enter_context(borrowed([RUN_DIR_VARIABLE]))
             os.environ[RUN_DIR_VARIABLE] = str(folder.path)
             # First in, last out: the last look at the GPUs is when all workers are gone.
             recorded = stack.enter_context(
-                recorded_run(
-                    folder.path, "simulate", found.name, clients=num_supernodes, begins=earlier is None
-                )
+                recorded_run(folder.path, "simulate", name, clients=num_supernodes, begins=resume is None)
             )
             if recorded.is_elsewhere:
                 raise ConfigError(f"--resume {resume}: another process goes on with this run already")
-        states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
+        states = StateStore(_state_folder(folder, stack), memory_limit_bytes)
         stack.callback(states.close)
         checkpoints = state = None
         if folder is not None:
-            checkpoints = Checkpoints(folder.checkpoint, states, plan.identity())
+            checkpoints = Checkpoints(folder.checkpoint, states, identity)
             stack.callback(checkpoints.close)
-            state = checkpoints.read() if earlier is not None else None
+            state = checkpoints.read() if resume is not None else None
         run_id = secrets.randbits(63)
-        nodes = VirtualNodes(num_supernodes, plan.seed, run_id, found.run_config, states=states)
+        nodes = VirtualNodes(num_supernodes, seed, run_id, values, states)
         stack.enter_context(_identity(run_id))
-        resumed_round = None if state is None else state.server_round
         report: Report | None = None
         stack.callback(lambda: _count(recorded, report))
         report = stack.enter_context(
@@ -219,26 +231,42 @@ def simulate(
                 num_supernodes,
                 nodes.partition_of,
                 progress=progress,
-                resumed_round=resumed_round,
+                resumed_round=None if state is None else state.server_round,
                 on_resume=lambda: recorded.begin() if recorded is not None else None,
                 keep_going=keep_going,
             )
         )
-        report.recorder.concurrency = plan.concurrency
-        run_server = RunServer(plan.run_server_settings())
-        handler = plan.handler(nodes, run_server)
-        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, plan.concurrency, checkpoints, state)
+        report.recorder.concurrency = concurrency
+        run_server = RunServer(workers.run_server_settings(name, client, settings, variables))
+        turns = LeaseTurns(None if settings.gpu.request.is_auto else leases or None)
+        of_calls = {**options, "env": variables}
+        if not gpus:
+            of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
+        handler = MessageHandler(
+            client,
+            nodes,
+            of_calls,
+            name,
+            seed,
+            lambda: Slot(run_server, turns, calls_per_worker),
+            Verification(workers.CHECKS) if verify_recycling else None,
+        )
+        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
         # Last in, first out: workers end at once, then the threads that wait for them.
         stack.callback(handler.close)
         stack.callback(grid.close)
         stack.callback(run_server.close)
         stack.callback(lambda: report.facts.update(handler.facts()))
-        workers.seed_server(plan.seed)
-        context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(found.run_config))
+        workers.seed_server(seed)
+        context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(values))
         recorded_grid = RecordedGrid(grid, report.recorder)
-        server = found.load_server()
+        if isinstance(server, str):
+            server = _loaded(server, where)
         if workers.loads_data(settings):
-            _load_data(run_server)
+            try:
+                run_server.process()
+            except WorkerStartError as error:  # so the run ends here, and not each client's call
+                raise ConfigError(f"preload: {error}") from error
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
@@ -252,93 +280,33 @@ def _count(recorded: RecordedRun | None, report: Report | None) -> None:
         recorded.messages, recorded.failed = report.summary.get("messages"), report.summary.get("failed")
 
 
-def _check_is_of(
-    app: str | Path | tuple[ServerApp, ClientApp], before: Mapping[str, Any], resume: str | Path | None
-) -> None:
-    """Refuse to go on with the run of another app, before anything else of that is found to be odd here."""
-    name, where = name_and_folder(app)
-    if before.get("app", name) != name:
-        theirs = before.get("app_folder")
-        raise ConfigError(
-            f"--resume {path_text(str(resume))}: that is a run of {before['app']}"
-            + (f" ({path_text(str(theirs))})" if theirs else "")
-            + f", not of {name}"
-            + (f" ({path_text(where)})" if where else "")
-            + ". Give that app, or start a new run without --resume"
-        )
+def _components(
+    app: str | Path | tuple[ServerApp, ClientApp],
+) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
+    """Return what an app is called, where it is if it has a folder, and its two components."""
+    if isinstance(app, tuple):
+        server, client = app
+        if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
+            raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
+        return _UNNAMED, None, server, client
+    found = FlowerApp.load(Path(app))
+    return found.name, found.path, found.serverapp, AppReference(found.path, found.clientapp)
 
 
-def _load_data(run_server: RunServer) -> None:
-    """Start what loads data; if it cannot, the run ends here, and not each client's call."""
-    try:
-        run_server.process()
-    except WorkerStartError as error:
-        raise ConfigError(f"preload: {error}") from error
+def _loaded(reference: str, folder: Path | None) -> ServerApp:
+    loaded = load_app(reference, LoadServerAppError, folder)
+    if not isinstance(loaded, ServerApp):
+        raise ConfigError(f"{reference} is a {type(loaded).__name__}, not a ServerApp")
+    return loaded
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What a run is started with, resolved."""
+def _shown(name: str, folder: object) -> str:
+    return f"{name} ({path_text(str(folder))})" if folder else name
 
-    app: SimulatedApp
-    num_supernodes: int
-    seed: int
-    concurrency: int
-    most_leases: int | None
-    calls_per_worker: int | None
-    verify_recycling: bool
-    state_memory_bytes: int
-    settings: CallSettings
-    options: Mapping[str, Any]
 
-    def identity(self) -> dict[str, Any]:
-        """Return what a run that goes on must have in common with the run before."""
-        return {"app": self.app.name, "num_supernodes": self.num_supernodes, "seed": self.seed}
-
-    def described(self) -> dict[str, Any]:
-        """Return all of it, for people."""
-        versions = {name: version(name) for name in ("flwr", "numpy")}
-        return {
-            **self.identity(),
-            "app_folder": self.app.folder,
-            "run_config": dict(self.app.run_config),
-            "max_workers": self.concurrency,
-            "calls_per_worker": self.calls_per_worker,
-            "verify_recycling": self.verify_recycling,
-            "state_memory_bytes": self.state_memory_bytes,
-            "options": {name: _plain(value) for name, value in self.options.items()},
-            "gpus": [gpu.name for gpu in workers.gpus()],
-            "cores": cores(),
-            "versions": {
-                "flower-gpu": flower_gpu.__version__,
-                **versions,
-                "python": sys.version.split()[0],
-            },
-        }
-
-    def run_server_settings(self) -> RunServerSettings:
-        """Return what workers are forked from."""
-        return workers.run_server_settings(self.app.name, self.app.client, self.settings, self._variables())
-
-    def handler(self, nodes: VirtualNodes, run_server: RunServer) -> MessageHandler:
-        """Make what handles the messages."""
-        options = {**self.options, "env": self._variables()}
-        if not workers.gpus():
-            options["gpu"] = "never"  # there is none: it need not be looked for with each message
-        verification = Verification(workers.CHECKS) if self.verify_recycling else None
-        turns = LeaseTurns(self.most_leases)
-        return MessageHandler(
-            self.app.client,
-            nodes,
-            options,
-            self.app.name,
-            self.seed,
-            lambda: Slot(run_server, turns, self.calls_per_worker),
-            verification,
-        )
-
-    def _variables(self) -> dict[str, str]:
-        return workers.variables(self.concurrency, self.options.get("env"))
+def _versions() -> dict[str, str]:
+    found = {name: version(name) for name in ("flwr", "numpy")}
+    return {"flower-gpu": flower_gpu.__version__, **found, "python": sys.version.split()[0]}
 
 
 @contextmanager

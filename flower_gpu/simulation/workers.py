@@ -16,7 +16,7 @@ from flower_gpu.calls import environment
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.simulation.messages import AppReference
+from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import threads
 from flower_gpu.workers.forkserver.run_server import RunServerSettings
@@ -25,8 +25,7 @@ from flower_gpu.workers.threads import cores, planned_threads
 #: Messages that ``verify_recycling`` has handled a second time.
 CHECKS: Final = 3
 
-_OURS: Final = ("flower_gpu.simulation.messages", "flower_gpu.simulation.rehearsal")
-_REHEARSAL: Final = "flower_gpu.simulation.rehearsal:rehearse"
+_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker")
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
 _WITHOUT_TORCH: Final = {
@@ -108,7 +107,6 @@ def run_server_settings(
         env=threads.environment(planned_threads(env), env),
         setup=threads.SETUP,
         modules=(*_OURS, *libraries),
-        rehearsal=_REHEARSAL,
         seeds=False,  # each message has a seed
         without=without,
         preload=settings.worker.preload,

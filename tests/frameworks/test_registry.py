@@ -13,7 +13,7 @@ import pytest
 from flower_gpu import frameworks
 from flower_gpu.frameworks import Cap, Framework, Hold, Rule, out_of_memory
 from flower_gpu.frameworks.framework import Setting
-from flower_gpu.simulation.fresh import ProcessState, seed_all
+from flower_gpu.simulation.in_worker import ProcessState, seed_all
 
 
 class Toy(Framework):

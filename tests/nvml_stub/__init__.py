@@ -64,7 +64,7 @@ def build(folder: Path, driver: int = 550) -> Path:
         If there is no C compiler, or it failed.
     """
     library = folder / _NAME
-    code = _compiled(driver)
+    code = compiled(driver).read_bytes()
     if not library.exists() or library.read_bytes() != code:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(library, code)
@@ -72,14 +72,15 @@ def build(folder: Path, driver: int = 550) -> Path:
 
 
 @cache
-def _compiled(driver: int) -> bytes:
+def compiled(driver: int) -> Path:
     """Return the library; compiled once for all processes, as a module's bytecode is."""
     code = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
-    compiled = Path(__file__).parent / "__pycache__" / f"nvml-{driver}-{platform.machine()}-{code}.so"
-    if not compiled.exists():
-        compiled.parent.mkdir(exist_ok=True)
-        _replace(compiled, _compile(driver))
-    return compiled.read_bytes()
+    name = f"nvml-{driver}-{platform.machine()}-{code}"
+    library = Path(__file__).absolute().parent / "__pycache__" / name / _NAME
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _replace(library, _compile(driver))
+    return library
 
 
 def _compile(driver: int) -> bytes:
@@ -144,7 +145,8 @@ class Host:
         driver: str = "550.54.14",
     ) -> None:
         self.folder = folder.absolute()
-        self.stub_file = build(self.folder / "lib", int(driver.partition(".")[0]))
+        # The same for all hosts: processes share a fork server only if they search the same folders.
+        self.stub_file = compiled(int(driver.partition(".")[0]))
         (self.folder / "use").mkdir(parents=True, exist_ok=True)
         paths = [str(self.stub_file.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}

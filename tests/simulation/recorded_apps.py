@@ -69,6 +69,22 @@ class Clients:
             self._alive -= 1
 
 
+class Handled:
+    """A function as a grid's handler: no worker is kept for it, and none is given up."""
+
+    def __init__(self, handle: Callable[[Message], Message]) -> None:
+        self._handle = handle
+
+    def __call__(self, message: Message) -> Message:
+        return self._handle(message)
+
+    def idle(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def cancel(self, message: Message) -> None: ...
+
+
 def handled_by(app: ClientApp, nodes: VirtualNodes) -> Callable[[Message], Message]:
     """Have a ClientApp handle messages."""
 
@@ -154,7 +170,7 @@ def run_on_grid(
     identity = {"run_id": RUN_ID, "node_id": SUPERLINK_NODE_ID, "task_id": 1}
     for name, value in identity.items():  # as a process of Flower's has it that runs a ServerApp
         setattr(TaskIdentity, name, value)
-    local = LocalGrid(Run.create_empty(RUN_ID), nodes, handle, threads)
+    local = LocalGrid(Run.create_empty(RUN_ID), nodes, Handled(handle), threads)
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
     with closing(RecordedGrid(local, recorder)) as grid:
         app(grid, context)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_gpu.simulation import messages
+from flower_gpu.simulation import in_worker
 
 
 def _torch(path: str) -> tuple[Any, str]:
@@ -158,7 +158,7 @@ ALL = {**OF_TORCH, **OF_NEW_TORCH, **OF_PYTHON}
 def look_and_change(name: str) -> tuple[int, str, str]:
     """Begin as a client does; return this process, what is there, and what is there after a change."""
     look, change = ALL[name]
-    with messages.as_first(7):
+    with in_worker.as_first(7):
         before = repr(look())
         change()
         return os.getpid(), before, repr(look())
@@ -166,13 +166,13 @@ def look_and_change(name: str) -> tuple[int, str, str]:
 
 def look_at(names: list[str]) -> dict[str, str]:
     """Begin as a client does; return what is there."""
-    with messages.as_first(7):
+    with in_worker.as_first(7):
         return {name: repr(ALL[name][0]()) for name in names}
 
 
 def numbers(seed: int) -> tuple[int, list[float]]:
     """Begin as a client does; return this process and random numbers of all kinds."""
-    with messages.as_first(seed):
+    with in_worker.as_first(seed):
         drawn = [random.random(), float(np.random.rand())]
         torch: Any = sys.modules.get("torch")
         if torch is not None:
@@ -182,7 +182,7 @@ def numbers(seed: int) -> tuple[int, list[float]]:
 
 def import_torch_late() -> tuple[int, str]:
     """Begin as a client does, whose function imports torch and then has it count in another way."""
-    with messages.as_first(7):
+    with in_worker.as_first(7):
         import torch
 
         before = str(torch.get_default_dtype())

@@ -18,11 +18,10 @@ from grid_handlers import until
 
 from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
-from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import AppReference, MessageHandler
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.messages import MessageHandler, Verification
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.slots import Slot
-from flower_gpu.simulation.verification import Verification
+from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver.line import Line
 from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
@@ -36,7 +35,7 @@ RUN_ID = 11
 @pytest.fixture(scope="module")
 def with_torch() -> Iterator[Line]:
     run_server = RunServer(
-        RunServerSettings("recycling", modules=("torch", "flower_gpu.simulation.messages"))
+        RunServerSettings("recycling", modules=("torch", "flower_gpu.simulation.in_worker"))
     )
     line = Line(run_server)
     yield line
@@ -150,7 +149,7 @@ class Handler:
 
 @pytest.fixture(scope="module")
 def run_server() -> Iterator[RunServer]:
-    run_server = RunServer(RunServerSettings("messages", SPAWN, modules=("flower_gpu.simulation.messages",)))
+    run_server = RunServer(RunServerSettings("messages", SPAWN, modules=("flower_gpu.simulation.in_worker",)))
     yield run_server
     run_server.close()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import trace
-from flower_gpu.simulation.summary import summary_lines, summary_of
+from flower_gpu.simulation.reporting import summary_lines, summary_of
 from flower_gpu.trace import Event
 from flower_gpu.watch.history import History
 

@@ -183,7 +183,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     ("elements", "kept"),
-    [(70_000, "there is no checkpoint of an earlier one"), (60_000, "which is that of the round before")],
+    [(75_000, "there is no checkpoint of an earlier one"), (60_000, "which is that of the round before")],
     ids=["first", "later"],
 )
 def test_a_full_disk_is_told_with_numbers_that_agree(elements: int, kept: str, small_disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""The state of a recycled worker: each virtual client finds it as the first one did."""
+"""What a worker does with a message: it loads the app, and has the process as the first client found it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,89 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.client_app import LoadClientAppError
+from flwr.supercore.object_ref import load_app
 
 from flower_gpu import frameworks
+from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Setting
+from flower_gpu.workers.forkserver.run_worker import leave_after_this_call, may_stay
 
 _SEED_WORDS: Final = 8  # of 32 bits
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class AppReference:
+    """A ClientApp that workers import."""
+
+    folder: Path  # the app's folder, which goes first on ``sys.path``
+    name: str  # ``"package.module:attribute"``
+
+    def load(self) -> ClientApp:
+        """Import it.
+
+        Raises
+        ------
+        LoadClientAppError
+            If that fails, or it is something else.
+        """
+        app = load_app(self.name, LoadClientAppError, self.folder)
+        if not isinstance(app, ClientApp):
+            raise LoadClientAppError(f"{self.name} is a {type(app).__name__}, not a ClientApp")
+        return app
+
+
+def handle(
+    app: AppReference | ClientApp,
+    seed: int,
+    message: Message,
+    context: Context,
+    identity: Mapping[str, Any],
+) -> tuple[Message, RecordDict]:
+    """Handle a message; runs in a worker."""
+    loaded = _load(app, seed) if isinstance(app, AppReference) else app
+    with as_first(seed):
+        return message_call.run(loaded, None, message, context, identity)
+
+
+_loaded: dict[AppReference, ClientApp] = {}
+_found: ProcessState | None = None
+
+
+def _load(app: AppReference, seed: int) -> ClientApp:
+    if app not in _loaded:
+        seed_all(seed)  # what the app's modules draw when they are imported is the client's, too
+        _loaded[app] = app.load()
+    return _loaded[app]
+
+
+@contextmanager
+def as_first(seed: int) -> Iterator[None]:
+    """Give a client, in the block, the state of this process that its first client found, and a seed."""
+    global _found
+    if _found is not None:
+        _found.restore()
+    elif may_stay():
+        _found = ProcessState()
+    seed_all(seed)
+    had = frameworks.loaded()
+    try:
+        yield
+    finally:
+        if any(next(new.settings(), None) for new in frameworks.loaded() if new not in had):
+            leave_after_this_call()  # nobody knows what flags it had before this client
 
 
 class ProcessState:
