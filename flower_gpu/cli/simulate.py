@@ -25,14 +25,8 @@ from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, K
 from flower_gpu.launch.options import given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, Option, options_of
-<<<<<<< HEAD
-from flower_gpu.printable import path_text
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
-=======
-from flower_gpu.workers.interrupts import ended_by_signals
-from flower_gpu.workers.preload import check_modules, checked
->>>>>>> 226df1d (Simulation: states, checkpoint and files with one bookkeeping; worker's side in one file; no rehearsal)
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.run import SimulationResult
