@@ -14,24 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from benchmarks.gpu import cap, memory, oversubscribe, steps, throughput
 from benchmarks.gpu.caller import WAYS
 from benchmarks.gpu.setting import MB, QUICK, Setting, Sizes, gpu, part_folder
-from benchmarks.shared.driver import Figures, Options, Parser, chosen, json_file, positive, run
+from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, run
 
-# With whole leases, so not on a device that has none.
 _SHARED: dict[str, ModuleType] = {
     "memory": memory,
     "oversubscribe": oversubscribe,
     "cap": cap,
     "throughput": throughput,
 }
-_PARTS = ("steps", *_SHARED)
-_PARTS_OF = {"cuda": _PARTS, "cpu": ("steps",), "stub": tuple(_SHARED)}
 _OMP_THREADS = {"OMP_NUM_THREADS": "1"}  # many processes share the cores; what counts is on the GPU
 
 
@@ -39,8 +35,7 @@ def main() -> int:
     parser, options = _options()
     figures: Figures = {"device": options.device, "quick": options.quick}
     parts = {"steps": _steps, **{part: partial(_share, part) for part in _SHARED}}
-    around = None if options.device == "cpu" else _on_gpu(options, figures)
-    return run(parser, options, parts, figures, around=around, after=partial(_draw, options))
+    return run(parser, options, parts, figures, around=_on_gpu(options, figures))
 
 
 @contextmanager
@@ -74,22 +69,6 @@ def _share(part: str, options: Options, figures: Figures) -> None:
     module.check(figures[part])
 
 
-def _draw(options: Options, figures: Figures) -> None:
-    if options.plot:
-        from benchmarks.gpu import plot
-
-        plot.draw(figures, options.plot)
-
-
-def _plot_file(text: str) -> Path:
-    if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("plots need matplotlib: pip install matplotlib")
-    path = json_file(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} does not end in .png, .svg or .pdf")
-    return path
-
-
 def _data_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
@@ -99,10 +78,8 @@ def _data_file(text: str) -> Path:
 
 def _options() -> tuple[Parser, Options]:
     known = list(WAYS)
-    parser = Parser("gpu", __doc__, _PARTS, quick={})
+    parser = Parser("gpu", __doc__, ["steps", *_SHARED], quick={})
     limits = ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items())
-    parser.add_argument("--plot", type=_plot_file, metavar="FILE",
-                        help="also draw them (.png, .svg, .pdf); needs matplotlib")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="SECONDS",
                         help=f"time for each part but steps; default: {limits}")  # fmt: skip
     parser.add_argument("--runs", type=positive, metavar="N",
@@ -116,15 +93,9 @@ def _options() -> tuple[Parser, Options]:
                         help="of steps: images per step; default: 32")  # fmt: skip
     parser.add_argument("--side", type=positive, default=224, metavar="PIXELS",
                         help="of steps: of an image; default: 224")  # fmt: skip
-    # Neither the CPU nor a simulated GPU shows anything but that the script works.
-    parser.add_argument("--device", choices=tuple(_PARTS_OF), default="cuda", help=argparse.SUPPRESS)
-    parser.set_defaults(only=None)
-    options = parser.parse()
-    possible = _PARTS_OF[options.device]
-    options.only = options.only or list(possible)
-    if missing := [part for part in options.only if part not in possible]:
-        parser.error(f"{missing[0]} does not run on {options.device}")
-    return parser, options
+    # A simulated GPU shows nothing but that the script works.
+    parser.add_argument("--device", choices=("cuda", "stub"), default="cuda", help=argparse.SUPPRESS)
+    return parser, parser.parse()
 
 
 if __name__ == "__main__":

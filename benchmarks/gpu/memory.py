@@ -28,7 +28,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     source = gpu_data.prepare(setting)
     with clients("ours", setting.device, 1) as (client,):
         path = str(setting.folder / "weights.pkl")
-        request = {"do": "initial", "args": [0], "options": {"gpu": "never"}, "result": path}
+        request = {"do": "initial", "args": [0, setting.device], "options": {"gpu": "never"}, "result": path}
         checked(ask(client, request, setting.deadline), client)
     start = setting.memory()
     rows = []

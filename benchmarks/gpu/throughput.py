@@ -77,7 +77,8 @@ def _article_rounds(setting: Setting, number: int, seconds: dict[tuple[str, int]
 
 
 def _make_weights(setting: Setting, client: Client) -> None:
-    request = {"do": "initial", "args": [0], "options": {"gpu": "never"}, "result": str(_weights(setting))}
+    args = [0, setting.device]
+    request = {"do": "initial", "args": args, "options": {"gpu": "never"}, "result": str(_weights(setting))}
     checked(ask(client, request, setting.deadline), client)
 
 

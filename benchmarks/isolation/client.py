@@ -11,7 +11,7 @@ from benchmarks.isolation.client_caller import WAYS
 from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError, Member, members, new_state_folder
 
-_QUICK = ("in-process", "article", "ours-forkserver")
+_QUICK = ("in-process", "ours-forkserver")
 _TIMEOUT_S = 300.0
 _SAME_LOSS = 0.05  # threads change the last bits, and the epoch carries them on
 

@@ -22,6 +22,7 @@ def measure(chosen: list[str], *, quick: bool) -> list[dict[str, Any]]:
 
     Quickly: few ways, two clients, one fit.
     """
+    end_descendants()  # what the parts before have left would be counted
     if quick:
         plan = [(PLAIN, 2, 0), *((way, 2, 1) for way in _QUICK if way in chosen)]
         rows = [_row(way, count, fits, 1.0, settle_s=0.1) for way, count, fits in plan]

@@ -11,7 +11,7 @@ from flwr.client import NumPyClient
 
 from benchmarks.isolation.ways import PLAIN, WAYS, Run
 from benchmarks.shared import weights as sample
-from benchmarks.shared.member import serve, wait_until_gone
+from benchmarks.shared.member import LIBRARY, serve, wait_until_gone
 from benchmarks.shared.weights import Weights
 
 
@@ -35,7 +35,7 @@ def prepare(way_name: str, size_mb: float) -> Callable[[dict[str, Any]], dict[st
         for _ in range(request["fits"]):
             result, _, _ = client.fit(sample.make(size_mb), {})
             sample.check(result, size_mb, 1)
-        return {"torch": "torch" in sys.modules, "verified": True}
+        return {"torch": LIBRARY in sys.modules, "verified": True}
 
     return answer
 

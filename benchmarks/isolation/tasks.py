@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import torch  # noqa: F401 - a client's module does, and each new process pays for it
 
+from benchmarks.shared.member import LIBRARY
 from benchmarks.shared.weights import Weights
+
+import_module(LIBRARY)  # as a client's module does; each new process pays for it
 
 
 def update(weights: Weights) -> tuple[int, Weights]:

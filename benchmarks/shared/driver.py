@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,12 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks.shared import machine
-from benchmarks.shared.processes import (
-    BenchmarkError,
-    end_descendants,
-    new_state_folder,
-    nothing_left_behind,
-)
+from benchmarks.shared.member import QUICK
+from benchmarks.shared.processes import BenchmarkError, end_servers, new_state_folder, nothing_left_behind
 from benchmarks.shared.weights import SMALLEST_MB
 
 EXIT_USAGE = 2
@@ -68,6 +65,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self) -> Options:
         options = self.parse_args()
+        if getattr(options, "quick", False):
+            os.environ[QUICK] = "1"
         for name, value in (self._quick if self._quick and options.quick else self._full).items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
@@ -84,7 +83,6 @@ def run(
     figures: Figures,
     *,
     around: AbstractContextManager[object] | None = None,
-    after: Callable[[Figures], object] = lambda _: None,
 ) -> int:
     """Run the parts, each with nothing left of the one before, and write the figures down after each.
 
@@ -98,8 +96,6 @@ def run(
         What the parts add to, and ``machine``.
     around : context manager, optional
         What all parts need. If it cannot be had, nothing is measured.
-    after : callable, optional
-        Gets the figures after each part.
 
     Returns
     -------
@@ -116,7 +112,6 @@ def run(
                 _run_part(parser, name, partial(parts[name], options, figures), failed)
                 if options.json:
                     options.json.write_text(json.dumps({**figures, "failed": failed}, indent=1) + "\n")
-                after(figures)
     except BenchmarkError as error:
         return _refuse(parser, f"{error}; nothing measured")
     except KeyboardInterrupt:
@@ -134,7 +129,7 @@ def _run_part(parser: Parser, name: str, part: Callable[[], object], failed: dic
         if not isinstance(error, BenchmarkError):
             traceback.print_exc()
     finally:
-        end_descendants()  # a fork server would be counted with the next part
+        end_servers()  # one would be counted with the next part
 
 
 def _refuse(parser: Parser, reason: str) -> int:

@@ -10,6 +10,11 @@ from typing import Any
 
 MB = 1_000_000
 
+#: Set while everything is tiny. One fork server serves all parts then.
+QUICK = "BENCHMARKS_QUICK"
+#: What a client's module imports, and each new process pays for. If all is tiny, it is a small one.
+LIBRARY = "wave" if QUICK in os.environ else "torch"
+
 
 def serve(prepare: Callable[[], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
     """Answer requests of the driver, one line of JSON each, until it has no more.

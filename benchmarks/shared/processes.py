@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shared.member import QUICK
+
 #: Of the repository: where ``benchmarks`` is imported from.
 ROOT = Path(__file__).parents[2]
 
@@ -127,7 +129,9 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def new_state_folder() -> None:
-    """Let members that are started from now on have a fork server of their own."""
+    """Let members that are started from now on have a fork server of their own, unless all is tiny."""
+    if QUICK in os.environ:
+        return
     os.environ[_STATE] = tempfile.mkdtemp(dir=Path(os.environ[_STATE]).parent)
 
 
@@ -144,6 +148,12 @@ def end_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(-1, 0)
+
+
+def end_servers() -> None:
+    """End what is left of callers, which are gone: their fork servers. If all is tiny, the next ones use them."""
+    if QUICK not in os.environ:
+        end_descendants()
 
 
 def descendants(root: int) -> list[int]:

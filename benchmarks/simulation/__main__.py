@@ -43,7 +43,8 @@ def _many(options: Options, figures: Figures) -> None:
 
 def _digits(options: Options, figures: Figures) -> None:
     size = digits.QUICK_DIGITS if options.quick else digits.DIGITS
-    figures["digits"] = digits.measure(*size, options.engines, options.epochs, options.runs)
+    calls = digits.QUICK_CALLS if options.quick else digits.CALLS
+    figures["digits"] = digits.measure(*size, options.engines, options.epochs, options.runs, calls)
 
 
 def _accuracy(options: Options, figures: Figures) -> None:

@@ -16,10 +16,10 @@ from benchmarks.simulation.engines import Done, Run, in_turn, perform
 
 #: Clients and rounds of ``digits``; clients, rounds and clients of a round of ``accuracy``.
 DIGITS, QUICK_DIGITS = (100, 5), (2, 2)
+CALLS, QUICK_CALLS = (1, 1000), (1000,)  # of a worker; more than there are: Ray keeps its actors to the end, too
 ACCURACY, QUICK_ACCURACY = (100, 10, 10), (4, 1, 2)
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 
-_MANY_CALLS = 1000  # more than there are: Ray keeps its actors to the end, too
 _IDEAL = "the loop, which is on one core, divided by the cores (aim of many calls: at most 1.2x)"
 _NEAR = 0.01  # of accuracy: the same training, summed in another order
 _ALPHA, _EPOCHS = 0.3, 5
@@ -27,13 +27,13 @@ _SMALLEST_NOISE = 0.03
 
 
 def measure(
-    clients: int, rounds: int, engines: Sequence[str], epochs: Sequence[int], runs: int
+    clients: int, rounds: int, engines: Sequence[str], epochs: Sequence[int], runs: int, calls: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Return a row per engine, calls per worker, and local epochs."""
     rows = []
     for count in epochs:
         config = {"num-server-rounds": rounds, "local-epochs": count, "alpha": 0.0, "seed": 0}
-        ways = ways_of("digits", clients, config, engines, (1, _MANY_CALLS))
+        ways = ways_of("digits", clients, config, engines, calls)
         if "ours" in engines:
             options = ("--calls-per-worker", "1", "--preload", "digits.task:load_data")
             preloaded = Run("ours", "digits", clients, config, saves_model=True, options=options)

@@ -23,7 +23,7 @@ from benchmarks.shared import driver
 from benchmarks.shared.processes import (
     BenchmarkError,
     descendants,
-    end_descendants,
+    end_servers,
     new_state_folder,
     ray_environment,
 )
@@ -229,7 +229,7 @@ def _end_what_is_left() -> None:
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline and any(_is_of_ray(pid) for pid in descendants(os.getpid())):
         time.sleep(0.1)
-    end_descendants()
+    end_servers()
 
 
 def _is_of_ray(pid: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.shared import table
 from benchmarks.shared.driver import Figures, Options, Parser, in_turn, positive, run
-from benchmarks.shared.processes import BenchmarkError, end_descendants, new_state_folder
+from benchmarks.shared.processes import BenchmarkError, end_servers, new_state_folder
 from flower_gpu import trace
 
 _APPS = Path(__file__).parents[1] / "simulation" / "apps"
@@ -96,7 +96,7 @@ def _run(app: str, clients: int, config: dict[str, Any], way: str) -> dict[str, 
                 capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
             )  # fmt: skip
         finally:
-            end_descendants()
+            end_servers()
         if ran.returncode:
             raise BenchmarkError(f"{app}, tracing {way}: status {ran.returncode}\n{ran.stderr[-4000:]}")
         traces = list(Path(folder).glob(f"*/{trace.FILE_NAME}"))

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.timeout(480)
 
 
 def test_a_message_to_supernodes(figures: Figures) -> None:
-    rows = figures("supernode", "--only", "no-op", "--supernodes", 2, "--rounds", 1, "--runs", 1)["rows"]
+    rows = figures("supernode", "--only", "no-op", "--supernodes", 1, "--rounds", 1, "--runs", 1)["rows"]
     assert [(row["app"], row["way"], row["supernodes"]) for row in rows] == [
-        ("no-op", "flower", 2),
-        ("no-op", "ours", 2),
+        ("no-op", "flower", 1),
+        ("no-op", "ours", 1),
     ]
     assert all(row["total_s"] > 0 and row["cpu_s_per_message"] > 0 for row in rows)
 
@@ -50,7 +50,6 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
     rows = result["digits"]
     assert [(row["engine"], row["calls_per_worker"], row["preload"]) for row in rows] == [
         ("ours", 1, True),
-        ("ours", 1, False),
         ("ours", 1000, False),
         ("loop", None, False),
     ]

@@ -15,18 +15,6 @@ Figures = Callable[..., dict[str, Any]]
 pytestmark = pytest.mark.timeout(480)
 
 
-def test_a_gpu_call_is_cut_into_parts(figures: Figures) -> None:
-    """On the CPU: the same path, other figures."""
-    options = "--device", "cpu", "--quick", "--runs", 1, "--batch", 2, "--side", 32
-    result = figures("gpu", *options, "--ways", "spawn,ours-spawn")
-    assert result["device"] == "cpu"
-    assert [row["way"] for row in result["steps"]] == ["spawn", "ours-spawn"]
-    parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
-    for row in result["steps"]:
-        assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
-        assert all(row[f"{part}_s"] > 0 for part in parts)
-
-
 def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
     pynvml = pytest.importorskip("pynvml")
     try:
@@ -41,7 +29,12 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
 
 
 def test_the_gpu_benchmark_runs_all_of_its_parts_on_a_simulated_gpu(figures: Figures) -> None:
-    result = figures("gpu", "--device", "stub", "--quick")
+    options = "--device", "stub", "--quick", "--runs", 1, "--batch", 2, "--side", 32
+    result = figures("gpu", *options, "--ways", "ours-spawn")
+    [row] = result["steps"]
+    parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
+    assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
+    assert row["way"] == "ours-spawn" and all(row[f"{part}_s"] > 0 for part in parts)
     article, ours = result["memory"]["ways"]
     assert (ours["trained"], ours["out_of_memory"]) == (3, 0) and article["out_of_memory"] == 1
     leases, bare = result["oversubscribe"]["ways"]
@@ -53,8 +46,8 @@ def test_the_gpu_benchmark_runs_all_of_its_parts_on_a_simulated_gpu(figures: Fig
 
 
 def test_clients_that_nobody_has_sized_fill_a_gpu_and_none_runs_out(figures: Figures) -> None:
-    result = figures("footprint", "--clients", 12, "--seconds", 0.3)
-    assert (result["finished"], result["out_of_memory"]) == (12, 0)
+    result = figures("footprint", "--clients", 9, "--seconds", 0.3)
+    assert (result["finished"], result["out_of_memory"]) == (9, 0)
     assert (result["calls_alone"], result["most_at_a_time"]) == (1, 5)
 
 
