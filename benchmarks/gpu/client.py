@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[[str], dict[str, Call]]] = {"article": article, "ours":
 
 def prepare(way: str, device: str) -> Answer:
     from flower_gpu.errors import GPUOutOfMemoryError
-    from flower_gpu.frameworks.out_of_memory import is_out_of_memory
+    from flower_gpu.frameworks.out_of_memory import out_of_memory_in
 
     calls = WAYS[way](device)
 
@@ -81,7 +81,8 @@ def prepare(way: str, device: str) -> Answer:
             told = {
                 "error": type(error).__name__,
                 "message": str(error),
-                "out_of_memory": isinstance(error, GPUOutOfMemoryError) or is_out_of_memory(error),
+                "out_of_memory": isinstance(error, GPUOutOfMemoryError)
+                or out_of_memory_in(error) is not None,
             }
         return {"began": began, **told, "ended": time.monotonic()}
 

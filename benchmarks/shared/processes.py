@@ -151,7 +151,7 @@ def end_descendants() -> None:
 
 
 def end_servers() -> None:
-    """End what is left of callers, which are gone: their fork servers. If all is tiny, the next ones use them."""
+    """End the fork servers of callers that are gone. If all is tiny, the next callers use them."""
     if QUICK not in os.environ:
         end_descendants()
 

@@ -16,7 +16,10 @@ from benchmarks.simulation.engines import Done, Run, in_turn, perform
 
 #: Clients and rounds of ``digits``; clients, rounds and clients of a round of ``accuracy``.
 DIGITS, QUICK_DIGITS = (100, 5), (2, 2)
-CALLS, QUICK_CALLS = (1, 1000), (1000,)  # of a worker; more than there are: Ray keeps its actors to the end, too
+CALLS, QUICK_CALLS = (
+    (1, 1000),
+    (1000,),
+)  # of a worker; more than there are: Ray keeps its actors to the end, too
 ACCURACY, QUICK_ACCURACY = (100, 10, 10), (4, 1, 2)
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 

@@ -19,7 +19,7 @@ from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import Option
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_key import Array, Key, key_of
+from flower_gpu.leases.footprint_rule import Array, Key, key_of
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.request import format_bytes

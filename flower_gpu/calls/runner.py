@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from flower_gpu import trace
+from flower_gpu import files, trace
 from flower_gpu.calls import environment, leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.progress_display import ProgressDisplay
@@ -22,8 +22,8 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     text_of,
 )
-from flower_gpu.leases import descriptors, lease
-from flower_gpu.leases.footprint_key import Array
+from flower_gpu.leases import lease
+from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
@@ -183,7 +183,7 @@ class _Run:
 
     def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
-            with descriptors.passed_on(ticket.descriptor):
+            with files.passed_on(ticket.descriptor):
                 return self.once(environment.of_worker(held, environ), ticket.descriptor, held)
         finally:
             if "no_cuda" in self.told:

@@ -20,8 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
-from flower_gpu.frameworks.after_import import AfterImport
-from flower_gpu.frameworks.framework import Cap, Figures, Framework, Hold, Rule, fraction_of
+from flower_gpu.frameworks.framework import AfterImport, Cap, Figures, Framework, Hold, Rule, fraction_of
 from flower_gpu.frameworks.jax import JAX
 from flower_gpu.frameworks.pytorch import NVML_CHECK, PyTorch
 from flower_gpu.frameworks.tensorflow import TensorFlow

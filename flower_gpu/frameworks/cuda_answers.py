@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import Any
 
-from flower_gpu.frameworks.after_import import AfterImport
+from flower_gpu.frameworks.framework import AfterImport
 
 _LIBRARY = "libnvidia-ml.so.1"
 

@@ -22,16 +22,12 @@ _DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
 
 
 def out_of_memory_in(error: BaseException) -> BaseException | None:
-    """Return what in a chain of exceptions says that a GPU's memory was not enough; None: nothing does."""
-    return next((link for link in _chain(error) if _says_out_of_memory(link)), None)
+    """Return what in a chain of exceptions says that a GPU's memory, not main memory, was not enough.
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception, or one that it was raised from, is for want of GPU memory, not main memory.
-
-    These are errors of frameworks, and raw errors of CUDA, its libraries, CuPy and Numba.
+    None where nothing does. These are errors of frameworks, and raw errors of CUDA, its libraries, CuPy and
+    Numba.
     """
-    return out_of_memory_in(error) is not None
+    return next((link for link in _chain(error) if _says_out_of_memory(link)), None)
 
 
 def requested_bytes(error: BaseException) -> int | None:

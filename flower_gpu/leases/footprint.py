@@ -19,9 +19,8 @@ from typing import Any, Final, Self
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.leases import descriptors, footprint_rule
-from flower_gpu.leases.footprint_key import Key
-from flower_gpu.leases.footprint_rule import LEAST_SPARE, MOST_SPARE, Measured, is_context
+from flower_gpu.leases import footprint_rule
+from flower_gpu.leases.footprint_rule import LEAST_SPARE, MOST_SPARE, Key, Measured, is_context
 from flower_gpu.workers import state_folder
 
 FILE_NAME: Final = "footprints.json"
@@ -314,7 +313,7 @@ def _check_bytes(number: object) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = descriptors.opened(path, flags)
+    descriptor = files.opened(path, flags)
     try:
         late = f"another process has locked {path.name} for {_LOCK_WAIT_S:g} s"
         files.lock(descriptor, time.monotonic() + _LOCK_WAIT_S, late=late)
@@ -324,7 +323,7 @@ def _locked(path: Path) -> Iterator[None]:
             # Said, not left to close: a fork in another thread may have a copy for a moment.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
-        descriptors.close(descriptor)
+        files.close(descriptor)
 
 
 def _format(known: _Known) -> bytes:

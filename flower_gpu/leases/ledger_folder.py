@@ -17,7 +17,6 @@ from pathlib import Path
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, LeaseError
-from flower_gpu.leases import descriptors
 from flower_gpu.workers import state_folder
 
 _PREFIX = "flower-gpu-leases-"
@@ -124,7 +123,7 @@ class LedgerFolder:
             # Not left to close: a fork in another thread may have a copy of the descriptor for a moment.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            descriptors.close(descriptor)
+            files.close(descriptor)
 
     def _lock(self, before_try: Callable[[], object]) -> int:
         path = self.root / _MUTEX
@@ -137,27 +136,27 @@ class LedgerFolder:
                     return descriptor
             except TimeoutError:
                 holder = _holder(descriptor)
-                descriptors.close(descriptor)
+                files.close(descriptor)
                 raise LeaseError(
                     f"{path} has been locked for {self.mutex_wait_s:g} s by {holder}; "
                     "if it was stopped (Ctrl-Z), let it go on or end it"
                 ) from None
             except BaseException:
-                descriptors.close(descriptor)
+                files.close(descriptor)
                 raise
-            descriptors.close(descriptor)  # another process has removed the file and made a new one
+            files.close(descriptor)  # another process has removed the file and made a new one
 
 
 def _open(path: Path) -> int:
     # Not with O_CREAT at once: fs.protected_regular forbids that for another account's file in /tmp.
     while True:
         try:
-            return descriptors.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            return files.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                made = descriptors.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                made = files.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                 os.fchmod(made, 0o644)  # to lock it, others need to read it only
-                descriptors.close(made)
+                files.close(made)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
                 raise LeaseError(f"{path} is not a file that everybody can read; remove it") from error

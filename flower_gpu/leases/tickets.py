@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu import files
-from flower_gpu.leases import descriptors
 from flower_gpu.leases.admission import Claim, Holding, Option, Part
 from flower_gpu.leases.lease import Lease
 
@@ -122,8 +121,8 @@ class Ticket:
             os.mkfifo(wake_path, 0o622)
             os.chmod(wake_path, 0o622)  # whatever the umask is: others may wake, not read
             # Open for writing as well: otherwise poll reports the missing writer all the time.
-            made.append(descriptors.opened(wake_path, os.O_RDWR | os.O_NONBLOCK))
-            made.append(descriptors.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            made.append(files.opened(wake_path, os.O_RDWR | os.O_NONBLOCK))
+            made.append(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             fcntl.flock(made[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(made[1], 0o644)  # after the lock, so that no other process can lock it first
             ticket = cls(replace(entry, path=new), made[1], made[0])
@@ -131,7 +130,7 @@ class Ticket:
             return ticket
         except BaseException:
             for descriptor in made:
-                descriptors.close(descriptor)
+                files.close(descriptor)
             remove(folder, entry.id)
             raise
 
@@ -170,7 +169,7 @@ class Ticket:
         remove(self.entry.path.parent, self.entry.id, self.entry.path)
         for descriptor in (self._wake, self.descriptor):
             if descriptor >= 0:
-                descriptors.close(descriptor)
+                files.close(descriptor)
         self._wake = self.descriptor = -1
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.pytorch import group, loaders
+from flower_gpu.pytorch import distributed, group
 from flower_gpu.pytorch.device import device as worker_device
 
 
@@ -92,7 +92,7 @@ def _count(
     the confusion matrix, which for many classes would be large.
     """
     num_examples = 0
-    left = loaders.own_examples(loader)
+    left = distributed.own_examples(loader)
     counts: torch.Tensor | None = None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in loader:

@@ -22,7 +22,16 @@ pytestmark = pytest.mark.timeout(480)
 
 
 def test_isolation_measures_ways_a_client_and_waiting_ones(figures: Figures) -> None:
-    ways = ["in-process", "article", "spawn", "executor", "loky", "ours-spawn", "ours-fork", "ours-forkserver"]
+    ways = [
+        "in-process",
+        "article",
+        "spawn",
+        "executor",
+        "loky",
+        "ours-spawn",
+        "ours-fork",
+        "ours-forkserver",
+    ]
     result = figures("isolation", "--quick")
     rows = result["calls"]
     assert all(list(row) == CALL_KEYS for row in rows)

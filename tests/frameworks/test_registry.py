@@ -80,7 +80,7 @@ def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> No
     assert "TOY_LOGGING" in frameworks.read_at_import({"toy_framework"})
     assert frameworks.comes_before("toy_framework") == "toy_base"
     assert "TOY_CAP" in frameworks.set_by_modules()
-    assert out_of_memory.is_out_of_memory(ValueError("the toy box is full"))
+    assert out_of_memory.out_of_memory_in(ValueError("the toy box is full"))
     assert toy not in frameworks.loaded()
 
     module: Any = import_module("toy_framework")

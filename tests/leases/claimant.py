@@ -16,10 +16,11 @@ from typing import Any
 
 from nvml_stub import allocate
 
+from flower_gpu import files
 from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
-from flower_gpu.leases import descriptors, tickets
 from flower_gpu.leases import ledger as ledger_module
+from flower_gpu.leases import tickets
 from flower_gpu.leases.admission import Option
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, State, Wish
@@ -102,14 +103,14 @@ class Commands:
     def fork_worker(self) -> int:
         """Fork a worker that has the lease, and lives until it is killed."""
         assert self.ticket is not None
-        with descriptors.passed_on(self.ticket.descriptor):
+        with files.passed_on(self.ticket.descriptor):
             return self._fork()
 
     def fork_in_thread(self) -> int:
         """Fork something else in another thread, while this one passes its lease on."""
         assert self.ticket is not None
         pids: list[int] = []
-        with descriptors.passed_on(self.ticket.descriptor):
+        with files.passed_on(self.ticket.descriptor):
             thread = threading.Thread(target=lambda: pids.append(self._fork()))
             thread.start()
             thread.join()

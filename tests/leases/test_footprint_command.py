@@ -12,7 +12,7 @@ import pytest
 
 from flower_gpu.cli import footprint as command
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_key import Key
+from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.workers import state_folder
 
 GIB, MIB = 1 << 30, 1 << 20

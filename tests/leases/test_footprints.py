@@ -20,8 +20,7 @@ import pytest
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases import footprint
 from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
-from flower_gpu.leases.footprint_key import Key, key_of, sizes_of
-from flower_gpu.leases.footprint_rule import Measured
+from flower_gpu.leases.footprint_rule import Key, Measured, key_of, sizes_of
 from flower_gpu.workers import state_folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -416,7 +415,7 @@ LEARN = """
 import sys
 from pathlib import Path
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_key import Key
+from flower_gpu.leases.footprint_rule import Key
 path, name, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 footprints = Footprints(path)
 sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()

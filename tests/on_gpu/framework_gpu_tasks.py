@@ -71,7 +71,7 @@ def take_all_and_hold(library: str, folder: str) -> int:
     except Exception as error:
         from flower_gpu.frameworks import out_of_memory
 
-        if not out_of_memory.is_out_of_memory(error):
+        if not out_of_memory.out_of_memory_in(error):
             raise
     _say_and_wait(Path(folder), library)
     return len(held) * PIECE

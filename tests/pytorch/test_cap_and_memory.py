@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks import pytorch_memory
-from flower_gpu.frameworks.out_of_memory import classify, device_index, is_out_of_memory, requested_bytes
+from flower_gpu.frameworks.out_of_memory import classify, device_index, out_of_memory_in, requested_bytes
 
 GIB = 2**30
 SETTINGS = "per_process_memory_fraction:0.250000000000"
@@ -169,12 +169,12 @@ OTHERS = [
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_errors_for_want_of_gpu_memory_are_recognised(error: BaseException) -> None:
-    assert is_out_of_memory(error)
+    assert out_of_memory_in(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
 def test_other_errors_are_not(error: BaseException) -> None:
-    assert not is_out_of_memory(error)
+    assert not out_of_memory_in(error)
 
 
 def test_an_error_that_only_came_after_is_not_taken_for_it() -> None:
@@ -184,13 +184,13 @@ def test_an_error_that_only_came_after_is_not_taken_for_it() -> None:
         except torch.OutOfMemoryError:
             raise KeyError("the fallback has a mistake") from None
     except KeyError as error:
-        assert not is_out_of_memory(error)
+        assert not out_of_memory_in(error)
 
 
 def test_a_circle_of_causes_ends() -> None:
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
-    assert not is_out_of_memory(first)
+    assert not out_of_memory_in(first)
 
 
 class Greedy(Dataset):  # type: ignore[type-arg]
@@ -204,7 +204,7 @@ class Greedy(Dataset):  # type: ignore[type-arg]
 def test_what_a_dataloader_raises_again_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(Greedy(), num_workers=1)))
-    assert is_out_of_memory(caught.value)
+    assert out_of_memory_in(caught.value)
     assert requested_bytes(caught.value) == int(2.5 * GIB)
 
 

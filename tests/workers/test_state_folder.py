@@ -18,7 +18,7 @@ from flower_gpu.apps import registry
 from flower_gpu.errors import LeaseError
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_key import Key
+from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import control, sockets
