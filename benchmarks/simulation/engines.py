@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.shared import driver
 from benchmarks.shared.processes import (
+    ROOT,
     BenchmarkError,
     descendants,
     end_servers,
@@ -197,14 +198,14 @@ def _ours(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str],
     command += ["--log-dir", str(folder / "runs"), "--seed", "0", "--no-report", *run.options]
     if run.num_gpus:
         command += ["--num-gpus", str(run.num_gpus)]
-    return command, _environment()
+    return command, environment()
 
 
 def _ray(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
     cores = len(os.sched_getaffinity(0))
     arguments = [str(_APPS / run.app), run.clients, cores, run.num_gpus, json.dumps(config)]
     command = [sys.executable, str(_PROGRAMS / "in_ray.py"), *map(str, arguments)]
-    env = {name: value for name, value in _environment().items() if not name.startswith("FLOWER_GPU_")}
+    env = {name: value for name, value in environment().items() if not name.startswith("FLOWER_GPU_")}
     env |= ray_environment(folder)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_APPS / run.app), env.get("PYTHONPATH")]))
     return command, env
@@ -212,7 +213,7 @@ def _ray(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], 
 
 def _loop(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, str]]:
     command = [sys.executable, str(_PROGRAMS / "loop.py"), str(_APPS / run.app), json.dumps(config)]
-    return command, {**_environment(), "OMP_NUM_THREADS": "1"}  # of one core: it is divided by their number
+    return command, {**environment(), "OMP_NUM_THREADS": "1"}  # of one core: it is divided by their number
 
 
 _COMMANDS: dict[
@@ -220,8 +221,14 @@ _COMMANDS: dict[
 ] = {"ours": _ours, "ray": _ray, "loop": _loop}  # fmt: skip
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+def environment() -> dict[str, str]:
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])  # the server apps use rounds.py
+    env = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    return {**os.environ, **env}
 
 
 def _end_what_is_left() -> None:

@@ -7,7 +7,6 @@ measured.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from benchmarks.shared import table
 from benchmarks.shared.driver import Figures, Options, Parser, in_turn, positive, run
 from benchmarks.shared.processes import BenchmarkError, end_servers, new_state_folder
+from benchmarks.simulation.engines import environment
 from flower_gpu import trace
 
 _APPS = Path(__file__).parents[1] / "simulation" / "apps"
@@ -92,7 +92,7 @@ def _run(app: str, clients: int, config: dict[str, Any], way: str) -> dict[str, 
         try:
             ran = subprocess.run(
                 [sys.executable, "-c", _PROGRAM, arguments],
-                env={**os.environ, "FLWR_TELEMETRY_ENABLED": "0"},
+                env=environment(),
                 capture_output=True, text=True, timeout=_TIMEOUT_S, check=False,
             )  # fmt: skip
         finally:

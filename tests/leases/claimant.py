@@ -1,11 +1,17 @@
-"""A process that uses the ledger as it is told: one command and one answer per line, in JSON."""
+"""Processes that use the ledger as they are told: one command and one answer per line, in JSON.
+
+Each is a fork of one process that has imported what they need, and hosts are told by environment variables.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import os
 import resource
+import signal
+import socket
 import sys
 import threading
 import time
@@ -211,7 +217,7 @@ class Commands:
         time.time = lambda: real() + seconds
 
 
-def main() -> None:
+def obey() -> None:
     user = os.environ.get("CLAIMANT_USER")
     if user:
         inventory.take()  # imports what that account may have no right to read
@@ -223,6 +229,7 @@ def main() -> None:
         commands = Commands()
     except GPUError as error:
         print(json.dumps({"error": type(error).__name__, "message": str(error)}), flush=True)
+        sys.stdin.read()
         return
     print(json.dumps({"answer": os.getpid()}), flush=True)
     for line in sys.stdin:
@@ -234,6 +241,29 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
+def main() -> None:
+    """Fork a process for each message on the socket that is stdin: its variables, stdin and stdout."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever is killed is gone at once, and no zombie
+    with socket.socket(fileno=os.dup(0)) as asked:
+        while True:
+            variables, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
+            if not variables:
+                return
+            pid = os.fork()
+            if pid == 0:
+                break
+            for descriptor in files:
+                os.close(descriptor)
+            asked.send(b"%d" % pid)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, descriptor in enumerate(files):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(json.loads(variables))
+    ctypes.CDLL(os.environ["STUB_FILE"])  # a library that is loaded is found by its name
+    obey()
+
+
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

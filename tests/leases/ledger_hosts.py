@@ -6,11 +6,13 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +33,39 @@ class RefusedError(Exception):
         self.message = message
 
 
+@cache
+def forks() -> socket.socket:
+    """Start what claimants are forked from; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(Path(__file__).with_name("claimant.py"))]
+    subprocess.Popen(command, stdin=theirs, env={**os.environ, "PYTHONPATH": str(TESTS)})
+    theirs.close()
+    return ours
+
+
 class Claimant:
     """A process that uses the ledger as it is told."""
 
     def __init__(self, env: dict[str, str]) -> None:
         self._left = b""
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("claimant.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(TESTS), **env},
-        )
-        self.pid = self.process.pid
+        stdin, self._commands = os.pipe()
+        self._answers, stdout = os.pipe()
+        socket.send_fds(forks(), [json.dumps({**os.environ, **env}).encode()], [stdin, stdout])
+        self.pid = int(forks().recv(100))
+        self._process = os.pidfd_open(self.pid)  # its number may be another one's when it is gone
+        os.close(stdin)
+        os.close(stdout)
 
     def tell(self, command: str, **fields: Any) -> None:
         """Send a command; its answer is to be asked for."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([command, fields]).encode() + b"\n")
-        self.process.stdin.flush()
+        os.write(self._commands, json.dumps([command, fields]).encode() + b"\n")
 
     def answer(self) -> Any:
         """Wait for the answer to the command that was sent."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + WAIT_S
         while b"\n" not in self._left:
-            ready, _, _ = select.select([self.process.stdout], [], [], deadline - time.monotonic())
-            data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
+            ready, _, _ = select.select([self._answers], [], [], deadline - time.monotonic())
+            data = os.read(self._answers, 65536) if ready else b""
             if not data:
                 raise AssertionError("it ended" if ready else "no answer")
             self._left += data
@@ -71,12 +80,15 @@ class Claimant:
         return self.answer()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """Kill it, and wait until it is gone."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        select.select([self._process], [], [], WAIT_S)
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.kill()
+        for descriptor in (self._process, self._commands, self._answers):
+            os.close(descriptor)
 
 
 class LedgerHost:
@@ -88,6 +100,7 @@ class LedgerHost:
         self.root.mkdir()
         self.root.chmod(0o1777)
         self.env = {**self.stub.env, "FLOWER_GPU_LEDGER_DIR": str(self.root)}
+        self.env["STUB_FILE"] = str(self.stub.stub_file)
         self._started: list[Claimant] = []
         self._pids: list[int] = []
         self._observer: Claimant | None = None

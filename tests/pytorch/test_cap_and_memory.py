@@ -22,71 +22,63 @@ SETTINGS = "per_process_memory_fraction:0.250000000000"
 
 pytestmark = pytest.mark.timeout(120)
 
-# PyTorch reads the environment once in a process, so each case has a process of its own.
+# PyTorch reads the environment once in a process, when its settings are first used: each case has a fork.
 SCRIPT = """
 import json, os, sys
 import torch
 from flower_gpu.frameworks import Cap, pytorch_memory
 
-parsed_before, version = json.loads(sys.argv[1])
-if parsed_before is not None:
-    torch._C._accelerator_setAllocatorSettings(parsed_before)
-if version is not None:
-    torch.__version__ = version
-hold = pytorch_memory.AllocatorHold([Cap(4 << 30, 16 << 30)], lambda: None)
-hold.apply()
-hold.follow_settings()
-queued = [call for call, _ in torch.cuda._queued_calls if call == hold.when_started]
-print(json.dumps({
-    "settings": torch._C._accelerator_getAllocatorSettings(),
-    "in_force": hold.in_force_bytes(),
-    "queued": len(queued),
-    "started": torch.cuda.is_initialized(),
-}))
-hold.release()
-print(json.dumps({
-    "settings": torch._C._accelerator_getAllocatorSettings(),
-    "queued": len([call for call, _ in torch.cuda._queued_calls if call == hold.when_started]),
-}))
+def queued(hold):
+    return len([call for call, _ in torch.cuda._queued_calls if call == hold.when_started])
+
+def told(parsed_before, version, environ):
+    os.environ.update(environ)
+    if parsed_before is not None:
+        torch._C._accelerator_setAllocatorSettings(parsed_before)
+    if version is not None:
+        torch.__version__ = version
+    hold = pytorch_memory.AllocatorHold([Cap(4 << 30, 16 << 30)], lambda: None)
+    hold.apply()
+    try:
+        hold.follow_settings()
+    except Exception as error:
+        return [repr(error), None]
+    held = {
+        "settings": torch._C._accelerator_getAllocatorSettings(),
+        "in_force": hold.in_force_bytes(),
+        "queued": queued(hold),
+        "started": torch.cuda.is_initialized(),
+    }
+    hold.release()
+    return [held, {"settings": torch._C._accelerator_getAllocatorSettings(), "queued": queued(hold)}]
+
+for case in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        print(json.dumps(told(*case)), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-def run(run_script: Callable[..., Any], *case: str | None, **environ: str) -> list[dict[str, Any]]:
-    done = run_script(SCRIPT, json.dumps(case), env={"CUDA_VISIBLE_DEVICES": "", **environ})
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def test_the_cap_is_read_from_the_environment(run_script: Callable[..., Any]) -> None:
-    held, _ = run(run_script, None, None, PYTORCH_ALLOC_CONF=SETTINGS)
-    assert held == {"settings": SETTINGS, "in_force": [4 * GIB], "queued": 1, "started": False}
-
-
-def test_both_names_with_the_same_settings_are_taken(run_script: Callable[..., Any]) -> None:
-    environ = {"PYTORCH_ALLOC_CONF": SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS}
-    held, _ = run(run_script, None, None, **environ)
-    assert held["in_force"] == [4 * GIB]
-
-
-def test_settings_that_were_read_before_are_replaced_and_come_back(run_script: Callable[..., Any]) -> None:
-    """As in a fork of a process that has used them, and in a process that outlives the call."""
-    environ = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    held, after = run(run_script, "max_split_size_mb:32", None, **environ)
-    wanted = f"max_split_size_mb:64,{SETTINGS}"
-    assert held == {"settings": wanted, "in_force": [4 * GIB], "queued": 1, "started": False}
-    assert after == {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "queued": 0}
-
-
-def test_a_pytorch_without_the_setting_is_held_when_cuda_starts(run_script: Callable[..., Any]) -> None:
-    held, after = run(run_script, None, "2.9.1")
-    assert held == {"settings": "", "in_force": [None], "queued": 1, "started": False}
-    assert after == {"settings": "", "queued": 0}
-
-
-def test_settings_that_pytorch_refuses_are_named(run_script: Callable[..., Any]) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_ALLOC_CONF": "nonsense:1"}
-    done = run_script(SCRIPT, json.dumps([None, None]), check=False, env=environ)
-    refused = f"ConfigError: PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1,{SETTINGS}' (Unrecognized"
-    assert refused in done.stderr
+def test_the_cap_follows_the_environment_and_goes_again(run_script: Callable[..., Any]) -> None:
+    cases: list[tuple[str | None, str | None, dict[str, str]]] = [
+        (None, None, {"PYTORCH_ALLOC_CONF": SETTINGS}),
+        (None, None, {"PYTORCH_ALLOC_CONF": SETTINGS, "PYTORCH_CUDA_ALLOC_CONF": SETTINGS}),
+        # As in a fork of a process that has used them, and in a process that outlives the call.
+        ("max_split_size_mb:32", None, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        (None, "2.9.1", {}),  # without the setting: it is held when CUDA starts
+        (None, None, {"PYTORCH_ALLOC_CONF": "nonsense:1"}),
+    ]
+    done = run_script(SCRIPT, json.dumps(cases), env={"CUDA_VISIBLE_DEVICES": ""})
+    read, twice, replaced, old, refused = map(json.loads, done.stdout.splitlines())
+    held = {"settings": SETTINGS, "in_force": [4 * GIB], "queued": 1, "started": False}
+    assert read[0] == held and twice[0]["in_force"] == [4 * GIB]
+    assert replaced == [
+        {**held, "settings": f"max_split_size_mb:64,{SETTINGS}"},
+        {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "queued": 0},
+    ]
+    assert old == [{**held, "settings": "", "in_force": [None]}, {"settings": "", "queued": 0}]
+    assert f"PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1,{SETTINGS}' (Unrecognized" in refused[0]
 
 
 @given(total=st.integers(1, 2**40), part=st.floats(0, 1.5))

@@ -71,17 +71,18 @@ def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple
     return Result(value, events)
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("user", "expected"),
+    ("method", "user", "expected"),
     [
-        ({}, FRACTION),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, f"max_split_size_mb:64,{FRACTION}"),
+        ("spawn", {}, FRACTION),
+        ("fork", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, f"max_split_size_mb:64,{FRACTION}"),
         (
+            "forkserver",
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "ignored:1"},
             f"expandable_segments:True,{FRACTION}",
         ),
         (
+            "forkserver",
             {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.125"},
             "per_process_memory_fraction:0.125",
         ),
@@ -103,6 +104,8 @@ def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], 
     assert found["queued"] == 1  # what sets it once more, for each GPU, when CUDA starts
     figures = result.told("gpu_memory")
     assert figures["cuda"] is False
+    if method == "spawn":
+        the_torch_that_the_task_imports_is_as_without_us(result)
     in_force = 4 * GIB if "0.125" not in expected else 2 * GIB
     assert figures["gpus"] == [
         {
@@ -135,15 +138,20 @@ def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker
     ]
 
 
-def test_a_torch_that_the_task_imports_is_as_without_us() -> None:
-    found = call("settings", "spawn", worker_env()).value
-    assert not found["imported_before"]
-    assert "_AfterImport" not in found["hooks"]
+def the_torch_that_the_task_imports_is_as_without_us(result: Result) -> None:
+    """Where it cannot use the GPU, it says why, once."""
+    found = result.value
+    assert "AfterImport" not in found["hooks"]
     assert found["loader"] == "SourceFileLoader" and not found["wrapped"]
     assert "flower-gpu-memory" in found["threads"]
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        reason = result.told("no_cuda")["reason"]
+        assert reason.startswith(f"PyTorch {torch.__version__}")
+        assert ("a build without CUDA" if torch.version.cuda is None else "NVIDIA driver") in reason
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_what_a_module_sets_itself_holds_together_with_the_cap(method: str) -> None:
     settings, in_force, environ = call("settings_of_its_own", method, worker_env()).value
     assert settings == environ == f"expandable_segments:True,{FRACTION}"
@@ -163,16 +171,6 @@ def test_a_task_without_torch_gets_none() -> None:
     assert "flower-gpu-memory" in names
     assert not has_torch
     assert result.told("gpu_memory")["gpus"][0]["cap_in_force_bytes"] is None
-
-
-def test_a_torch_that_cannot_use_the_gpu_says_why_once() -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("torch can use CUDA here")
-    reason = call("settings", "spawn", worker_env()).told("no_cuda")["reason"]
-    assert reason.startswith(f"PyTorch {torch.__version__}")
-    expected = "a build without CUDA" if torch.version.cuda is None else "NVIDIA driver"
-    assert expected in reason
 
 
 def test_out_of_memory_is_told_with_the_numbers() -> None:

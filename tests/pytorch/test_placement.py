@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.pytorch.device import device, to_device, to_numpy
 
@@ -120,6 +121,7 @@ def test_what_is_there_already_is_returned_itself(target: str) -> None:
 
 
 def test_the_default_is_the_workers_device() -> None:
+    assert device() == flower_gpu.device() == torch.device("cuda:0" if CUDA else "cpu")
     assert to_device(torch.ones(1)).device == device()
 
 
