@@ -222,13 +222,9 @@ _COMMANDS: dict[
 
 
 def environment() -> dict[str, str]:
-    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])  # the server apps use rounds.py
-    env = {
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
-    return {**os.environ, **env}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for rounds.py
+    usual = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    return {**os.environ, **usual, "PYTHONPATH": path}
 
 
 def _end_what_is_left() -> None:
