@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import select
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.shared.processes import BenchmarkError, Member
@@ -31,10 +29,8 @@ class Client(Member):
         self.number = number
         self.is_busy = False
 
-    def send(self, request: Request) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the missing reply tells
-            self._process.stdin.write(json.dumps(request) + "\n")
+    def send(self, request: Mapping[str, Any]) -> None:
+        super().send(request)
         self.is_busy = True
 
     def fileno(self) -> int:
@@ -59,20 +55,9 @@ class Client(Member):
 
     def let_go(self) -> None:
         """Have it end by itself; at once where nobody waits for its answer any more."""
-        assert self._process.stdin is not None
         if self.is_busy:
             self._process.kill()
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-
-    def end(self, deadline: float) -> None:
-        assert self._process.stdout is not None
-        try:
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        super().let_go()
 
 
 @contextmanager
@@ -90,7 +75,7 @@ def clients(way: str, device: str, count: int) -> Iterator[list[Client]]:
             client.let_go()
         deadline = time.monotonic() + _END_S
         for client in started:
-            client.end(deadline)
+            client.close(deadline - time.monotonic())
 
 
 def within(deadline: float, text: str = "a client had not answered") -> None:

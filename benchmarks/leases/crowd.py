@@ -7,18 +7,15 @@ import os
 import random
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from kill_at_line import kill_at_line
 from nvml_stub import GIB, used
 
-import flower_gpu.gpu
 from benchmarks.leases.processes import RESERVE_BYTES, end_of, fork, stop_using, use, wish
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.ledger import Ledger, Wish
@@ -26,7 +23,6 @@ from flower_gpu.leases.ledger import Ledger, Wish
 _TIMEOUT_S = 300.0
 _HOLD_S = 0.1  # on average
 _LINES = 600  # of the ledger's code that a process runs which has to wait a little
-_CODE = str(Path(flower_gpu.gpu.__path__[0]))
 
 
 def measure(numbers: random.Random, processes: int) -> dict[str, Any]:
@@ -78,7 +74,7 @@ def _member(numbers: random.Random, doomed: bool) -> Callable[[], None]:
         asked = _random_wish(numbers)
         hold_s = numbers.expovariate(1 / _HOLD_S)
         if doomed and numbers.random() < 0.5:
-            _end_at_line(numbers.randrange(_LINES))
+            kill_at_line(numbers.randrange(_LINES))
         ticket = ledger.acquire(asked)
         use(ticket, numbers.uniform(0.3, 1.0))
         time.sleep(hold_s)
@@ -99,22 +95,6 @@ def _random_wish(numbers: random.Random) -> Wish:
     if kind < 0.85:
         return wish(share=numbers.choice([0.125, 0.25, 0.5, 1.0]))
     return wish(memory_bytes=int(numbers.uniform(1, 8) * GIB), count=2)
-
-
-def _end_at_line(left: int) -> None:
-    """Have this process killed at its n-th line in the ledger's code: within acquire, release or waiting."""
-
-    def count(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(_CODE):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return count
-
-    sys.settrace(count)
 
 
 @dataclass

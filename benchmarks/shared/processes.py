@@ -57,17 +57,24 @@ class Member:
     def ask(
         self, timeout_s: float, while_waiting: Callable[[], None] | None = None, **request: Any
     ) -> dict[str, Any]:
+        self.send(request)
+        return self._reply(timeout_s, while_waiting)
+
+    def send(self, request: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the missing reply tells
             self._process.stdin.write(json.dumps(request) + "\n")
-        return self._reply(timeout_s, while_waiting)
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Have it end by itself."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def close(self, timeout_s: float = 10) -> None:
+        self.let_go()
         try:
-            self._process.wait(10)
+            self._process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

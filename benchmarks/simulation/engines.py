@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.shared import driver
+from benchmarks.shared.memory import Sampler
 from benchmarks.shared.processes import (
     ROOT,
     BenchmarkError,
@@ -28,7 +29,6 @@ from benchmarks.shared.processes import (
     new_state_folder,
     ray_environment,
 )
-from benchmarks.simulation.memory import Sampler
 from flower_gpu import trace
 
 ENGINES = ("ours", "ray", "loop")

@@ -9,44 +9,19 @@ import json
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from claimant import RESERVE_BYTES, wish
+from kill_at_line import kill_at_line
 from nvml_stub import GIB
 
-import flower_gpu.leases
-from flower_gpu import files
 from flower_gpu.leases.ledger import Ledger
-
-LEDGER_CODE = (
-    files.__file__,
-    *(
-        str(Path(flower_gpu.leases.__path__[0], name))
-        for name in ("ledger.py", "tickets.py", "ledger_folder.py")
-    ),
-)
 
 
 def end_at(line: int, action: Callable[[], None]) -> None:
     """Run an action in this process, killed at its n-th line, and end."""
-    left = line
-
-    def count(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(LEDGER_CODE):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return count
-
-    sys.settrace(count)
+    kill_at_line(line)
     action()
     os._exit(0)
 
