@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-
-from flower_gpu.calls.settings import reserve_bytes
 
 HELP = "serve figures of GPUs, leases and runs for Prometheus"
 DESCRIPTION = """\
@@ -44,10 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     int
         128 + n: ended by signal n.
     """
-    from flower_gpu.watch.metrics.collector import Collector
-    from flower_gpu.watch.metrics.host import Host
-    from flower_gpu.watch.metrics.runs import Runs
-    from flower_gpu.watch.metrics.server import serve
+    from flower_gpu.watch.metrics import Collector, Host, Runs, serve
 
-    collector = Collector(Host(reserve_bytes(os.environ)), Runs(), per_client=arguments.per_client)
-    return serve(collector, arguments.address, arguments.port, lambda url: print(url, flush=True))
+    return serve(
+        Collector(Host(), Runs(), per_client=arguments.per_client), arguments.address, arguments.port
+    )

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     # Here: matplotlib takes a second.
-    from flower_gpu.watch.report.write import write_report
+    from flower_gpu.watch.report.page import write_report
 
     print(path_text(write_report(arguments.run_dir, arguments.output, arguments.png)))
     return 0

@@ -275,7 +275,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
 
 
 def _write_report(path: Path, *, is_told: bool) -> None:
-    from flower_gpu.watch.report.write import write_at_end  # matplotlib takes a second
+    from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
 
     report = write_at_end(path)
     if report is not None and is_told:

@@ -64,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return _once(watcher, as_json=False)
-        from flower_gpu.watch.top import live
+        from flower_gpu.watch.top import terminal
 
-        return live.run(watcher, interval_s)
+        return terminal.run(watcher, interval_s)
     finally:
         watcher.close()
 

@@ -73,12 +73,12 @@ def _rounds(history: History) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     ends: dict[int, float] = {}
     for part in history.evaluations:
-        row = found.setdefault(part.round, {"messages": 0, "failed": 0, "metrics": {}})
+        row = found.setdefault(number := part.round or 0, {"messages": 0, "failed": 0, "metrics": {}})
         row["messages"] += part.messages
         row["failed"] += part.failed
         if numbers := {name: _finite(value) for name, value in part.told.items() if _is_figure(value)}:
             row["metrics"][part.task] = numbers
-        ends[part.round] = max(part.time, ends.get(part.round, part.time))
+        ends[number] = max(part.time, ends.get(number, part.time))
     rows, before = [], history.strategy_started_at
     for number, row in sorted(found.items()):
         known = {**row["metrics"].get(EVALUATE, {}), **row["metrics"].get(SERVER_EVALUATE, {})}

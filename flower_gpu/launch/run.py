@@ -197,6 +197,6 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
 
 
 def _write_report(folder: RunFolder) -> Path | None:
-    from flower_gpu.watch.report.write import write_at_end  # matplotlib takes a second
+    from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
 
     return write_at_end(folder.path)

@@ -170,7 +170,8 @@ def summary_of(
     **facts: Any,
 ) -> dict[str, Any]:
     """Return the summary of a run: ``messages_before`` were sent before it was resumed."""
-    failed, messages = history.failures.count, history.messages_sent
+    failures, messages = history.failures, history.messages_sent
+    failed = failures.counts.total()
     return {
         "outcome": outcome_text(outcome, failed, messages),
         "strategy": history.strategy,
@@ -181,8 +182,8 @@ def summary_of(
         "messages": messages,
         "failed": failed,
         "failures": [
-            {"reason": reason, "count": found.count, "messages": found.named}
-            for reason, found in history.failures.items()
+            {"reason": reason, "count": count, "messages": failures.named[reason]}
+            for reason, count in failures.counts.most_common()
         ],
         "seconds": round(seconds, 3),  # of this process: a resumed run has had more
         "messages_per_s": round((messages - messages_before) / seconds, 3) if seconds > 0 else None,

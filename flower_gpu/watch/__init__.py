@@ -3,7 +3,7 @@
     trace.jsonl, or a recorder in the same process
          │ events
       History ──┬── display: bars or lines while the run goes on
-                ├── top/, report/, metrics/
+                ├── top/, report/, metrics
                 └── result.json, summary.json and the tables of launch and simulate
 
 A history is the only thing that folds events; all others are views on it.

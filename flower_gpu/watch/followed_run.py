@@ -9,12 +9,12 @@ from typing import Final
 
 from flower_gpu import trace
 from flower_gpu.apps.registry import RunningRun
-from flower_gpu.watch import processes
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import WorkerSpan
-from flower_gpu.watch.tally import Tally
+from flower_gpu.watch.spans import Tally, WorkerSpan
 
 _CHUNK_BYTES: Final = 256 << 10  # takes about ten milliseconds
+#: Clocks may have been set meanwhile; a process number is not given out again this soon.
+_SLACK_S: Final = 10.0
 
 
 class FollowedRun:
@@ -64,14 +64,14 @@ class FollowedRun:
         if self.history.host not in ("", platform.node()):
             return False  # in a shared folder
         # A registered run's process lives: if there is none with its number, numbers are another namespace's.
-        return not (self.run and self.is_registered) or processes.is_there(self.run.pid, self.run.since)
+        return not (self.run and self.is_registered) or is_there(self.run.pid, self.run.since)
 
     def workers(self) -> list[WorkerSpan]:
         """Return the workers that are there, the oldest first: a killed run leaves some open in its trace."""
         found = self.history.running
         if not self.is_of_this_host:
             return [] if self.history.finished_at is not None else found
-        return [one for one in found if processes.is_there(one.pid, one.started_at)]
+        return [one for one in found if is_there(one.pid, one.started_at)]
 
     def outcome(self) -> str:
         """Return how the run ended: ``"gone"`` where it was killed, empty while it goes on or is unknown."""
@@ -82,4 +82,18 @@ class FollowedRun:
             return "gone"
         if self.pid is None or began is None or not self.is_of_this_host:
             return ""
-        return "" if processes.is_there(self.pid, began) else "gone"
+        return "" if is_there(self.pid, began) else "gone"
+
+
+def is_there(pid: int, since: float) -> bool:
+    """Tell whether the process that had this number at this time (Unix seconds) lives on this host."""
+    import psutil  # here: most commands do without
+
+    try:
+        process = psutil.Process(pid)
+        has_ended = process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        return pid > 0 and not has_ended and process.create_time() <= since + _SLACK_S
+    except psutil.AccessDenied:
+        return True
+    except (psutil.Error, ValueError, OverflowError):
+        return False

@@ -9,20 +9,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.trace import SERVER_EVALUATE
 from flower_gpu.watch.fields import mappings, number, text, whole
 from flower_gpu.watch.spans import (
-    Evaluation,
+    CONSEQUENCES,
+    OTHER,
+    OUTCOMES,
+    FailureReasons,
     GPUInfo,
     GPUSample,
     LeaseSpan,
     OpenRound,
     OutOfMemory,
-    SentMessages,
+    RoundPart,
+    Tally,
     WorkerSpan,
 )
-from flower_gpu.watch.tally import FailureReasons, Tally, known_consequence, known_outcome
 
 _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 # With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
@@ -35,7 +37,7 @@ class History:
 
     Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
     forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
-    that go on, ``samples`` the last of each GPU, ``evaluations`` and ``out_of_memory`` the last few. Counts
+    that go on, ``samples`` the last of each GPU, ``rounds`` and ``out_of_memory`` the last few. Counts
     go into ``tally``, which runs may share.
     """
 
@@ -57,7 +59,6 @@ class History:
         self.failed_messages: int | None = None
         self.all_messages: int | None = None
         self.messages_sent = self.messages_failed = 0
-        self.messages: dict[tuple[int | None, str], SentMessages] = {}  # by round and task
         self.failures = FailureReasons()  # of replies that are errors
         self.all_failed = ""  # why the run computes nothing, once that is so
         # Rounds.
@@ -68,7 +69,7 @@ class History:
         self.highest_round = 0  # of those that have finished
         self.last_metrics: dict[str, Mapping[str, Any]] = {}  # by task, as told
         self.open_round: OpenRound | None = None  # messages that are under way
-        self._evaluations: dict[tuple[int, str], Evaluation] = {}  # by round and task
+        self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
         # GPUs by UUID; leases and workers in the order of their starts.
         self.gpus: dict[str, GPUInfo] = {}
         self.samples: dict[str, list[GPUSample]] = {}
@@ -79,7 +80,6 @@ class History:
         self._leases: dict[str, LeaseSpan] = {}  # by id
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
         self._last_round: int | None = None  # of a worker
-        self._tallied_round = 0  # a resumed run does some rounds again
         self._calls_round: int | None = None
         self._calls_done: Counter[str] = Counter()  # of that round
         self._before: float | None = None  # the time of the event before this one
@@ -106,9 +106,14 @@ class History:
             self._forget_finished()
 
     @property
-    def evaluations(self) -> list[Evaluation]:
-        """The rounds that have finished, of each task."""
-        return list(self._evaluations.values())
+    def rounds(self) -> list[RoundPart]:
+        """What has finished of each round, by task; ``round`` is None for messages that say none."""
+        return list(self._parts.values())
+
+    @property
+    def evaluations(self) -> list[RoundPart]:
+        """What has finished, of rounds with a number."""
+        return [part for part in self._parts.values() if part.round is not None]
 
     @property
     def waiting(self) -> list[LeaseSpan]:
@@ -129,11 +134,8 @@ class History:
         """The round that is under way, or was last: the highest that anything is of."""
         if self.open_round is not None and self.open_round.round is not None:
             return self.open_round.round
-        rounds = [worker.round for worker in self.workers[-50:] if worker.round is not None]
-        rounds += [number for number, _ in islice(reversed(self._evaluations), 1)]
-        if not self._keep_finished and self._last_round is not None:
-            rounds.append(self._last_round)
-        return max(rounds, default=None)
+        told = [worker.round for worker in self.running] + [number for number, _ in self._parts][-1:]
+        return max((number for number in (self._last_round, *told) if number is not None), default=None)
 
     @property
     def calls_done(self) -> dict[str, int]:
@@ -155,7 +157,7 @@ class History:
     def _forget_finished(self) -> None:
         for spans in (self._running, self._requests, self._leases):
             _drop_oldest(spans, _MOST_OPEN)
-        _drop_oldest(self._evaluations, _FEW)
+        _drop_oldest(self._parts, _FEW)
         _drop_oldest(self.last_metrics, _FEW)
         self.workers = list(self._running.values())
         self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}
@@ -164,7 +166,6 @@ class History:
             del samples[:-1]
         del self.out_of_memory[:-_FEW]
         del self.pauses[:-_FEW]
-        self.messages.clear()
 
     # The run
 
@@ -247,50 +248,41 @@ class History:
         return one if one is not None and (one.round, one.task) == told else None
 
     def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
-        task, sent, failed = text(event.get("task")), whole(event.get("messages")), whole(event.get("failed"))
+        task = text(event.get("task"))
         if self.open_round is not None and self.open_round.task == task:
             self.open_round = None
-        if sent is not None and failed is not None:
-            round_, seconds = whole(event.get("round")), number(event.get("seconds"))
-            self.messages[round_, task] = SentMessages(round_, task, sent, failed, seconds)
-            self.messages_sent += sent
-            self.messages_failed += failed
-        self._evaluated(time, event, task)
+        self._finish_part(time, event, task)
 
     def _on_round(self, time: float, event: Mapping[str, Any]) -> None:
         self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
-        self._evaluated(time, event, SERVER_EVALUATE)
+        self._finish_part(time, event, SERVER_EVALUATE)
 
-    def _evaluated(self, time: float, event: Mapping[str, Any], task: str) -> None:
+    def _finish_part(self, time: float, event: Mapping[str, Any], task: str) -> None:
         server_round, metrics = whole(event.get("round")), event.get("metrics")
-        if server_round is not None and server_round > self._tallied_round:
-            self._tallied_round = server_round
+        if server_round is not None and server_round > self.highest_round:  # a resumed run does some again
+            self.highest_round = server_round
             self.tally.rounds_finished += 1
-        if not isinstance(metrics, Mapping):
-            return
-        told = dict(islice(metrics.items(), _MOST_METRICS))
+        told = dict(islice(metrics.items(), _MOST_METRICS)) if isinstance(metrics, Mapping) else {}
         if told:
             self.last_metrics.pop(task, None)
             self.last_metrics[task] = told
-        if server_round is None:
-            return
-        self.highest_round = max(self.highest_round, server_round)
-        # A strategy and a simulation may both tell it; and a resumed run does some rounds again.
-        found = self._evaluations.setdefault((server_round, task), Evaluation(time, server_round, task, {}))
-        found.time, found.told = time, dict(islice({**found.told, **told}.items(), _MOST_METRICS))
-        figures = {str(name): number(value) for name, value in found.told.items()}
-        found.metrics = {name: figure for name, figure in figures.items() if figure is not None}
+        # A strategy and a simulation may both tell it.
+        part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
+        part.time, part.told = time, dict(islice({**part.told, **told}.items(), _MOST_METRICS))
+        figures = {str(name): number(value) for name, value in part.told.items()}
+        part.metrics = {name: figure for name, figure in figures.items() if figure is not None}
         seconds = number(event.get("seconds"))
-        found.seconds = found.seconds if seconds is None else seconds
-        found.messages += whole(event.get("messages")) or 0
-        found.failed += whole(event.get("failed")) or 0
+        part.seconds = part.seconds if seconds is None else seconds
+        sent, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
+        part.messages += sent
+        part.failed += failed
+        self.messages_sent += sent
+        self.messages_failed += failed
 
     # Leases
 
     def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        span = LeaseSpan(
-            *_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")), asked=_asked(event)
-        )
+        span = LeaseSpan(*_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
         self._requests[span.call] = span
         self.leases.append(span)
 
@@ -342,10 +334,6 @@ class History:
         if (worker := self._of(event)) is not None:
             worker.task_at = time
 
-    def _on_cuda_started(self, time: float, event: Mapping[str, Any]) -> None:
-        if (worker := self._of(event)) is not None:
-            worker.cuda_at = time
-
     def _on_worker_result(self, time: float, event: Mapping[str, Any]) -> None:
         if (worker := self._of(event)) is not None:
             worker.result_at = time
@@ -359,7 +347,7 @@ class History:
 
     def _on_worker_finished(self, time: float, event: Mapping[str, Any]) -> None:
         worker, outcome = self._of(event), text(event.get("outcome"))
-        self.tally.workers_finished[known_outcome(outcome)] += 1
+        self.tally.workers_finished[outcome if outcome in OUTCOMES else OTHER] += 1
         if worker is None:  # the line of its start was cut off
             worker = self._begin_worker(time - (number(event.get("seconds")) or 0.0), event)
         if worker.round != self._calls_round:
@@ -373,19 +361,17 @@ class History:
         worker.finished_at, worker.seconds = time, number(event.get("seconds"))
         worker.outcome, worker.error = outcome, text(event.get("error"))
         worker.task_at = number(event.get("task_at")) or worker.task_at
-        worker.cuda_at = number(event.get("cuda_at")) or worker.cuda_at
         worker.result_at = number(event.get("result_at")) or worker.result_at
         for told in mappings(event.get("gpus")):
-            for name, into in (("peak_bytes", worker.peak_bytes), ("cap_bytes", worker.cap_bytes)):
-                if (nbytes := whole(told.get(name))) is not None:
-                    into[text(told.get("uuid"))] = nbytes
+            if (nbytes := whole(told.get("peak_bytes"))) is not None:
+                worker.peak_bytes[text(told.get("uuid"))] = nbytes
         if self.open_round is not None and worker.round == self.open_round.round:
             self.open_round.workers_finished += 1
 
     def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
-        self.tally.out_of_memory[known_consequence(text(event.get("then")))] += 1
-        names = ("client", "task", "uuid", "kind", "then")
-        self.out_of_memory.append(OutOfMemory(time, *(text(event.get(name)) for name in names)))
+        then = text(event.get("then"))
+        self.tally.out_of_memory[then if then in CONSEQUENCES else OTHER] += 1
+        self.out_of_memory.append(OutOfMemory(time, text(event.get("uuid")), then))
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
         call, pid = text(event.get("call")), whole(event.get("pid")) or 0
@@ -402,16 +388,3 @@ def _drop_oldest(found: dict[Any, Any], most: int) -> None:
 def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:
     call, client, task = (text(event.get(name)) for name in ("call", "client", "task"))
     return call, client, task, whole(event.get("round"))
-
-
-def _asked(event: Mapping[str, Any]) -> str:
-    """Say what a request is for: ``"4 GiB"``, ``"0.25"`` of a GPU, ``"a whole GPU"``, or ``"auto"``."""
-    count, share = whole(event.get("count")) or 1, number(event.get("share"))
-    memory_bytes = whole(event.get("memory_bytes"))
-    if memory_bytes is not None:
-        return format_bytes(memory_bytes)
-    if event.get("alone") is True:
-        return "a whole GPU"
-    if share is not None:
-        return f"{share * count:g}"
-    return "auto"

@@ -1,10 +1,18 @@
-"""What a trace tells of: GPUs, leases, workers, rounds."""
+"""What a history is made of: GPUs, leases, workers and rounds of a run, and counts over runs."""
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
+from flower_gpu.apps.failures import LABEL
+from flower_gpu.errors import shortened
+from flower_gpu.trace import Event
+from flower_gpu.watch.fields import first_line
 from flower_gpu.workers import methods
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
@@ -44,7 +52,6 @@ class LeaseSpan:
     round: int | None
     requested_at: float | None
     caller_pid: int | None = None
-    asked: str = ""
     granted_at: float | None = None
     refused_at: float | None = None  # the wait ended without a lease
     released_at: float | None = None
@@ -67,14 +74,12 @@ class WorkerSpan:
     lease: str  # its id; empty on the CPU
     started_at: float
     task_at: float | None = None
-    cuda_at: float | None = None
     result_at: float | None = None
     finished_at: float | None = None
     seconds: float | None = None  # since it was asked for, as told at its end
     outcome: str = ""  # empty while it runs
     error: str = ""
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by UUID: the most it was seen to use
-    cap_bytes: dict[str, int] = field(default_factory=dict)
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, items done, items in all
 
     @property
@@ -93,36 +98,22 @@ class OutOfMemory:
     """A call that ran out of GPU memory, and what followed: ``"again"``, ``"on the CPU"``, ``"failed"``."""
 
     time: float
-    client: str
-    task: str
     uuid: str
-    kind: str
     then: str
 
 
 @dataclass
-class Evaluation:
-    """Metrics of a round: of a server-side evaluation, or as a strategy has aggregated clients' ones."""
+class RoundPart:
+    """What came of the messages of one kind in one round, or of a server-side evaluation."""
 
     time: float
-    round: int
-    task: str
-    metrics: dict[str, float]  # numbers only
-    seconds: float | None = None
-    told: dict[str, Any] = field(default_factory=dict)  # all metrics, as they are in the trace
-    messages: int = 0
-    failed: int = 0
-
-
-@dataclass(frozen=True)
-class SentMessages:
-    """Messages of one kind in one round of a simulation: how many, and how many got no reply."""
-
     round: int | None
     task: str
-    messages: int
-    failed: int
-    seconds: float | None
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers only
+    told: dict[str, Any] = field(default_factory=dict)  # all metrics, as they are in the trace
+    seconds: float | None = None
+    messages: int = 0  # that were sent
+    failed: int = 0
 
 
 @dataclass
@@ -141,3 +132,72 @@ class OpenRound:
     def finished(self) -> int:
         """How many of the messages have been handled."""
         return max(self.workers_finished, self.replies)
+
+
+# Counts that never go down
+
+#: How a worker can end, as the trace says it; anything else is counted as ``OTHER``.
+OUTCOMES: Final = ("ok", "error", "out of memory", "died", "timeout", "cancelled")
+#: What can follow when a call runs out of GPU memory.
+CONSEQUENCES: Final = ("again", "on the CPU", "failed")
+OTHER: Final = "other"
+#: Upper limits, in seconds, of what waits for leases are counted in.
+WAIT_BUCKETS_S: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0)
+
+# Failed messages: how much of them is kept.
+_MOST_REASONS: Final = 200
+_MOST_NAMED: Final = 100  # of one reason
+_MOST_CHARACTERS: Final = 1000  # of one message
+_OTHER_REASONS: Final = "other reasons"
+_PID: Final = re.compile(r" \(pid \d+\)")
+
+
+class Waits:
+    """How long calls have waited for leases, counted in buckets."""
+
+    def __init__(self) -> None:
+        self.sum_s = 0.0
+        self._counts = [0] * (len(WAIT_BUCKETS_S) + 1)
+
+    def add(self, seconds: float) -> None:
+        """Count one wait."""
+        self.sum_s += seconds
+        self._counts[bisect_left(WAIT_BUCKETS_S, seconds)] += 1
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return for each upper limit how many waits were not longer."""
+        limits = (*map(str, WAIT_BUCKETS_S), "+Inf")
+        return [(limit, float(count)) for limit, count in zip(limits, accumulate(self._counts), strict=True)]
+
+
+@dataclass
+class Tally:
+    """Counts of one run, or of several runs that share it."""
+
+    workers_started: int = 0
+    workers_finished: Counter[str] = field(default_factory=Counter)  # by outcome
+    leases_granted: int = 0
+    leases_not_granted: int = 0
+    lease_waits: Waits = field(default_factory=Waits)  # of granted leases
+    out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
+    rounds_finished: int = 0
+
+
+class FailureReasons:
+    """Why messages to clients have failed: errors, without the client and the worker's pid."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.named: dict[str, list[dict[str, Any]]] = {}  # client, type, round, error of the first few
+
+    def add(self, reply: Event) -> None:
+        """Count a reply that is an error."""
+        error = shortened(first_line(reply.get("error")), _MOST_CHARACTERS)
+        reason = _PID.sub("", LABEL.sub("", error))  # else each worker's would be another one
+        if reason not in self.counts and len(self.counts) >= _MOST_REASONS:
+            reason = _OTHER_REASONS
+        self.counts[reason] += 1
+        named = self.named.setdefault(reason, [])
+        if len(named) < _MOST_NAMED:
+            whose = {"client": reply.get("node"), "type": reply.get("task"), "round": reply.get("round")}
+            named.append({**whose, "error": error})

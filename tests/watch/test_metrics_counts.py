@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
@@ -19,11 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from flower_gpu import trace
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.watch import history
-from flower_gpu.watch.metrics.collector import Collector
-from flower_gpu.watch.metrics.host import HostState
-from flower_gpu.watch.metrics.runs import Runs
-from flower_gpu.watch.metrics.server import keep_up
-from flower_gpu.watch.tally import OUTCOMES
+from flower_gpu.watch.metrics import Collector, HostState, Runs
+from flower_gpu.watch.spans import OUTCOMES
 
 
 class NoHost:
@@ -186,25 +182,8 @@ def test_a_run_that_is_over_before_anybody_asks_is_counted(tmp_path: Path) -> No
         assert runs.tally.workers_finished == {"ok": 1}
 
 
-def test_runs_are_noticed_again_and_again() -> None:
-    end = threading.Event()
-    calls: list[str] = []
-
-    class Noted:
-        def catch_up(self) -> None:
-            calls.append("catch_up")
-
-        def notice(self) -> None:
-            calls.append("notice")
-            if len(calls) == 3:
-                end.set()
-
-    keep_up(Noted(), end)  # type: ignore[arg-type]
-    assert calls == ["catch_up", "notice", "notice"]
-
-
 def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.watch.metrics.runs._MOST_ENDED", 5)
+    monkeypatch.setattr("flower_gpu.watch.metrics._MOST_ENDED", 5)
     running: list[RunningRun] = []
     runs = Runs(lambda: running)
     for number in range(20):

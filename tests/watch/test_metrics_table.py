@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from flower_gpu.cli import metrics as command
-from flower_gpu.watch.metrics.collector import Collector
-from flower_gpu.watch.metrics.table import METRICS, Row
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, Row
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 
@@ -24,6 +23,10 @@ PREFIXES = ("pico", "nano", "micro", "milli", "centi", "deci", "deca", "hecto", 
             "mebi", "giga", "gibi", "tera", "tebi", "peta", "pebi")  # fmt: skip
 ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
 TYPES = {"gauge", "counter", "summary", "histogram", "untyped"}
+
+
+def full_name(row: Row) -> str:
+    return f"{PREFIX}{row.name}{'_total' if row.kind == 'counter' else ''}"
 
 
 def complaints(name: str, kind: str, help_: str, labels: tuple[str, ...]) -> list[str]:
@@ -56,8 +59,8 @@ def complaints(name: str, kind: str, help_: str, labels: tuple[str, ...]) -> lis
 
 @pytest.mark.parametrize("row", METRICS.values(), ids=METRICS)
 def test_names_are_as_prometheus_wants_them(row: Row) -> None:
-    assert row.full_name.startswith("flower_gpu_")
-    assert complaints(row.full_name, row.kind, row.help, row.labels) == []
+    assert full_name(row).startswith("flower_gpu_")
+    assert complaints(full_name(row), row.kind, row.help, row.labels) == []
 
 
 @pytest.mark.parametrize(
@@ -90,10 +93,10 @@ def test_what_is_served_has_these_types_and_help_texts() -> None:
     registry.register(Described())  # type: ignore[arg-type]
     text = generate_latest(registry).decode()
     assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
-        (row.full_name, row.help) for row in METRICS.values()
+        (full_name(row), row.help) for row in METRICS.values()
     ]
     assert re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE) == [
-        (row.full_name, row.kind) for row in METRICS.values()
+        (full_name(row), row.kind) for row in METRICS.values()
     ]
 
 
@@ -105,7 +108,7 @@ def documented() -> list[tuple[str, ...]]:
 
 def test_the_documentation_has_the_same_table() -> None:
     assert documented() == [
-        (row.full_name, row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help)
+        (full_name(row), row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help)
         for row in METRICS.values()
     ]
 
@@ -123,4 +126,4 @@ def test_examples_name_metrics_that_there_are() -> None:
     blocks = re.findall(r"```(?:text|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     named = set(re.findall(r"flower_gpu_\w+", " ".join(blocks)))
     assert len(named) >= 4
-    assert named <= {row.full_name for row in METRICS.values()} | {"flower_gpu_lease_wait_seconds_bucket"}
+    assert named <= {full_name(row) for row in METRICS.values()} | {"flower_gpu_lease_wait_seconds_bucket"}

@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from report_traces import START, Event, Run, at, history_of
 
-from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, client_rows, tries_of
-from flower_gpu.watch.report.clock import Clock
+from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, Clock, client_key, client_rows, tries_of
 from flower_gpu.watch.report.figures_rounds import panels_of
-from flower_gpu.watch.report.lanes import group, pack, waiting_steps
-from flower_gpu.watch.report.leases import Holding, bands, holdings_of, leased_steps, occupied_s
-from flower_gpu.watch.report.texts import client_key, duration_text
-from flower_gpu.watch.report.totals import Totals, totals_of
-from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, Evaluation
+from flower_gpu.watch.report.figures_workers import group, pack, waiting_steps
+from flower_gpu.watch.report.totals import (
+    Holding,
+    Totals,
+    bands,
+    holdings_of,
+    leased_steps,
+    occupied_s,
+    totals_of,
+)
+from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, RoundPart
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -194,8 +199,8 @@ def test_parts_follow_one_another(run: Run) -> None:
             assert PHASES.index(one.phase) < PHASES.index(other.phase)
         assert 0 <= call.begin_s <= call.end_s <= clock.duration_s
     rows = client_rows(tries)
-    assert [row.client for row in rows] == [str(number) for number in range(run.clients)]
-    assert sum(row.tries for row in rows) == totals.workers
+    assert [row["client"] for row in rows] == [str(number) for number in range(run.clients)]
+    assert sum(row["tries"] for row in rows) == totals.workers
 
 
 def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
@@ -249,10 +254,10 @@ def test_who_waits_is_counted() -> None:
 
 def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
     evaluations = [
-        Evaluation(START, 0, "server-evaluate", {"loss": 2.0, "accuracy": 0.1, "num_examples": 90}),
-        Evaluation(START, 1, "server-evaluate", {"loss": 1.0, "accuracy": 0.4}),
-        Evaluation(START, 1, "train", {"train_loss": 1.5, "time": 3.0}),
-        Evaluation(START, 1, "evaluate", {"eval_acc": 0.3, "test-acc": 0.2, "F1_score": 0.2}),
+        RoundPart(START, 0, "server-evaluate", {"loss": 2.0, "accuracy": 0.1, "num_examples": 90}),
+        RoundPart(START, 1, "server-evaluate", {"loss": 1.0, "accuracy": 0.4}),
+        RoundPart(START, 1, "train", {"train_loss": 1.5, "time": 3.0}),
+        RoundPart(START, 1, "evaluate", {"eval_acc": 0.3, "test-acc": 0.2, "F1_score": 0.2}),
     ]
     panels = panels_of(evaluations)
     assert list(panels) == ["accuracy", "loss", "f1", "time", "test-acc"]
@@ -274,12 +279,3 @@ def test_clients_are_sorted_as_people_do() -> None:
         "client-9",
         "client-10",
     ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.00 s"), (9.994, "9.99 s"), (9.996, "10.0 s"), (59.94, "59.9 s"), (59.96, "1 min 0 s"),
-     (3599.6, "1 h 0 min"), (7260, "2 h 1 min"), (None, "-")],
-)  # fmt: skip
-def test_durations(seconds: float | None, text: str) -> None:
-    assert duration_text(seconds) == text

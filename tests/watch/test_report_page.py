@@ -25,12 +25,10 @@ from flower_gpu import trace
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.cli import main as cli
 from flower_gpu.errors import ConfigError
-from flower_gpu.watch.report import write as report
-from flower_gpu.watch.report.calls import client_rows, tries_of
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.leases import holdings_of
+from flower_gpu.watch.report import page as report
+from flower_gpu.watch.report.calls import Clock, client_rows, tries_of
 from flower_gpu.watch.report.page import page as report_page
-from flower_gpu.watch.report.totals import totals_of
+from flower_gpu.watch.report.totals import holdings_of, totals_of
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -293,7 +291,7 @@ def test_nothing_is_left_in_the_home(tmp_path: Path) -> None:
 def test_neither_help_nor_a_failed_report_loads_matplotlib(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom flower_gpu.cli import main as cli\n"
-        "from flower_gpu.watch.report.write import write_at_end\n"
+        "from flower_gpu.watch.report.page import write_at_end\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
         f"assert write_at_end(__import__('pathlib').Path({str(tmp_path)!r})) is None\n"
         "sys.exit('matplotlib' in sys.modules)"
@@ -324,7 +322,7 @@ from pathlib import Path
 import matplotlib
 matplotlib.rcParams["font.size"] = 31
 matplotlib.rcParams["text.usetex"] = True  # needs a program that is not there
-from flower_gpu.watch.report.write import write_report
+from flower_gpu.watch.report.page import write_report
 write_report(Path({str(tmp_path)!r}))
 assert matplotlib.rcParams["font.size"] == 31 and matplotlib.rcParams["text.usetex"]
 assert "matplotlib.pyplot" not in sys.modules

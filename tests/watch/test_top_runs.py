@@ -20,11 +20,9 @@ from top_traces import Trace
 
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.gpu.inventory import Inventory
-from flower_gpu.watch import processes
-from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
-from flower_gpu.watch.top.rows import Seen, run_row, waiting_rows, worker_rows
-from flower_gpu.watch.top.snapshot import RunRow, Snapshot
+from flower_gpu.watch.top.snapshot import RunRow, Seen, Snapshot, run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Frame, plain_lines
 
 pytestmark = pytest.mark.timeout(60)
@@ -184,18 +182,18 @@ def test_a_process_is_there_until_it_ends() -> None:
     began = time.time()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert processes.is_there(process.pid, began)
+        assert is_there(process.pid, began)
         # One that was there long before had this number, which is another one's now.
-        assert not processes.is_there(process.pid, began - 3600)
+        assert not is_there(process.pid, began - 3600)
     finally:
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        is_there = processes.is_there(process.pid, began)  # it has ended, and nobody has waited for it
+        is_zombie_there = is_there(process.pid, began)  # it has ended, and nobody has waited for it
         process.communicate()
-    assert not is_there
-    assert not processes.is_there(process.pid, began)
-    assert not processes.is_there(0, began)
-    assert not processes.is_there(2**40, began)
+    assert not is_zombie_there
+    assert not is_there(process.pid, began)
+    assert not is_there(0, began)
+    assert not is_there(2**40, began)
 
 
 # How far it is --------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from top_snapshots import RUN, WAITING, WORKER, gpu, snapshot, waiting, workers
 
-from flower_gpu.watch.top.gpus import divided
 from flower_gpu.watch.top.snapshot import Snapshot
+from flower_gpu.watch.top.tables import divided
 from flower_gpu.watch.top.view import Frame
 
 PAGE = Path(__file__).parents[2] / "docs/reference/top.md"

@@ -1,15 +1,14 @@
-"""The calls of a run, and which part of its time each has spent with what."""
+"""The calls of a run: what part of its time each has spent with what, and sums by client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.texts import client_key
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
 from flower_gpu.workers import methods
 
@@ -17,7 +16,61 @@ PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 
 #: How calls end that got no worker: the wait for a lease was over, or there was an error before.
 NO_LEASE: Final = "no lease"
-OK: Final = "ok"
+SERVER: Final = "server"
+_MOST_DIGITS: Final = 15
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns Unix seconds into seconds of a run."""
+
+    start: float  # of the run
+    end: float  # of the run, or of the trace
+    pauses: tuple[tuple[float, float], ...] = ()  # between the runs of which each went on with the one before
+
+    @classmethod
+    def of(cls, history: History) -> Clock:
+        """Return the clock of a run."""
+        start = history.started_at if history.started_at is not None else history.first_at
+        if start is None:  # there is no event
+            return cls(0.0, 0.0)
+        end = history.finished_at if history.finished_at is not None else history.last_at
+        end = max(start, start if end is None else end)
+        pauses, free_from = [], start
+        for begin, until in sorted(history.pauses):
+            begin, until = max(begin, free_from), min(until, end)
+            if begin < until:
+                pauses.append((begin, until))
+                free_from = until
+        return cls(start, end, tuple(pauses))
+
+    @property
+    def duration_s(self) -> float:
+        """How long the run took."""
+        return self.end - self.start - sum(until - begin for begin, until in self.pauses)
+
+    def seconds(self, time: float) -> float:
+        """Return the seconds since the start; times outside of the run are its start and its end."""
+        time = min(max(time, self.start), self.end)
+        paused = sum(min(until, time) - begin for begin, until in self.pauses if begin < time)
+        return max(0.0, time - self.start - paused)
+
+    @property
+    def length_s(self) -> float:
+        """How long the axis of time is; more than nothing."""
+        return max(self.duration_s, 1e-3)
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """The unit of that axis, and its seconds: minutes or hours where the run is long."""
+        if self.duration_s <= 180:
+            return "s", 1.0
+        return ("min", 60.0) if self.duration_s <= 3 * 3600 else ("h", 3600.0)
+
+    @property
+    def pauses_s(self) -> tuple[float, ...]:
+        """Where the pauses lie, in seconds of the run."""
+        return tuple(self.seconds(begin) for begin, _ in self.pauses)
 
 
 @dataclass(frozen=True)
@@ -63,7 +116,7 @@ class CallTry:
     @property
     def has_failed(self) -> bool:
         """Whether it has ended without a result."""
-        return self.outcome not in (OK, "")
+        return self.outcome not in ("ok", "")
 
 
 def tries_of(history: History, clock: Clock) -> list[CallTry]:
@@ -141,36 +194,40 @@ def _parts(clock: Clock, phases: Sequence[str], times: Sequence[float]) -> tuple
     return tuple(found) or (Part(phases[-1], at, at),)
 
 
-@dataclass(frozen=True)
-class ClientRow:
-    """The calls of one client."""
-
-    client: str
-    calls: int
-    tries: int  # a call that runs out of memory may be tried again
-    median_s: Mapping[str, float | None]  # of a call, by phase; None where no call had this phase
-    max_s: Mapping[str, float | None]
-    peak_bytes: int | None  # the most memory that a worker of it was seen to use on one GPU
-    failures: int  # tries that have ended without a result
+def client_key(client: str) -> tuple[bool, list[tuple[int, int, str]]]:
+    """Return what sorts clients as people do: numbers by their value, the server first."""
+    words = [word for word in re.split(r"([0-9]+)", client) if word]
+    key = [
+        (0, int(word), word) if word.isdecimal() and len(word) <= _MOST_DIGITS else (1, 0, word)
+        for word in words
+    ]
+    return client != SERVER, key
 
 
-def client_rows(tries: Sequence[CallTry]) -> list[ClientRow]:
-    """Return a row for each client, in the order of their names."""
+def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
+    """Return a row for each client, in the order of their names; None for a phase that no call had."""
     by_client: dict[str, list[CallTry]] = {}
     for one in tries:
         by_client.setdefault(one.client, []).append(one)
-    return [_row(client, by_client[client]) for client in sorted(by_client, key=client_key)]
+    rows = []
+    for client in sorted(by_client, key=client_key):
+        own = by_client[client]
+        parts = [part for one in own for part in one.parts]
+        seconds = {phase: [part.seconds for part in parts if part.phase == phase] for phase in PHASES}
+        rows.append(
+            {
+                "client": client,
+                "calls": len({one.call for one in own}),
+                "tries": len(own),  # a call that runs out of memory may be tried again
+                "median_s": {phase: median(found) if found else None for phase, found in seconds.items()},
+                "max_s": {phase: max(found, default=None) for phase, found in seconds.items()},
+                "peak_bytes": highest_peak(own),
+                "failures": sum(one.has_failed for one in own),
+            }
+        )
+    return rows
 
 
-def _row(client: str, tries: Sequence[CallTry]) -> ClientRow:
-    parts = [part for one in tries for part in one.parts]
-    seconds = {phase: [part.seconds for part in parts if part.phase == phase] for phase in PHASES}
-    return ClientRow(
-        client,
-        len({one.call for one in tries}),
-        len(tries),
-        {phase: median(values) if values else None for phase, values in seconds.items()},
-        {phase: max(values, default=None) for phase, values in seconds.items()},
-        max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None),
-        sum(one.has_failed for one in tries),
-    )
+def highest_peak(tries: Sequence[CallTry]) -> int | None:
+    """Return the most memory that one of the workers was seen to use on one GPU."""
+    return max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.texts import client_key
+from flower_gpu.printable import printable
+from flower_gpu.watch.report.calls import SERVER, Clock, client_key
+from flower_gpu.watch.spans import GPUInfo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,6 +34,13 @@ DENSE_DPI: Final = 130
 
 _PALETTE: Final = (ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE)
 _SERVER_COLOUR: Final = "#999999"
+#: Whose metrics they are, by the kind of the messages that they come from.
+_WHOSE: Final = {
+    "server-evaluate": "server, evaluate",
+    "evaluate": "clients, evaluate",
+    "train": "clients, train",
+    "fit": "clients, fit",
+}
 _MOST_POINTS: Final = 2000  # of a line: more than its picture has columns
 
 Numbers = np.ndarray[Any, Any]
@@ -67,44 +75,26 @@ class Picture:
         return buffer.getvalue()
 
 
-@dataclass(frozen=True)
-class TimeAxis:
-    """The axis of time: in seconds, minutes or hours since the start, as the run is long."""
+def time_axis(axes: Axes, clock: Clock, *, has_label: bool = True) -> None:
+    """Set up the x axis: the time of the run, with marks where it was interrupted."""
+    unit, unit_s = clock.unit
+    axes.set_xlim(0, clock.length_s / unit_s)
+    for at in clock.pauses_s:
+        axes.axvline(at / unit_s, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=6)
+    if has_label:
+        axes.set_xlabel(f"time since the start ({unit})", fontsize=TEXT_PT)
+    else:
+        axes.tick_params(labelbottom=False)
 
-    clock: Clock
-    unit: str
-    unit_s: float
 
-    @classmethod
-    def of(cls, clock: Clock) -> TimeAxis:
-        """Return the axis for a run."""
-        for unit, unit_s, most in (("s", 1.0, 180.0), ("min", 60.0, 3 * 3600.0)):
-            if clock.duration_s <= most:
-                return cls(clock, unit, unit_s)
-        return cls(clock, "h", 3600.0)
+def places(clock: Clock, seconds: Sequence[float] | Numbers) -> Numbers:
+    """Return where on the axis of time some seconds of the run lie."""
+    return np.asarray(seconds, dtype=float) / clock.unit[1]
 
-    @property
-    def length_s(self) -> float:
-        """How many seconds it has; more than none."""
-        return max(self.clock.duration_s, 1e-3)
 
-    def apply(self, axes: Axes, *, has_label: bool) -> None:
-        """Set up the x axis, and mark where the run was interrupted."""
-        axes.set_xlim(0, self.length_s / self.unit_s)
-        for at in self.clock.pauses_s:
-            axes.axvline(at / self.unit_s, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)), zorder=6)
-        if has_label:
-            axes.set_xlabel(f"time since the start ({self.unit})", fontsize=TEXT_PT)
-        else:
-            axes.tick_params(labelbottom=False)
-
-    def places(self, seconds: Sequence[float] | Numbers) -> Numbers:
-        """Return where on the axis some seconds of the run lie."""
-        return np.asarray(seconds, dtype=float) / self.unit_s
-
-    def places_of(self, times: Sequence[float]) -> Numbers:
-        """Return where on the axis some moments (Unix seconds) lie."""
-        return self.places(self.clock.all_seconds(times))
+def places_of(clock: Clock, times: Iterable[float]) -> Numbers:
+    """Return where on the axis of time some moments (Unix seconds) lie."""
+    return places(clock, [clock.seconds(time) for time in times])
 
 
 class ClientColours:
@@ -115,22 +105,37 @@ class ClientColours:
 
     def __init__(self, clients: Iterable[str]) -> None:
         self.order = {client: place for place, client in enumerate(sorted(set(clients), key=client_key))}
-        others = [client for client in self.order if client != "server"]
-        self._colours = {client: _tone(place) for place, client in enumerate(others)}
 
     def __getitem__(self, client: str) -> str:
-        return self._colours.get(client, _SERVER_COLOUR)
-
-
-def _tone(place: int) -> str:
-    colour = _PALETTE[place % len(_PALETTE)]
-    return mixed(colour, 0.15) if place // len(_PALETTE) % 2 == 0 else mixed(colour, 0.45, into=0)
+        if client == SERVER:
+            return _SERVER_COLOUR
+        turn, place = divmod(self.order[client] - (SERVER in self.order), len(_PALETTE))
+        return mixed(_PALETTE[place], 0.45, into=0) if turn % 2 else mixed(_PALETTE[place], 0.15)
 
 
 def mixed(colour: str, share: float, into: int = 255) -> str:
     """Mix a colour with white, or another shade of grey."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (into - part) * share):02x}" for part in parts)
+
+
+def gpu_name(gpu: GPUInfo, others: Sequence[GPUInfo]) -> str:
+    """Name a GPU by its number; by its UUID as well if another has this number: MIG devices, other hosts."""
+    if gpu.index < 0:
+        return f"GPU {printable(gpu.uuid)}"
+    if sum(one.index == gpu.index for one in others) > 1:
+        return f"GPU {gpu.index} ({printable(gpu.uuid)[:12]})"
+    return f"GPU {gpu.index}"
+
+
+def task_name(task: str) -> str:
+    """Name messages or metrics of one kind: ``"clients, fit"``."""
+    return _WHOSE.get(task, printable(task))
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number and what is counted: ``"1 client"``, ``"3 clients"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def new_figure(height_in: float) -> Figure:

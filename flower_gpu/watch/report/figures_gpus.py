@@ -10,10 +10,9 @@ import numpy as np
 from flower_gpu.printable import printable
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.drawing import GIB, ClientColours, Numbers, Picture, TimeAxis
-from flower_gpu.watch.report.leases import Holding, bands, leased_steps
-from flower_gpu.watch.report.texts import client_name, gpu_name
+from flower_gpu.watch.report.calls import SERVER, Clock
+from flower_gpu.watch.report.drawing import GIB, ClientColours, Numbers, Picture, gpu_name, places, places_of
+from flower_gpu.watch.report.totals import Holding, bands, leased_steps
 from flower_gpu.watch.spans import GPUInfo, GPUSample, OutOfMemory
 
 if TYPE_CHECKING:
@@ -36,19 +35,19 @@ def memory_picture(
     gpus = [gpu for gpu in history.gpus_of_run if history.samples.get(gpu.uuid) or holdings[gpu.uuid]]
     if not gpus:
         return None
-    shown, axis = gpus[:MOST_GPUS], TimeAxis.of(clock)
+    shown = gpus[:MOST_GPUS]
     clients = {one.client for gpu in shown for one in holdings[gpu.uuid]}
     is_named = len(clients) <= MOST_NAMED_CLIENTS
     pieces: list[int] = []
 
     def draw(axes: Axes, gpu: GPUInfo, samples: Sequence[GPUSample]) -> dict[str, Any]:
-        pieces.append(_draw_leases(axes, axis, holdings[gpu.uuid], colours, is_named))
-        handles = _draw_limits(axes, gpu, samples) | _draw_used(axes, axis, samples)
-        handles |= _draw_out_of_memory(axes, axis, history.out_of_memory, gpu)
+        pieces.append(_draw_leases(axes, clock, holdings[gpu.uuid], colours, is_named))
+        handles = _draw_limits(axes, gpu, samples) | _draw_used(axes, clock, samples)
+        handles |= _draw_out_of_memory(axes, clock, history.out_of_memory, gpu)
         axes.set_ylim(0, _top(gpu, holdings[gpu.uuid], samples))
         return handles
 
-    figure, handles = _panels(history, axis, gpus, 2.1, "GiB", draw)
+    figure, handles = _panels(history, clock, gpus, 2.1, "GiB", draw)
     handles |= _lease_handles(sorted(clients, key=colours.order.__getitem__), colours, is_named)
     drawing.legend_below(figure, handles)
     return Picture(
@@ -74,9 +73,8 @@ def utilization_picture(history: History, clock: Clock) -> Picture | None:
     ]
     if not gpus:
         return None
-    axis = TimeAxis.of(clock)
     figure, handles = _panels(
-        history, axis, gpus, 1.5, "busy (%)", lambda axes, _, samples: _draw_busy(axes, axis, samples)
+        history, clock, gpus, 1.5, "busy (%)", lambda axes, _, samples: _draw_busy(axes, clock, samples)
     )
     drawing.legend_below(figure, handles)
     return Picture(
@@ -91,7 +89,7 @@ def utilization_picture(history: History, clock: Clock) -> Picture | None:
 
 def _panels(
     history: History,
-    axis: TimeAxis,
+    clock: Clock,
     gpus: Sequence[GPUInfo],
     height_in: float,
     y_label: str,
@@ -105,7 +103,7 @@ def _panels(
         title = ", ".join(filter(None, (gpu_name(gpu, gpus), printable(gpu.name))))
         drawing.dress(axes, y_label=y_label, title=title)
         handles |= draw(axes, gpu, history.samples.get(gpu.uuid, []))
-        axis.apply(axes, has_label=gpu is shown[-1])
+        drawing.time_axis(axes, clock, has_label=gpu is shown[-1])
     return figure, handles
 
 
@@ -120,7 +118,7 @@ def _top(gpu: GPUInfo, holdings: Sequence[Holding], samples: Sequence[GPUSample]
 
 
 def _draw_leases(
-    axes: Axes, axis: TimeAxis, holdings: Sequence[Holding], colours: ClientColours, is_named: bool
+    axes: Axes, clock: Clock, holdings: Sequence[Holding], colours: ClientColours, is_named: bool
 ) -> int:
     """Draw leases as a stack, and return of how many pieces it is."""
     # Few clients have a place in the stack each; of many, the first to come is at the bottom.
@@ -131,7 +129,7 @@ def _draw_leases(
     nbytes = np.array([(one.bottom_bytes, one.top_bytes) for one in pieces], dtype=float)
     drawing.draw_bars(
         axes,
-        *axis.places(seconds).T,
+        *places(clock, seconds).T,
         *(nbytes / GIB).T,
         facecolors=[drawing.mixed(colours[one.client], 0 if is_named else _PALE) for one in pieces],
         edgecolors="white",
@@ -140,8 +138,7 @@ def _draw_leases(
     if len(pieces) <= _SMALL_BANDS:
         at, sums = leased_steps(holdings)
         gib = np.array([0, *sums], dtype=float) / GIB
-        places = axis.places([at[0], *at])
-        axes.step(places, gib, where="post", color=drawing.GREY, linewidth=0.8, zorder=3)
+        axes.step(places(clock, [at[0], *at]), gib, where="post", color=drawing.GREY, linewidth=0.8, zorder=3)
     return len(pieces)
 
 
@@ -158,10 +155,10 @@ def _draw_limits(axes: Axes, gpu: GPUInfo, samples: Sequence[GPUSample]) -> dict
     }
 
 
-def _draw_used(axes: Axes, axis: TimeAxis, samples: Sequence[GPUSample]) -> dict[str, Any]:
+def _draw_used(axes: Axes, clock: Clock, samples: Sequence[GPUSample]) -> dict[str, Any]:
     from matplotlib import patheffects
 
-    at, used = _line_of(axis, samples, "used_bytes")
+    at, used = _line_of(clock, samples, "used_bytes")
     if np.isnan(used).all():
         return {}
     (line,) = axes.plot(at, used / GIB, color=drawing.INK, linewidth=1.3, zorder=5)
@@ -170,16 +167,16 @@ def _draw_used(axes: Axes, axis: TimeAxis, samples: Sequence[GPUSample]) -> dict
     return {"in use": line}
 
 
-def _line_of(axis: TimeAxis, samples: Sequence[GPUSample], name: str) -> tuple[Numbers, Numbers]:
+def _line_of(clock: Clock, samples: Sequence[GPUSample], name: str) -> tuple[Numbers, Numbers]:
     """Return a figure of the driver over time, with gaps where it does not tell."""
-    at = axis.places_of([sample.time for sample in samples])
+    at = places_of(clock, (sample.time for sample in samples))
     return drawing.thinned(at, drawing.known_or_nan(getattr(sample, name) for sample in samples))
 
 
 def _draw_out_of_memory(
-    axes: Axes, axis: TimeAxis, events: Sequence[OutOfMemory], gpu: GPUInfo
+    axes: Axes, clock: Clock, events: Sequence[OutOfMemory], gpu: GPUInfo
 ) -> dict[str, Any]:
-    at = axis.places_of([event.time for event in events if event.uuid == gpu.uuid])
+    at = places_of(clock, (event.time for event in events if event.uuid == gpu.uuid))
     if not len(at):
         return {}
     heights = np.ones(len(at))
@@ -192,20 +189,20 @@ def _lease_handles(clients: Sequence[str], colours: ClientColours, is_named: boo
     from matplotlib.patches import Patch
 
     if is_named:
-        return {client_name(client): Patch(facecolor=colours[client]) for client in clients}
+        return {_client_name(client): Patch(facecolor=colours[client]) for client in clients}
     return {f"leases of {len(clients):,} clients": Patch(facecolor=drawing.mixed(drawing.BLUE, _PALE))}
 
 
-def _draw_busy(axes: Axes, axis: TimeAxis, samples: Sequence[GPUSample]) -> dict[str, Any]:
+def _draw_busy(axes: Axes, clock: Clock, samples: Sequence[GPUSample]) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     axes.set_ylim(0, 103)
-    at, percent = _line_of(axis, samples, "utilization_percent")
+    at, percent = _line_of(clock, samples, "utilization_percent")
     if not np.isnan(percent).all():
         pale = drawing.mixed(drawing.BLUE, 0.7)
         handles["utilization"] = drawing.draw_steps(
             axes, at, percent, "pre", pale, color=drawing.BLUE, linewidth=1
         )
-    at, celsius = _line_of(axis, samples, "temperature_c")
+    at, celsius = _line_of(clock, samples, "temperature_c")
     if not np.isnan(celsius).all():
         right, colour = axes.twinx(), drawing.VERMILION
         (handles["temperature"],) = right.plot(at, celsius, color=colour, linewidth=1.1)
@@ -214,3 +211,10 @@ def _draw_busy(axes: Axes, axis: TimeAxis, samples: Sequence[GPUSample]) -> dict
         right.tick_params(labelsize=drawing.TEXT_PT - 1, colors=colour)
         right.spines["top"].set_visible(False)
     return handles
+
+
+def _client_name(client: str) -> str:
+    """Name a client: ``"client 3"``, ``"server"``."""
+    if client == SERVER:
+        return client
+    return f"client {printable(client)}" if client else "unnamed client"

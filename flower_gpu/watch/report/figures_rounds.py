@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.printable import printable
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.drawing import Picture
-from flower_gpu.watch.report.texts import task_name
-from flower_gpu.watch.spans import Evaluation
+from flower_gpu.watch.report.drawing import Picture, task_name
+from flower_gpu.watch.spans import RoundPart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +51,7 @@ class Series:
     values: tuple[float, ...]
 
 
-def panels_of(evaluations: Sequence[Evaluation]) -> dict[str, list[Series]]:
+def panels_of(evaluations: Sequence[RoundPart]) -> dict[str, list[Series]]:
     """Sort metrics into panels by title: one for each, and for the same one of server and clients together.
 
     Accuracy, loss and F1 come first. Numbers of examples, which are weights and no results, are left out.
@@ -60,7 +59,7 @@ def panels_of(evaluations: Sequence[Evaluation]) -> dict[str, list[Series]]:
     values: dict[tuple[str, str], dict[int, float]] = {}
     for evaluation in evaluations:
         for name, value in evaluation.metrics.items():
-            values.setdefault((evaluation.task, name), {})[evaluation.round] = value
+            values.setdefault((evaluation.task, name), {})[evaluation.round or 0] = value
     panels: dict[str, list[Series]] = {}
     for (task, name), by_round in values.items():
         title = _plain_name(name)
@@ -75,7 +74,7 @@ def panels_of(evaluations: Sequence[Evaluation]) -> dict[str, list[Series]]:
     return dict(sorted(panels.items(), key=lambda item: ranks.get(item[0], len(ranks))))
 
 
-def rounds_picture(evaluations: Sequence[Evaluation]) -> Picture | None:
+def rounds_picture(evaluations: Sequence[RoundPart]) -> Picture | None:
     """Draw metrics by round; None where there are none."""
     from matplotlib.ticker import MaxNLocator
 

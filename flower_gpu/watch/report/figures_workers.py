@@ -1,8 +1,13 @@
-"""Picture of the workers: which ran when, on which GPU, and what they spent their time with."""
+"""Picture of the workers: which ran when, on which GPU, and what they spent their time with.
+
+A call is a bar in a lane: no bar lies on another one, and lanes are as few as that takes.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -10,11 +15,9 @@ import numpy as np
 from flower_gpu.printable import printable
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.calls import PHASES, CallTry
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.drawing import Picture, TimeAxis
-from flower_gpu.watch.report.lanes import LaneGroup, Row, group, waiting_steps
-from flower_gpu.watch.report.texts import counted, gpu_name
+from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, Part
+from flower_gpu.watch.report.drawing import Picture, counted, gpu_name, places
+from flower_gpu.watch.report.totals import steps
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING
 
 if TYPE_CHECKING:
@@ -34,6 +37,67 @@ _OUT_OF_MEMORY: Final = "out of memory"
 _GAP: Final = 0.8  # lanes between groups
 
 
+@dataclass(frozen=True)
+class Row:
+    """A call, and the lane that it lies in, from 0."""
+
+    call: CallTry
+    lane: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class LaneGroup:
+    """The lanes of one GPU, or of the CPU, and what lies there."""
+
+    label: str
+    lanes: int
+    rows: tuple[Row, ...]
+
+
+def pack(spans: Sequence[tuple[float, float]]) -> list[int]:
+    """Return a lane, from 0, for each span (begin, end): no two overlap in one lane, and lanes are few.
+
+    A span may begin where another ends.
+    """
+    lanes = [0] * len(spans)
+    ends: list[tuple[float, int]] = []
+    free: list[int] = []
+    used = 0
+    for place in sorted(range(len(spans)), key=lambda place: spans[place]):
+        begin, end = spans[place]
+        while ends and ends[0][0] <= begin:
+            heapq.heappush(free, heapq.heappop(ends)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane, used = used, used + 1
+        lanes[place] = lane
+        heapq.heappush(ends, (end, lane))
+    return lanes
+
+
+def group(label: str, calls: Sequence[CallTry], with_waiting: bool) -> LaneGroup:
+    """Put calls into lanes, those that one worker handles into the same; with their waits, or without."""
+    parts = {id(call): tuple(p for p in call.parts if with_waiting or p.phase != WAITING) for call in calls}
+    shown = [call for call in calls if parts[id(call)]]
+    spans: dict[str, tuple[float, float]] = {}
+    for call in shown:
+        begin, end = parts[id(call)][0].begin_s, parts[id(call)][-1].end_s
+        before = spans.get(call.process, (begin, end))
+        spans[call.process] = (min(begin, before[0]), max(end, before[1]))
+    lane_of = dict(zip(spans, pack(list(spans.values())), strict=True))
+    rows = tuple(Row(call, lane_of[call.process], parts[id(call)]) for call in shown)
+    return LaneGroup(label, 1 + max(lane_of.values(), default=-1), rows)
+
+
+def waiting_steps(calls: Sequence[CallTry]) -> tuple[list[float], list[int]]:
+    """Return when the number of calls that wait for a lease changes, and what it is from then on."""
+    return steps(
+        (part.begin_s, part.end_s, 1) for call in calls for part in call.parts if part.phase == WAITING
+    )
+
+
 def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) -> Picture | None:
     """Draw all calls as bars in lanes, by GPU; None where there was no call."""
     if not tries:
@@ -43,7 +107,6 @@ def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) ->
     if sum(one.lanes for one in groups) > _MOST_LANES_WITH_WAITING:
         with_waiting = False  # the line would take all the room: it is counted instead
         groups = _groups(history, tries, with_waiting)
-    axis = TimeAxis.of(clock)
     bars = sum(len(one.rows) for one in groups)
     is_dense = bars > _SMALL_BARS
     lanes = sum(one.lanes for one in groups) + _GAP * (len(groups) - 1)
@@ -54,11 +117,11 @@ def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) ->
     handles: dict[str, Any] = {}
     if strip:
         above, axes = figure.subplots(2, 1, height_ratios=[strip, height])
-        _draw_waiting(above, axis, waiting)
+        _draw_waiting(above, clock, waiting)
     else:
         axes = figure.subplots()
-    handles |= _draw_groups(axes, axis, groups, is_dense)
-    axis.apply(axes, has_label=True)
+    handles |= _draw_groups(axes, clock, groups, is_dense)
+    drawing.time_axis(axes, clock)
     drawing.legend_below(figure, handles, columns=7)
     return Picture(
         "workers",
@@ -82,7 +145,7 @@ def _groups(history: History, tries: Sequence[CallTry], with_waiting: bool) -> l
     return [one for one in groups if one.rows]
 
 
-def _draw_groups(axes: Axes, axis: TimeAxis, groups: Sequence[LaneGroup], is_dense: bool) -> dict[str, Any]:
+def _draw_groups(axes: Axes, clock: Clock, groups: Sequence[LaneGroup], is_dense: bool) -> dict[str, Any]:
     """Draw bars from the top to the bottom, and return what a legend is made of."""
     tops, at = [], 0.0
     for one in groups:
@@ -92,11 +155,11 @@ def _draw_groups(axes: Axes, axis: TimeAxis, groups: Sequence[LaneGroup], is_den
     handles = {
         phase: handle
         for phase in PHASES
-        if (handle := _draw_phase(axes, axis, placed, phase, is_dense)) is not None
+        if (handle := _draw_phase(axes, clock, placed, phase, is_dense)) is not None
     }
     if not is_dense:
-        _write_clients(axes, axis, placed)
-    handles |= _draw_ends(axes, axis, placed, is_dense)
+        _write_clients(axes, clock, placed)
+    handles |= _draw_ends(axes, clock, placed, is_dense)
     axes.set_ylim(at - _GAP + 0.15, -0.15)
     axes.set_yticks(
         [top + one.lanes / 2 for top, one in zip(tops, groups, strict=True)], [one.label for one in groups]
@@ -113,7 +176,7 @@ def _draw_groups(axes: Axes, axis: TimeAxis, groups: Sequence[LaneGroup], is_den
 
 
 def _draw_phase(
-    axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]], phase: str, is_dense: bool
+    axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]], phase: str, is_dense: bool
 ) -> Any:
     from matplotlib.patches import Patch
 
@@ -129,13 +192,13 @@ def _draw_phase(
         look |= {"edgecolor": drawing.mixed(drawing.INK, 0.35), "linewidth": 0.4}
         if phase == WAITING:
             look["hatch"] = "////"
-    drawing.draw_bars(axes, axis.places(begin), axis.places(end), lane + gap, lane + 1 - gap, **look)
+    drawing.draw_bars(axes, places(clock, begin), places(clock, end), lane + gap, lane + 1 - gap, **look)
     return Patch(**look)
 
 
-def _write_clients(axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]]) -> None:
+def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]) -> None:
     """Write a client's name where it has room."""
-    inch_s = axis.length_s / (drawing.WIDTH_IN - 1.0)
+    inch_s = clock.length_s / (drawing.WIDTH_IN - 1.0)
     for lane, row in placed:
         name = printable(row.call.client)
         room = [part for part in row.parts if part.seconds / inch_s > _LETTER_IN * len(name) + 0.06]
@@ -143,7 +206,7 @@ def _write_clients(axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row
             continue
         part = max(room, key=lambda part: (part.phase == RUNNING, part.seconds))
         axes.text(
-            (part.begin_s + part.end_s) / 2 / axis.unit_s,
+            (part.begin_s + part.end_s) / 2 / clock.unit[1],
             lane + 0.52,
             name,
             fontsize=7.5,
@@ -158,7 +221,7 @@ def _write_clients(axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row
 
 
 def _draw_ends(
-    axes: Axes, axis: TimeAxis, placed: Sequence[tuple[float, Row]], is_dense: bool
+    axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]], is_dense: bool
 ) -> dict[str, Any]:
     """Mark how calls have ended that have not ended well."""
     kinds: list[tuple[str, str, str, Callable[[CallTry], bool]]] = [
@@ -172,17 +235,17 @@ def _draw_ends(
         if found:
             seconds, lanes = np.array(found, dtype=float).T
             size = 22 if is_dense else 42
-            handles[label] = drawing.draw_marks(axes, axis.places(seconds), lanes, marker, colour, size)
+            handles[label] = drawing.draw_marks(axes, places(clock, seconds), lanes, marker, colour, size)
     return handles
 
 
-def _draw_waiting(axes: Axes, axis: TimeAxis, steps: tuple[list[float], list[int]]) -> None:
-    seconds, counts = axis.places(steps[0]), np.array(steps[1], dtype=float)
+def _draw_waiting(axes: Axes, clock: Clock, steps: tuple[list[float], list[int]]) -> None:
+    seconds, counts = places(clock, steps[0]), np.array(steps[1], dtype=float)
     look = {"color": drawing.INK, "linewidth": 0.8}
     drawing.draw_steps(axes, seconds, counts, "post", _COLOURS[WAITING], **look)
     axes.set_ylim(bottom=0)
     drawing.dress(axes, y_label="waiting")
-    axis.apply(axes, has_label=False)
+    drawing.time_axis(axes, clock, has_label=False)
 
 
 def _caption(groups: Sequence[LaneGroup], with_waiting: bool, is_dense: bool) -> str:

@@ -1,35 +1,128 @@
-"""A report as one HTML page, with all that belongs to it inside."""
+"""Makes the report of a run, one HTML page with all that belongs to it inside, and writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu import files, trace
+from flower_gpu.apps import registry
 from flower_gpu.apps.failures import COMPLETED, outcome_text
-from flower_gpu.printable import printable
+from flower_gpu.errors import ConfigError
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import duration_text, path_text, printable
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report import texts
-from flower_gpu.watch.report.calls import PHASES, ClientRow
-from flower_gpu.watch.report.drawing import Picture
-from flower_gpu.watch.report.totals import Totals
-from flower_gpu.watch.spans import Evaluation, SentMessages
+from flower_gpu.watch.report.calls import PHASES, Clock, client_rows, tries_of
+from flower_gpu.watch.report.drawing import ClientColours, Picture, counted, gpu_name, task_name
+from flower_gpu.watch.report.figures_gpus import memory_picture, utilization_picture
+from flower_gpu.watch.report.figures_rounds import rounds_picture
+from flower_gpu.watch.report.figures_workers import workers_picture
+from flower_gpu.watch.report.totals import Totals, holdings_of, totals_of
+from flower_gpu.watch.spans import RoundPart
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+FILE_NAME: Final = "report.html"
 _ERROR_CHARACTERS: Final = 300
 _MOST_ERRORS: Final = 20
 _MOST_METRICS: Final = 16  # of a round
 _TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
+_UNKNOWN: Final = "-"
 _CONSEQUENCES: Final = {"again": "tried again", "on the CPU": "then on the CPU", "failed": "failed for good"}
+
+
+def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -> Path:
+    """Write a report about a run, also about one that goes on or was killed, and return its path.
+
+    By default it is ``report.html`` in the run's folder. With ``png`` each picture is written as a PNG as
+    well, into a folder with the report's name.
+
+    Raises
+    ------
+    ConfigError
+        If there is no trace, or nothing can be written there.
+    """
+    source, target = run_dir / trace.FILE_NAME, output or run_dir / FILE_NAME
+    history = History()
+    try:
+        if not source.is_file():
+            raise ConfigError(
+                f"{path_text(source)} is not there: a report is made from the trace of a run. Give the "
+                "folder of a run of `flower-gpu launch` or `simulate`, or what FLOWER_GPU_RUN_DIR was"
+            )
+        history.feed(trace.read(source))
+    except OSError as error:
+        raise ConfigError(f"{path_text(source)}: {error.strerror}") from None
+    with _matplotlib():
+        text, images = _made(history, run_dir, png)
+    try:
+        _replace(target, text.encode())
+        for name, data in images.items():
+            folder = target.with_suffix("") if target.suffix else target.with_name(f"{target.name}-figures")
+            folder.mkdir(exist_ok=True)
+            _replace(folder / f"{name}.png", data)
+    except OSError as error:
+        raise ConfigError(
+            f"{path_text(error.filename or target)}: {error.strerror}; name another file with --output"
+        ) from None
+    return target
+
+
+def write_at_end(run_dir: Path) -> Path | None:
+    """Write the report of a run that is over; return None if there is none, also after Ctrl-C.
+
+    What goes wrong with it is told, and is no failure of the run.
+    """
+    try:
+        return write_report(run_dir)
+    except KeyboardInterrupt:
+        return None
+    except Exception as error:
+        lines = str(error).splitlines()
+        with suppress(OSError):
+            told = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            print(f"flower-gpu: no report: {told}", file=sys.stderr)
+        return None
+
+
+def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, bytes]]:
+    clock = Clock.of(history)
+    tries = tries_of(history, clock)
+    holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
+    colours = ClientColours([*(one.client for one in tries), *(lease.client for lease in history.leases)])
+    drawn: list[Picture | None] = [
+        memory_picture(history, clock, holdings, colours),
+        utilization_picture(history, clock),
+        workers_picture(history, clock, tries),
+        rounds_picture(history.evaluations),
+    ]
+    pictures = [picture for picture in drawn if picture is not None]
+    text = page(
+        history,
+        totals_of(history, clock, tries, holdings),
+        client_rows(tries),
+        pictures,
+        folder=str(run_dir.absolute()),
+        is_going_on=_is_going_on(run_dir),
+    )
+    return text, {picture.name: picture.png for picture in pictures} if png else {}
 
 
 def page(
     history: History,
     totals: Totals,
-    clients: Sequence[ClientRow],
+    clients: Sequence[Mapping[str, Any]],
     pictures: Sequence[Picture],
     *,
     folder: str,
@@ -47,14 +140,17 @@ def page(
         outcome_class=outcome_class,
         outcome=outcome,
         phases=PHASES,
-        gpus=[(texts.gpu_name(one.gpu, [each.gpu for each in totals.gpus]), one) for one in totals.gpus],
+        gpus=[(gpu_name(one.gpu, [each.gpu for each in totals.gpus]), one) for one in totals.gpus],
         gpu_names=[one.gpu.name or one.gpu.uuid for one in totals.gpus],
         rounds=_rounds(history),
-        rounds_done=max((one.round for one in history.evaluations), default=0),
+        rounds_done=history.highest_round,
         errors=[(count, error[:_ERROR_CHARACTERS]) for error, count in errors[:_MOST_ERRORS]],
         errors_left_out=[count for _, count in errors[_MOST_ERRORS:]],
-        consequences={_CONSEQUENCES.get(then, then): count for then, count in totals.out_of_memory.items()},
-        unknown=texts.UNKNOWN,
+        consequences={
+            _CONSEQUENCES.get(then, then): count
+            for then, count in Counter(event.then for event in history.out_of_memory).most_common()
+        },
+        unknown=_UNKNOWN,
     )
 
 
@@ -73,17 +169,29 @@ def _template() -> Template:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {
-        "size": texts.bytes_text,
-        "percent": texts.percent_text,
-        "duration": texts.duration_text,
-        "moment": texts.moment_text,
-        "counted": texts.counted,
-        "listed": texts.listed,
-        "task": texts.task_name,
-        "short": lambda seconds: texts.UNKNOWN if seconds is None else f"{seconds:,.2f}",
+        "size": _known(format_bytes),
+        "percent": _known(lambda share: f"{100 * share:.0f} %"),
+        "duration": _known(duration_text),
+        "short": _known("{:,.2f}".format),
+        "moment": _known(_moment_text),
+        "counted": counted,
+        "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
+        "task": task_name,
         "thousands": "{:,}".format,
     }
     return environment.get_template("page.html.jinja")
+
+
+def _known(write: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: _UNKNOWN if value is None else write(value)
+
+
+def _moment_text(time: float) -> str:
+    """Write a moment in this host's time zone."""
+    try:
+        return datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
+    except (OverflowError, OSError, ValueError):  # no year that there is
+        return _UNKNOWN
 
 
 def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
@@ -102,29 +210,55 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
 
 def _rounds(history: History) -> list[dict[str, Any]]:
     """Return the rows of the table of rounds: what was sent, and what came of it."""
-    found = {(one.round, one.task): one for one in history.evaluations}
-
-    def place(key: tuple[int | None, str]) -> tuple[int, int, str]:
-        return key[0] or 0, _TASKS.index(key[1]) if key[1] in _TASKS else -1, key[1]
-
-    keys: list[tuple[int | None, str]] = sorted({*found, *history.messages}, key=place)
-    return [_round(*key, found.get(key), history.messages.get(key)) for key in keys]  # type: ignore[arg-type]
+    parts = sorted(history.rounds, key=lambda one: (one.round or 0, _place(one.task), one.task))
+    return [{"part": one, "metrics": _metrics(one)} for one in parts]
 
 
-def _round(
-    number: int | None, task: str, evaluation: Evaluation | None, sent: SentMessages | None
-) -> dict[str, Any]:
-    metrics = list(evaluation.metrics.items()) if evaluation else []
-    shown = [f"{name} {texts.number_text(value)}" for name, value in metrics[:_MOST_METRICS]]
-    if len(metrics) > _MOST_METRICS:
-        shown.append(f"{len(metrics) - _MOST_METRICS} more")
-    seconds = sent.seconds if sent else None
-    if seconds is None and evaluation is not None:
-        seconds = evaluation.seconds
-    return {
-        "number": texts.UNKNOWN if number is None else number,
-        "task": task,
-        "sent": None if task == "server-evaluate" else sent,  # a server's own evaluation sends none
-        "seconds": seconds,
-        "metrics": ", ".join(shown) or texts.UNKNOWN,
-    }
+def _place(task: str) -> int:
+    return _TASKS.index(task) if task in _TASKS else -1
+
+
+def _metrics(part: RoundPart) -> str:
+    shown = [
+        f"{name} {value:.0f}" if value == int(value) and abs(value) < 1e9 else f"{name} {value:.4g}"
+        for name, value in list(part.metrics.items())[:_MOST_METRICS]
+    ]
+    if len(part.metrics) > _MOST_METRICS:
+        shown.append(f"{len(part.metrics) - _MOST_METRICS} more")
+    return ", ".join(shown) or _UNKNOWN
+
+
+def _is_going_on(run_dir: Path) -> bool:
+    folder = run_dir.resolve()
+    return any(Path(run.folder).resolve() == folder for run in registry.running())
+
+
+@contextmanager
+def _matplotlib() -> Iterator[None]:
+    """Have matplotlib without the user's settings, and without files that it would leave in their home."""
+    with ExitStack() as stack:
+        if "MPLCONFIGDIR" not in os.environ and "matplotlib" not in sys.modules:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-matplotlib-"))
+            _copy_font_lists(Path(folder))
+            os.environ["MPLCONFIGDIR"] = folder
+            stack.callback(os.environ.pop, "MPLCONFIGDIR", None)
+        import matplotlib
+
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # such as letters that its font does not have
+        stack.enter_context(matplotlib.rc_context())
+        matplotlib.rcdefaults()
+        yield
+
+
+def _copy_font_lists(folder: Path) -> None:
+    """Take over lists of fonts that the user's programs have made: with many fonts one takes seconds."""
+    with suppress(OSError, RuntimeError):  # there is no home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        for path in (cache / "matplotlib").glob("fontlist-*.json"):
+            shutil.copy(path, folder)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with files.replaced(path) as new:
+        new.write_bytes(data)

@@ -1,17 +1,129 @@
-"""The sums of a run: what its GPUs and its calls did with their time."""
+"""What the GPUs of a run and its calls did with their time: who held how much and when, and sums."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Final
 
+from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, CallTry
-from flower_gpu.watch.report.clock import Clock
-from flower_gpu.watch.report.leases import Holding, leased_steps, occupied_s
+from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, highest_peak
 from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample
+
+# A release is written down just after it: in between another call may have got a lease. A killed process
+# writes nothing down at all.
+_LATE_S: Final = 5.0
+
+
+@dataclass
+class Holding:
+    """A lease's part of one GPU, in seconds of the run."""
+
+    client: str
+    begin_s: float
+    end_s: float
+    memory_bytes: int
+    is_released: bool = True
+
+
+@dataclass
+class Band:
+    """A piece of a picture of leases, one on top of the other: from when to when, and from where to where."""
+
+    client: str
+    begin_s: float
+    end_s: float
+    bottom_bytes: int
+    top_bytes: int
+
+
+def holdings_of(history: History, clock: Clock, uuid: str) -> list[Holding]:
+    """Return who held a part of a GPU, in the order in which they got it.
+
+    The ledger gives memory away only when it is free. So where a lease needs memory of an earlier lease, the
+    earlier one was over by then, whenever that was written down.
+    """
+    gpu = history.gpus.get(uuid)
+    capacity = None if gpu is None else gpu.capacity_bytes
+    every = []
+    for lease in history.leases:
+        if lease.granted_at is not None and uuid in lease.memory_bytes:
+            released_at = lease.released_at
+            end = history.over_at(lease.granted_at, clock.end) if released_at is None else released_at
+            begin_s, end_s = clock.seconds(lease.granted_at), clock.seconds(max(end, lease.granted_at))
+            nbytes = lease.memory_bytes[uuid]
+            every.append(Holding(lease.client, begin_s, end_s, nbytes, released_at is not None))
+    every.sort(key=lambda one: one.begin_s)
+    active: list[Holding] = []
+    for new in every:
+        active = [one for one in active if one.end_s > new.begin_s]
+        over = sum(one.memory_bytes for one in active) + new.memory_bytes - (capacity or 0)
+        late = [one for one in active if not one.is_released or one.end_s - new.begin_s <= _LATE_S]
+        for one in sorted(late, key=lambda one: (not one.is_released, one.end_s, one.begin_s)):
+            if capacity is None or over <= 0 or new.memory_bytes > capacity:
+                break
+            one.end_s = new.begin_s
+            over -= one.memory_bytes
+            active.remove(one)
+        active.append(new)
+    return every
+
+
+def steps(spans: Iterable[tuple[float, float, int]]) -> tuple[list[float], list[int]]:
+    """Return when the sum over spans (begin, end, amount) changes, and what the sum is from then on."""
+    changes: dict[float, int] = {}
+    for begin, end, amount in spans:
+        changes[begin] = changes.get(begin, 0) + amount
+        changes[end] = changes.get(end, 0) - amount
+    seconds = sorted(changes)
+    return seconds, list(itertools.accumulate(changes[at] for at in seconds))
+
+
+def leased_steps(holdings: Sequence[Holding]) -> tuple[list[float], list[int]]:
+    """Return when the sum of leases changed, and what it was from then on."""
+    return steps((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
+
+
+def occupied_s(holdings: Sequence[Holding]) -> float:
+    """Return for how long there was a lease at all."""
+    seconds, counts = steps((one.begin_s, one.end_s, 1) for one in holdings)
+    return sum(
+        (end - at for (at, end), count in zip(itertools.pairwise(seconds), counts, strict=False) if count),
+        0.0,
+    )
+
+
+def bands(holdings: Sequence[Holding], place: Callable[[str], int], most: int) -> list[Band]:
+    """Put leases one on top of the other, as they were held, in pieces of rectangles without overlaps.
+
+    ``place`` says where in the stack a client's leases are: the lowest number at the bottom. At most so many
+    moments are looked at: with more changes, what is shorter than the time between two moments is left out.
+    """
+    at_s, _ = leased_steps(holdings)
+    if len(at_s) > most:
+        first, span = at_s[0], at_s[-1] - at_s[0]
+        at_s = [first + span * number / most for number in range(most)] + [at_s[-1]]
+    todo = sorted(holdings, key=lambda one: one.begin_s, reverse=True)
+    stack: list[tuple[int, float, int, Holding]] = []  # in its order
+    last: dict[int, Band] = {}  # by the place in the list of holdings
+    found: list[Band] = []
+    for begin, end in itertools.pairwise(at_s):
+        while todo and todo[-1].begin_s <= begin:
+            one = todo.pop()
+            stack.append((place(one.client), one.begin_s, len(todo), one))
+        stack = sorted(entry for entry in stack if entry[3].end_s > begin)
+        bottom = 0
+        for _, _, key, one in stack:
+            band = last.get(key)
+            if band is None or band.bottom_bytes != bottom:
+                band = last[key] = Band(one.client, begin, end, bottom, bottom + one.memory_bytes)
+                found.append(band)
+            band.end_s, bottom = end, band.top_bytes
+    return found
 
 
 @dataclass(frozen=True)
@@ -67,9 +179,6 @@ class Totals:
     unfinished: int  # calls whose end is not in the trace
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
     errors: Mapping[str, int] = field(default_factory=dict)  # what failed calls have raised, and how often
-    messages: int = 0  # that a simulation has sent
-    unanswered: int = 0
-    out_of_memory: Mapping[str, int] = field(default_factory=dict)  # calls, by what followed
     peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
 
     @property
@@ -117,7 +226,7 @@ def totals_of(
     history: History, clock: Clock, tries: Sequence[CallTry], holdings: Mapping[str, Sequence[Holding]]
 ) -> Totals:
     """Sum up a run; ``holdings`` says which leases its GPUs had, by UUID."""
-    samples, messages = history.samples, history.messages.values()
+    samples = history.samples
     phases = dict.fromkeys(PHASES, 0.0)
     for part in (part for one in tries for part in one.parts):
         phases[part.phase] += part.seconds
@@ -132,13 +241,9 @@ def totals_of(
         unfinished=sum(not one.outcome for one in tries),
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
         errors=dict(Counter(_error(one) for one in tries if one.has_failed).most_common()),
-        messages=sum(one.messages for one in messages),
-        unanswered=sum(one.failed for one in messages),
-        out_of_memory=dict(Counter(event.then for event in history.out_of_memory).most_common()),
-        peak_bytes=max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None),
+        peak_bytes=highest_peak(tries),
     )
 
 
 def _error(call: CallTry) -> str:
-    lines = call.error.strip().splitlines()
-    return f"{call.outcome}: {lines[0]}" if lines else call.outcome
+    return ": ".join(filter(None, (call.outcome, first_line(call.error))))

@@ -1,12 +1,25 @@
-"""What is shown at one moment, as plain data; ``--json`` prints these fields under these names.
+"""What is shown at one moment, as plain data, put together from what ledger, driver and histories tell.
 
-Sizes are bytes. None, or an empty text, stands for what driver, ledger or trace does not tell.
+``--json`` prints these fields under these names. Sizes are bytes. None, or an empty text, stands for what
+driver, ledger or trace does not tell.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.leases.ledger import State
+from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.printable import account_name
+from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import LeaseSpan, RoundPart, WorkerSpan
 
 
 @dataclass(frozen=True)
@@ -109,3 +122,235 @@ class Snapshot:
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return asdict(self)
+
+
+# How it is put together
+
+_name_of = cache(account_name)  # asked for each row of each look
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen at one moment."""
+
+    now: float  # Unix seconds
+    inventory: Inventory
+    temperatures: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
+    state: State | None = None  # None: the ledger cannot be used
+    # By ticket: labels of this account's, and what holders have reported: pid, bytes by UUID, bytes at most.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    reports: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
+    peaks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def holders(self) -> tuple[Entry, ...]:
+        """The tickets that have a lease."""
+        return self.state.holders if self.state else ()
+
+    def report(self, ticket: str) -> tuple[int, Mapping[str, int]]:
+        """Return the pid of a lease's worker, 0 before it has reported, and the bytes it uses by UUID."""
+        return self.reports.get(ticket, (0, {}))
+
+    def numbers(self, uuids: Iterable[str]) -> tuple[int, ...]:
+        """Return the numbers of GPUs, as far as they are there."""
+        index = {gpu.uuid: gpu.index for gpu in self.inventory.gpus if gpu.uuid}
+        return tuple(sorted({index[uuid] for uuid in uuids if uuid in index}))
+
+    def age(self, since: float) -> float:
+        """Return the seconds since a moment."""
+        return max(0.0, self.now - since)
+
+
+def gpu_rows(seen: Seen, worker_pids: Mapping[str, int]) -> tuple[GPURow, ...]:
+    """Return the GPUs. A card in MIG mode is left out where its MIG devices are there.
+
+    ``worker_pids`` has the workers by ticket, as far as traces tell.
+    """
+    parents = {gpu.mig_parent for gpu in seen.inventory.gpus if gpu.mig_parent}
+    # As it was when the ledger was read, so that figures fit together.
+    with_leases = {gpu.uuid: gpu for gpu in seen.state.gpus} if seen.state else {}
+    return tuple(
+        _gpu_row(seen, with_leases.get(gpu.uuid, gpu), worker_pids)
+        for gpu in seen.inventory.gpus
+        if gpu.uuid not in parents or not gpu.uuid
+    )
+
+
+def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
+    leased, used = {True: 0, False: 0}, {True: 0, False: 0}
+    listed = {process.pid: process.used_bytes for process in gpu.processes or ()}
+    for entry in seen.holders:
+        nbytes = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
+        is_own = entry.user == os.getuid()
+        leased[is_own] += nbytes
+        if nbytes:
+            reported_pid, reported = seen.report(entry.id)
+            told, pid = reported.get(gpu.uuid, 0), reported_pid or worker_pids.get(entry.id, 0)
+            if entry.pid_namespace == pid_namespace() and pid:
+                if listed.get(pid) is not None:
+                    told = listed[pid] or 0
+                elif not Path(f"/proc/{pid}").exists():
+                    told = 0  # what it has reported last is another program's by now, or free
+            used[is_own] += min(told, nbytes)  # what is beyond its lease is taken from others
+    capacity = {card.uuid: card.capacity_bytes for card in seen.state.cards} if seen.state else {}
+    return GPURow(
+        index=gpu.index,
+        uuid=gpu.uuid,
+        name=gpu.name,
+        mig_parent=gpu.mig_parent,
+        problem=gpu.problem,
+        total_bytes=gpu.total_bytes,
+        used_bytes=gpu.used_bytes,
+        utilization_percent=gpu.utilization_percent,
+        temperature_c=seen.temperatures.get(gpu.mig_parent or gpu.uuid),
+        capacity_bytes=capacity.get(gpu.uuid),
+        own_leased_bytes=leased[True],
+        own_used_bytes=used[True],
+        other_leased_bytes=leased[False],
+        other_used_bytes=used[False],
+        programs_bytes=None if gpu.used_bytes is None else max(0, gpu.used_bytes - sum(used.values())),
+    )
+
+
+def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
+    """Return a run."""
+    history, run, open_round = followed.history, followed.run, followed.history.open_round
+    began = run.since if run else history.started_at
+    until = seen.now if history.finished_at is None else history.finished_at
+    last = _last_evaluation(history)
+    return RunRow(
+        run=followed.label,
+        kind=run.kind if run else history.kind,
+        folder=str(followed.folder),
+        pid=followed.pid,
+        seconds=None if began is None else max(0.0, until - began),
+        round=history.current_round,
+        num_rounds=history.num_rounds,
+        task=open_round.task if open_round else "",
+        messages_done=open_round.finished if open_round else None,
+        messages=open_round.messages if open_round else None,
+        calls_done=history.calls_done,
+        metrics=dict(last.metrics) if last else {},
+        metrics_round=last.round if last else None,
+        metrics_task=last.task if last else "",
+        outcome=followed.outcome(),
+        read_part=followed.read_part,
+    )
+
+
+def _last_evaluation(history: History) -> RoundPart | None:
+    """Return the last metrics of an evaluation, or of training where nothing else has any."""
+    told = [one for one in history.evaluations if one.metrics]
+    return next((one for one in reversed(told) if one.task != "train"), told[-1] if told else None)
+
+
+def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tuple[WorkerRow, ...]:
+    """Return the workers, run by run, and then, if ``others``, the leases that belong to none of the runs."""
+    holders = {entry.id: entry for entry in seen.holders}
+    rows: list[WorkerRow] = []
+    for followed in runs:
+        leases = {span.id: span for span in followed.history.leases if span.id}
+        workers = followed.workers()
+        rows += [_of_worker(seen, followed.label, one, leases, holders) for one in workers]
+        free = leases.keys() & holders.keys() - {worker.lease for worker in workers}
+        rows += [_of_lease(seen, followed.label, leases[id_], holders[id_]) for id_ in leases if id_ in free]
+    if others:
+        known = {row.lease for row in rows}
+        rest = [
+            _of_entry(seen, entry, label=seen.labels.get(entry.id, ""), pid=entry.pid)
+            for entry in seen.holders
+            if entry.id not in known
+        ]
+        rows += sorted(rest, key=lambda row: not row.label)  # this account's first
+    return tuple(rows)
+
+
+def _of_worker(
+    seen: Seen,
+    run: str,
+    worker: WorkerSpan,
+    leases: Mapping[str, LeaseSpan],
+    holders: Mapping[str, Entry],
+) -> WorkerRow:
+    entry, lease = holders.get(worker.lease), leases.get(worker.lease)
+    parts = dict(lease.memory_bytes) if lease else {}
+    if entry is not None:
+        parts = {part.uuid: part.memory_bytes for part in entry.parts}
+    desc, done, total = worker.progress
+    has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
+    return WorkerRow(
+        **_of_ticket(seen, worker.lease, parts),
+        run=run,
+        client=worker.client,
+        task=worker.task,
+        round=worker.round,
+        user=_name_of(os.getuid()),
+        pid=worker.pid,
+        seconds=seen.age(worker.started_at),
+        phase=worker.phase,
+        progress=desc if has_progress else "",
+        progress_done=done if has_progress else None,
+        progress_total=total if has_progress else None,
+    )
+
+
+def _of_lease(seen: Seen, run: str, span: LeaseSpan, entry: Entry) -> WorkerRow:
+    """Return a lease whose worker is about to start, or waits for its next message."""
+    pid = seen.report(entry.id)[0] or None
+    if span.is_used:  # the next message may be another client's
+        return _of_entry(seen, entry, run=run, pid=pid, phase="idle")
+    known = {"client": span.client, "task": span.task, "round": span.round}
+    return _of_entry(seen, entry, run=run, pid=pid, phase="starting", **known)
+
+
+def _of_entry(seen: Seen, entry: Entry, *, pid: int | None, **known: Any) -> WorkerRow:
+    ticket = _of_ticket(seen, entry.id, {part.uuid: part.memory_bytes for part in entry.parts})
+    return WorkerRow(**ticket, user=_name_of(entry.user), pid=pid, seconds=seen.age(entry.since), **known)
+
+
+def _of_ticket(seen: Seen, ticket: str, parts: Mapping[str, int]) -> dict[str, Any]:
+    pid, used = seen.report(ticket)
+    return {
+        "gpus": seen.numbers(parts),
+        "lease": ticket,
+        "lease_bytes": sum(parts.values()) if parts else None,
+        "used_bytes": sum(used.values()) if pid else None,
+        "peak_bytes": seen.peaks.get(ticket),
+    }
+
+
+def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, ...]:
+    """Return the ledger's line."""
+    of_run = {
+        (request.caller_pid, _label(request)): followed.label
+        for followed in runs
+        for request in followed.history.waiting
+        if followed.is_of_this_host
+    }
+    return tuple(_waiting_row(seen, entry, of_run) for entry in (seen.state.waiting if seen.state else ()))
+
+
+def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str], str]) -> WaitingRow:
+    first = entry.options[0] if entry.options else None
+    label = seen.labels.get(entry.id, "")
+    is_here = entry.pid_namespace == pid_namespace()
+    return WaitingRow(
+        lease=entry.id,
+        run=of_run.get((entry.pid, label), "") if is_here else "",
+        label=label,
+        user=_name_of(entry.user),
+        pid=entry.pid,
+        asked_bytes=first.memory_bytes if first else None,
+        asked_share=first.share if first else None,
+        asked_alone=bool(first and first.alone),
+        count=entry.count,
+        gpus=seen.numbers(option.uuid for option in entry.options),
+        seconds=seen.age(entry.since),
+    )
+
+
+def _label(request: LeaseSpan) -> str:
+    """Return the label of a request's ticket."""
+    if request.client == "server":
+        return f"{request.task} on the server"
+    return f"{request.task} of client {request.client}"

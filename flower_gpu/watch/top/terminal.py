@@ -1,4 +1,4 @@
-"""The terminal while something is shown on all of it: keys one by one, signals, and back as it was."""
+"""The live view: looks, draws on all of the terminal, waits for keys and signals, and leaves it as it was."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import select
 import signal
 import sys
 import termios
+import time
 import tty
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu.watch.top.view import Frame
+from flower_gpu.watch.top.watcher import Watcher
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -18,6 +22,26 @@ if TYPE_CHECKING:
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ESCAPE: Final = b"\x1b"  # what cursor keys begin with
 _MAX_WAIT_S: Final = 3600.0  # at once: the kernel takes at most 24 days
+_READ_S: Final = 0.05  # so long at a time a trace is read before keys are looked at again
+
+
+def run(watcher: Watcher, interval_s: float) -> int:
+    """Show what happens, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
+    with Terminal() as terminal:
+        keys = "q quits" if terminal.has_keys else "Ctrl-C quits"
+        while not terminal.is_over:
+            next_at = time.monotonic() + interval_s
+            watcher.look_for_runs()
+            is_all_read = watcher.read_on(_READ_S)
+            frame = Frame(watcher.take(), keys)
+            terminal.show(frame)
+            while not terminal.is_over and (left_s := next_at - time.monotonic()) > 0:
+                # A long trace is read on while there is nothing else to do.
+                if terminal.wait(left_s if is_all_read else 0):
+                    terminal.show(frame)  # its size may be another one
+                elif not is_all_read:
+                    is_all_read = watcher.read_on(min(_READ_S, left_s))
+    return 0 if terminal.is_quit or terminal.ended_by is None else 128 + terminal.ended_by
 
 
 class Terminal:

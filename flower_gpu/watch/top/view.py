@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu.leases.request import format_bytes
-from flower_gpu.watch.top.gpus import gpu_lines
 from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
-from flower_gpu.watch.top.tables import Column, joined, table, text
+from flower_gpu.watch.top.tables import Column, gpu_lines, joined, table, text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType

@@ -18,7 +18,7 @@ from flower_gpu.leases.ledger import Ledger, State
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
-from flower_gpu.watch.top import rows
+from flower_gpu.watch.top import snapshot
 from flower_gpu.watch.top.snapshot import Snapshot
 
 #: It is held for milliseconds. A process that holds it longer is shown, and the view goes on.
@@ -75,7 +75,7 @@ class Watcher:
         state, problem = self._status()
         reports = {entry.id: entry.reported() for entry in (state.holders if state else ())}
         self._note(state, reports)
-        seen = rows.Seen(
+        seen = snapshot.Seen(
             now=time.time(),
             inventory=inventory.take(processes=False),
             temperatures=inventory.temperatures(),
@@ -85,7 +85,7 @@ class Watcher:
             peaks=self._peaks,
         )
         runs = self._labelled_runs()
-        workers = rows.worker_rows(seen, runs, others=not self._is_of_one_run)
+        workers = snapshot.worker_rows(seen, runs, others=not self._is_of_one_run)
         pids = {row.lease: row.pid for row in workers if row.run and row.lease and row.pid}
         return Snapshot(
             time=seen.now,
@@ -93,10 +93,10 @@ class Watcher:
             account=account_name(os.getuid()),
             gpu_problem=seen.inventory.problem,
             ledger_problem=problem or self._ledger.folder.reason,
-            gpus=rows.gpu_rows(seen, pids),
-            runs=tuple(rows.run_row(seen, run) for run in runs),
+            gpus=snapshot.gpu_rows(seen, pids),
+            runs=tuple(snapshot.run_row(seen, run) for run in runs),
             workers=workers,
-            waiting=rows.waiting_rows(seen, runs),
+            waiting=snapshot.waiting_rows(seen, runs),
         )
 
     def close(self) -> None:

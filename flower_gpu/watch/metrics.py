@@ -1,0 +1,379 @@
+"""``flower-gpu metrics``: what this host's GPUs, leases and runs do, for Prometheus.
+
+Prometheus asks the server, which asks the collector: it looks at the host (GPUs and ledger) and at the
+histories of all registered runs, and makes samples for the metrics of the table. Counters are one tally that
+all histories share.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import flower_gpu
+from flower_gpu.apps import registry
+from flower_gpu.apps.registry import RunningRun
+from flower_gpu.calls.settings import reserve_bytes
+from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.printable import printable
+from flower_gpu.watch import spans
+from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, Tally
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+PREFIX: Final = "flower_gpu_"
+
+_GPU: Final = ("gpu", "uuid", "name")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric."""
+
+    name: str  # without the prefix; of counters without ``_total``
+    kind: str  # "gauge", "counter" or "histogram"
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+_ROWS: Final = (
+    Row("build_info", "gauge", "1; the version of flower-gpu is a label.", ("version",)),
+    Row("gpus", "gauge", "GPUs and MIG devices of this host that can be used."),
+    Row("usable", "gauge", "1 if the GPU can be used, 0 if it is broken or hides its memory.", _GPU),
+    Row("memory_used_bytes", "gauge", "Memory of the GPU in use, by anybody.", _GPU),
+    Row("memory_total_bytes", "gauge", "Memory of the GPU.", _GPU),
+    Row("memory_capacity_bytes", "gauge", "Memory of the GPU that leases can have in all, now.", _GPU),
+    Row("memory_leased_bytes", "gauge", "Memory of the GPU that is leased.", _GPU),
+    Row("utilization_ratio", "gauge", "Part of the last moments in which the GPU was computing.", _GPU),
+    Row("temperature_celsius", "gauge", "Temperature of the GPU.", _GPU),
+    Row("ledger_up", "gauge", "1 if the ledger of leases can be read, 0 if not."),
+    Row("leases_held", "gauge", "Leases that are held, by all accounts of this host."),
+    Row("leases_waiting", "gauge", "Calls that wait for a lease, of all accounts of this host."),
+    Row("runs", "gauge", "Runs of this account that go on.", ("kind",)),
+    Row("run_info", "gauge", "1; kind and app of a run are labels.", ("run", "kind", "app")),
+    Row("run_start_time_seconds", "gauge", "When the run began, in Unix time.", ("run",)),
+    Row("run_round", "gauge", "The highest round that anything in the run is of.", ("run",)),
+    Row("run_rounds", "gauge", "How many rounds the run will have, where that is known.", ("run",)),
+    Row("workers", "gauge", "Workers that are there, by what they do.", ("run", "phase")),
+    Row(
+        "evaluation",
+        "gauge",
+        "Metrics that the server has told last, of an evaluation or of training.",
+        ("run", "task", "metric"),
+    ),
+    Row("evaluation_round", "gauge", "The round of these metrics.", ("run", "task")),
+    Row("workers_started", "counter", "Workers that were started."),
+    Row("workers_finished", "counter", "Workers that have ended, by how.", ("outcome",)),
+    Row("leases_granted", "counter", "Leases that calls were granted."),
+    Row("leases_not_granted", "counter", "Requests that ended without a lease."),
+    Row("lease_wait_seconds", "histogram", "How long calls have waited for the leases they got."),
+    Row("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
+    Row("rounds_finished", "counter", "Rounds that are finished: their first result is there."),
+)
+
+#: By name, without the prefix.
+METRICS: Final = {row.name: row for row in _ROWS}
+
+
+# What is looked at
+
+_log = logging.getLogger("flwr.flower_gpu")
+
+# Prometheus waits 10 s for an answer by default; the mutex is held for milliseconds.
+_MUTEX_WAIT_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class HostState:
+    """GPUs and leases at one moment."""
+
+    gpus: tuple[GPU, ...] = ()  # broken ones, too
+    celsius: Mapping[str, int] = field(default_factory=dict)  # by UUID of the card
+    leases: State | None = None  # None: the ledger cannot be read
+
+
+class Host:
+    """Looks at GPUs and ledger; what cannot be had is missing, and the reason is logged once."""
+
+    def __init__(self) -> None:
+        self._reserve_bytes = reserve_bytes(os.environ)
+        self._ledger: Ledger | None = None
+        self._problem = ""
+
+    def look(self) -> HostState:
+        """Look now. NVML is given back: an administrator may want to reset a GPU between two looks."""
+        try:
+            return HostState(inventory.take(processes=False).gpus, inventory.temperatures(), self._leases())
+        finally:
+            inventory.close()
+
+    def _leases(self) -> State | None:
+        try:
+            if self._ledger is None:
+                folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
+                self._ledger = Ledger(folder, self._reserve_bytes)
+            state = self._ledger.status()
+            self._problem = ""
+            return state
+        except (FlowerGPUError, OSError) as error:
+            self._ledger = None  # looked for anew the next time
+            if str(error) != self._problem:
+                self._problem = str(error)
+                _log.warning("the ledger cannot be read: %s", error)
+            return None
+
+
+_MOST_ENDED: Final = 1000
+
+
+class Runs:
+    """All runs that go on, and one tally over them and those that have ended meanwhile."""
+
+    def __init__(self, running: Callable[[], list[RunningRun]] = registry.running) -> None:
+        self.tally = Tally()
+        self._running = running
+        self._followed: dict[str, FollowedRun] = {}  # by folder
+        # A run may be resumed in the same folder: what its trace has told is not counted again.
+        self._ended: dict[str, FollowedRun] = {}
+
+    def notice(self) -> set[str]:
+        """Return the folders of the runs that go on; a run that ends before anybody looks is remembered."""
+        found = self._running()
+        for run in found:
+            if run.folder not in self._followed:
+                folder = Path(run.folder)
+                followed = self._ended.pop(run.folder, None) or FollowedRun(folder, tally=self.tally)
+                followed.run, followed.is_registered = run, True
+                # Its folder's name, or the whole path where another run's folder has the same name.
+                has_namesake = any(one.label == folder.name for one in self._followed.values())
+                followed.label = run.folder if has_namesake else folder.name
+                self._followed[run.folder] = followed
+        return {run.folder for run in found}
+
+    def look(self) -> list[FollowedRun]:
+        """Read what is new, and return the runs; one that has just ended is there once more."""
+        for folder in [folder for folder, one in self._followed.items() if not one.is_registered]:
+            self._ended[folder] = self._followed.pop(folder)
+            if len(self._ended) > _MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+        going_on = self.notice()
+        # A run ends in its trace before it does in the registry, so nothing comes after this look at it.
+        for folder, followed in self._followed.items():
+            followed.is_registered = folder in going_on
+            followed.read_on(math.inf)
+        return list(self._followed.values())
+
+
+# What is made of it
+
+_KINDS: Final = ("launch", "simulate", "supernodes")
+_PHASES: Final = (STARTING, RUNNING, EXITING)
+_LONGEST_LABEL: Final = 200
+_MOST_METRICS: Final = 100  # of a task
+_BUSY_S: Final = 30.0  # longer than anybody waits for an answer
+
+
+class Collector:
+    """The object that :mod:`prometheus_client` asks for metrics, as its ``registry.Collector`` says."""
+
+    def __init__(self, host: Host, runs: Runs, *, per_client: bool = False) -> None:
+        self._host = host
+        self._runs = runs
+        self._more_labels = ("client",) if per_client else ()  # of workers
+        self._lock = threading.Lock()
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield all metrics without samples; the registry asks this to know their names."""
+        yield from _Families(self._more_labels).families.values()
+
+    def collect(self) -> Iterator[Metric]:
+        """Look, and yield all metrics.
+
+        Raises
+        ------
+        TimeoutError
+            If a driver that does not answer holds up an earlier look.
+        """
+        if not self._lock.acquire(timeout=_BUSY_S):
+            raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
+        try:
+            found = _Families(self._more_labels)
+            _add_host(found, self._host.look())
+            _add_runs(found, self._runs.look(), per_client=bool(self._more_labels))
+            _add_tally(found, self._runs.tally)
+        finally:
+            self._lock.release()
+        yield from found.families.values()
+
+    def keep_up(self) -> None:
+        """Find runs as they come, for ever, also those that end before somebody asks."""
+        with self._lock:
+            self._runs.look()  # which may take longer than a client of HTTP waits
+        while True:
+            time.sleep(_NOTICE_S)
+            with self._lock:
+                self._runs.notice()
+
+
+class _Families:
+    """All metrics, that samples are added to."""
+
+    def __init__(self, more_labels: tuple[str, ...]) -> None:
+        from prometheus_client import core
+
+        kinds = {
+            "gauge": core.GaugeMetricFamily,
+            "counter": core.CounterMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        self.families: dict[str, Any] = {
+            name: kinds[row.kind](
+                PREFIX + name, row.help, labels=(*row.labels, *(more_labels if name == "workers" else ()))
+            )
+            for name, row in METRICS.items()
+        }
+        self._seen: set[tuple[str, ...]] = set()
+
+    def add(self, name: str, value: float | None, *labels: object) -> None:
+        """Add a sample, unless it has no value, or there is one with these labels: two are not allowed."""
+        values = [printable(str(label))[:_LONGEST_LABEL] for label in labels]
+        key = (name, *values)
+        if value is not None and key not in self._seen:
+            self._seen.add(key)
+            self.families[name].add_metric(values, value)
+
+
+def _add_host(found: _Families, state: HostState) -> None:
+    leases = state.leases
+    found.add("build_info", 1, flower_gpu.__version__)
+    found.add("gpus", sum(gpu.is_usable for gpu in state.gpus))
+    found.add("ledger_up", int(leases is not None))
+    capacity: dict[str, int] = {}
+    if leases is not None:
+        found.add("leases_held", len(leases.holders))
+        found.add("leases_waiting", len(leases.waiting))
+        capacity = {card.uuid: card.capacity_bytes for card in leases.cards}
+    in_parts = {gpu.mig_parent for gpu in state.gpus}
+    for gpu in state.gpus:
+        labels = gpu.index, gpu.uuid, gpu.name
+        percent = gpu.utilization_percent
+        leased = leases.leased_bytes(gpu.uuid) if leases is not None and gpu.uuid else None
+        found.add("usable", None if gpu.uuid in in_parts else int(gpu.is_usable), *labels)
+        found.add("memory_used_bytes", gpu.used_bytes, *labels)
+        found.add("memory_total_bytes", gpu.total_bytes, *labels)
+        found.add("memory_capacity_bytes", capacity.get(gpu.uuid), *labels)
+        found.add("memory_leased_bytes", leased, *labels)
+        found.add("utilization_ratio", None if percent is None else percent / 100, *labels)
+        found.add("temperature_celsius", state.celsius.get(gpu.uuid), *labels)
+
+
+def _add_runs(found: _Families, runs: Iterable[FollowedRun], *, per_client: bool) -> None:
+    kinds = Counter(dict.fromkeys(_KINDS, 0))
+    for followed in runs:
+        label, run, history = followed.label, followed.run, followed.history
+        kind, name = (run.kind, run.name) if run else ("", "")
+        kinds[kind] += followed.is_registered
+        found.add("run_info", 1, label, kind, name)
+        found.add("run_start_time_seconds", history.started_at, label)
+        found.add("run_round", history.current_round, label)
+        found.add("run_rounds", history.num_rounds, label)
+        # With a killed run go its workers, whose ends nobody has written down.
+        workers = followed.workers() if followed.is_registered else []
+        if per_client:
+            for (phase, client), count in Counter((one.phase, one.client) for one in workers).items():
+                found.add("workers", count, label, phase, client)
+        else:
+            for phase in _PHASES:
+                found.add("workers", sum(one.phase == phase for one in workers), label, phase)
+        told = sorted((one for one in history.evaluations if one.metrics), key=lambda one: one.time)
+        for task, evaluation in {one.task: one for one in told}.items():
+            found.add("evaluation_round", evaluation.round, label, task)
+            for metric, value in islice(evaluation.metrics.items(), _MOST_METRICS):
+                found.add("evaluation", value, label, task, metric)
+    for kind, count in kinds.items():
+        found.add("runs", count, kind)
+
+
+def _add_tally(found: _Families, counts: Tally) -> None:
+    for name in ("workers_started", "leases_granted", "leases_not_granted", "rounds_finished"):
+        found.add(name, getattr(counts, name))
+    # From zero on: what is there only after it happened looks to Prometheus as if it never did.
+    for outcome in (*spans.OUTCOMES, spans.OTHER):
+        found.add("workers_finished", counts.workers_finished[outcome], outcome)
+    for then in (*spans.CONSEQUENCES, spans.OTHER):
+        found.add("out_of_memory", counts.out_of_memory[then], then)
+    waits = found.families["lease_wait_seconds"]
+    waits.add_metric([], buckets=counts.lease_waits.buckets(), sum_value=counts.lease_waits.sum_s)
+
+
+# The server
+
+_HIGHEST_PORT: Final = 65535
+_NOTICE_S: Final = 0.5  # a run of less than this may be overlooked
+_END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(collector: Collector, address: str, port: int) -> int:
+    """Print the URL, serve until signal n ends this process, and return 128 + n.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot listen there.
+    """
+    with _blocked() as signals:
+        bound = _listen(collector, address, port)
+        print(f"http://{f'[{address}]' if ':' in address else address}:{bound}/metrics", flush=True)
+        # Not here: signals end this thread's wait at once, and would wait for a long trace to be read.
+        threading.Thread(target=collector.keep_up, name="flower-gpu-runs", daemon=True).start()
+        return 128 + signal.sigwait(signals)
+
+
+@contextmanager
+def _blocked() -> Iterator[set[signal.Signals]]:
+    """Block the signals that end this process, in threads that start meanwhile, too; those that it heeds."""
+    heeded = {number for number in _END_SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded)
+    try:
+        yield heeded
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _listen(collector: Collector, address: str, port: int) -> int:
+    """Answer from now on, in threads that end with this process; return the port."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise ConfigError(f"--port {port} is none: ports go from 1 to {_HIGHEST_PORT}, and 0 is a free one")
+    registry = CollectorRegistry()  # of our own: the library's has metrics of this process in it
+    registry.register(collector)
+    try:
+        server, _ = start_http_server(port, address, registry)
+    except PermissionError:
+        raise ConfigError(
+            f"--port {port}: this account may not listen there; take one from 1024 on"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"cannot listen on --address {address} --port {port}: {reason}. Take another, or --port 0"
+        ) from None
+    return int(server.server_port)
