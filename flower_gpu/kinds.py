@@ -1,14 +1,20 @@
-"""What the value of an option can be, and what a wrong one is answered."""
+"""An option: what its value can be, what a wrong one is answered, how it is given on a command line."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from flower_gpu.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse  # it takes milliseconds to import, and workers need none
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 #: The longest time that can be set, 31 years. Clocks and timers of the system overflow above.
 MAX_SECONDS: Final = 1e9
@@ -139,3 +145,99 @@ TRUE_OR_FALSE: Final = Kind(
 PAIRS: Final = Kind("key=value pairs", "'K=V ...'", is_repeated=True)
 #: ``--keep-going``; or ``--no-report``, where the default is True.
 SWITCH: Final = Kind("true or false", types=(bool,))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option."""
+
+    help: str
+    kind: Kind | None = None  # None: checked where it is used
+    variable: str | None = None
+    default: Any = None  # with neither code nor variable
+    group: str = ""  # its heading in --help
+    commands: tuple[str, ...] = ()  # that have it
+    node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
+    is_nodes: bool = False  # the node has the last word: the variable goes before the code
+    old_names: tuple[str, ...] = ()  # keywords and options that mean the same
+    excludes: str = ""  # options with the same word exclude each other
+    run_config_key: str = ""  # it stands for this key of the app's run config
+    hint: str = ""  # for the author of an app that does not declare the key
+
+    @property
+    def words(self) -> tuple[str, ...] | None:
+        """The only values it has."""
+        return self.kind.words or None if self.kind else None
+
+
+def table_of(annotated: type) -> dict[str, Option]:
+    """Return the options of an annotated class, by the names of its fields."""
+    return {
+        name: meta
+        for name, hint in get_type_hints(annotated, include_extras=True).items()
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, Option)
+    }
+
+
+def flag(name: str) -> str:
+    """Return an option as it is written on a command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    table: Mapping[str, Option],
+    groups: Mapping[str, str] = _NOTHING,
+    more: Mapping[str, str] = _NOTHING,
+    defaults: Mapping[str, Any] = _NOTHING,
+) -> None:
+    """Add options to a parser.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        Where they go.
+    table : mapping of str to Option
+        The options by name.
+    groups : mapping of str to str
+        What ``--help`` says about each group.
+    more : mapping of str to str
+        What this command's ``--help`` adds to an option.
+    defaults : mapping of str to object
+        Values of options that are not given; else None.
+    """
+    import argparse
+
+    known: dict[str, Any] = {}
+    for name, option in table.items():
+        if option.group not in known:
+            known[option.group] = (
+                parser.add_argument_group(option.group, groups.get(option.group) or None)
+                if option.group
+                else parser
+            )
+        target = known[option.group]
+        if option.excludes:
+            if option.excludes not in known:
+                known[option.excludes] = target.add_mutually_exclusive_group()
+            target = known[option.excludes]
+        help = f"{option.help}{more.get(name, '')}"
+        if option.run_config_key:
+            help += f" [{option.run_config_key}]"
+        default = defaults.get(name)
+        if option.kind is SWITCH:
+            action = "store_false" if default else "store_true"
+            written = flag(f"no_{name}" if default else name)
+            target.add_argument(written, dest=name, action=action, help=help)
+            continue
+        kind: dict[str, Any] = {"dest": name, "default": default}
+        if option.words:
+            kind["choices"] = option.words
+        elif option.kind is not None and option.kind.is_repeated:
+            kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
+        elif option.kind is not None:
+            kind |= {"metavar": option.kind.metavar, "type": option.kind}
+        target.add_argument(flag(name), help=help, **kind)
+        for old in option.old_names:
+            target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)

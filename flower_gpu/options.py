@@ -1,10 +1,10 @@
 """The one table of options: types, help, defaults, environment variables, and the commands that have them.
 
     CallOptions, VARIABLES, launch.options.LaunchOptions       one line for each option
-      |-> add_arguments()     argparse: names, types, choices and help of a command
-      |-> find()              the value for a call: node config, code, environment; with its source
-      |-> environment()       what a command passes on to the processes that it starts
-      '-> docs/reference      tests hold the pages to the table
+      |-> kinds.add_arguments()  argparse: names, types, choices and help of a command
+      |-> find()                 the value for a call: node config, code, environment; with its source
+      |-> environment()          what a command passes on to the processes that it starts
+      '-> docs/reference         tests hold the pages to the table
 
 Values are refused with what they must be, and with where they come from: a variable, an option, a keyword, or
 a key of the node config.
@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
@@ -28,12 +27,14 @@ from flower_gpu.kinds import (
     SECONDS_OR_0,
     SIZE,
     SWITCH,
-    Kind,
+    Option,
+    flag,
+    table_of,
     words,
 )
 
 if TYPE_CHECKING:
-    import argparse  # it takes milliseconds to import, and workers need none
+    import argparse
 
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
 START_METHODS: Final = ("auto", "forkserver", "spawn", "fork", "inline", "in-process")
@@ -47,29 +48,6 @@ ON_OOM: Final = ("retry", "cpu", "fail")
 PLACEMENTS: Final = ("spread", "pack")
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option."""
-
-    help: str
-    kind: Kind | None = None  # None: checked where it is used
-    variable: str | None = None
-    default: Any = None  # with neither code nor variable
-    group: str = ""  # its heading in --help
-    commands: tuple[str, ...] = ()  # that have it
-    node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
-    is_nodes: bool = False  # the node has the last word: the variable goes before the code
-    old_names: tuple[str, ...] = ()  # keywords and options that mean the same
-    excludes: str = ""  # options with the same word exclude each other
-    run_config_key: str = ""  # it stands for this key of the app's run config
-    hint: str = ""  # for the author of an app that does not declare the key
-
-    @property
-    def words(self) -> tuple[str, ...] | None:
-        """The only values it has."""
-        return self.kind.words or None if self.kind else None
 
 
 _EVERYWHERE: Final = ("launch", "simulate", "supernode")
@@ -239,16 +217,6 @@ LOG_DIR: Final = Option("where the run's folder is made (default: runs)", FOLDER
 REPORT: Final = Option("write no report at the end", SWITCH, group="output")
 
 
-def table_of(annotated: type) -> dict[str, Option]:
-    """Return the options of an annotated class, by the names of its fields."""
-    return {
-        name: meta
-        for name, hint in get_type_hints(annotated, include_extras=True).items()
-        for meta in getattr(hint, "__metadata__", ())
-        if isinstance(meta, Option)
-    }
-
-
 #: The options of a call, by their keywords.
 CALL: Final = MappingProxyType(table_of(CallOptions))
 
@@ -384,72 +352,9 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def flag(name: str) -> str:
-    """Return an option as it is written on a command line."""
-    return f"--{name.replace('_', '-')}"
-
-
 def options_of(command: str) -> dict[str, Option]:
     """Return the call options that a command has."""
     return {name: option for name, option in CALL.items() if command in option.commands}
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    table: Mapping[str, Option],
-    groups: Mapping[str, str] = _NOTHING,
-    more: Mapping[str, str] = _NOTHING,
-    defaults: Mapping[str, Any] = _NOTHING,
-) -> None:
-    """Add options to a parser.
-
-    Parameters
-    ----------
-    parser : ArgumentParser
-        Where they go.
-    table : mapping of str to Option
-        The options by name.
-    groups : mapping of str to str
-        What ``--help`` says about each group.
-    more : mapping of str to str
-        What this command's ``--help`` adds to an option.
-    defaults : mapping of str to object
-        Values of options that are not given; else None.
-    """
-    import argparse
-
-    known: dict[str, Any] = {}
-    for name, option in table.items():
-        if option.group not in known:
-            known[option.group] = (
-                parser.add_argument_group(option.group, groups.get(option.group) or None)
-                if option.group
-                else parser
-            )
-        target = known[option.group]
-        if option.excludes:
-            if option.excludes not in known:
-                known[option.excludes] = target.add_mutually_exclusive_group()
-            target = known[option.excludes]
-        help = f"{option.help}{more.get(name, '')}"
-        if option.run_config_key:
-            help += f" [{option.run_config_key}]"
-        default = defaults.get(name)
-        if option.kind is SWITCH:
-            action = "store_false" if default else "store_true"
-            written = flag(f"no_{name}" if default else name)
-            target.add_argument(written, dest=name, action=action, help=help)
-            continue
-        kind: dict[str, Any] = {"dest": name, "default": default}
-        if option.words:
-            kind["choices"] = option.words
-        elif option.kind is not None and option.kind.is_repeated:
-            kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
-        elif option.kind is not None:
-            kind |= {"metavar": option.kind.metavar, "type": option.kind}
-        target.add_argument(flag(name), help=help, **kind)
-        for old in option.old_names:
-            target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)
 
 
 def given(arguments: argparse.Namespace) -> CallOptions:

@@ -13,8 +13,9 @@ import flower_gpu
 from flower_gpu import errors
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli.main import build_parser
+from flower_gpu.kinds import Option
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.options import CALL, INTERNAL_VARIABLES, START_METHODS, VARIABLES, Option
+from flower_gpu.options import CALL, INTERNAL_VARIABLES, START_METHODS, VARIABLES
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [

@@ -32,11 +32,11 @@ _TIMEOUT_S = 600.0
 _PROGRAM = """
 import json, os, sys, time
 from flower_gpu import simulate, trace
-from flower_gpu.apps import sampler
+from flower_gpu.apps import recording
 app, clients, config, folder, way = json.loads(sys.argv[1])
 if way == "off":
     trace.append = lambda *_: None
-    sampler.GPUSampler._look = lambda _: False
+    recording.GPUSampler._look = lambda _: False
 began = time.perf_counter()
 simulate(app, clients, run_config=config, log_dir=folder, seed=0, progress=False)
 seconds = time.perf_counter() - began

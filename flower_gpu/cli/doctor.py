@@ -11,8 +11,7 @@ from functools import partial
 from typing import Final
 
 from flower_gpu.cli.verbosity import is_quiet
-from flower_gpu.doctor import cuda, gpus, host, installed, ledger, superlinks, variables
-from flower_gpu.doctor.findings import Check, Finding, examine
+from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host, ledger, superlinks
 from flower_gpu.gpu import inventory
 
 HELP = "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do"
@@ -59,9 +58,9 @@ def checks() -> Mapping[str, Check]:
         "visible": partial(gpus.visible, found),
         "policy": partial(gpus.calls, found),
         "torch": partial(cuda.torch, found),
-        "flower": installed.flower,
-        "flower-gpu": installed.ourselves,
-        "variables": variables.variables,
+        "flower": environment.flower,
+        "flower-gpu": environment.ourselves,
+        "variables": environment.variables,
         "system": host.system,
         "limits": host.limits,
         "state folder": host.state_folder,

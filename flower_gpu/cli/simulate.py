@@ -13,18 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu import options
-from flower_gpu.apps.app import FlowerApp
-from flower_gpu.apps.config_values import ConfigValue, flatten, parse_pairs
+from flower_gpu import kinds
+from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
 from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError, shortened
-from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind
+from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
 from flower_gpu.launch.options import given_calls
 from flower_gpu.leases.request import memory_bytes
-from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, Option, options_of
+from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, options_of
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
 
@@ -126,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="keys of the app's run config (TOML values), or a TOML file; may be repeated",
     )
-    options.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
+    kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
 
 
 def run(arguments: argparse.Namespace) -> int:

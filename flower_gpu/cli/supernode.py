@@ -15,15 +15,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from flower_gpu import frameworks, options
-from flower_gpu.apps.config_values import format_pairs, parse_pairs
+from flower_gpu import frameworks, kinds, options
+from flower_gpu.apps.app import format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.kinds import COUNT, FOLDER
+from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
@@ -33,7 +33,6 @@ from flower_gpu.options import (
     CONCURRENCY_VARIABLE,
     RUN_DIR_VARIABLE,
     CallOptions,
-    Option,
     options_of,
 )
 
@@ -77,7 +76,7 @@ _EARLY_ENDS = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    options.add_arguments(parser, _OPTIONS, _GROUPS, _MORE)
+    kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE)
     parser.add_argument(
         "flower", nargs="*", metavar="-- OPTIONS", help=f"options of {COMMAND}, after two dashes"
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from flower_gpu.calls import environment
 from flower_gpu.calls.settings import reserve_bytes
-from flower_gpu.doctor.findings import Found
+from flower_gpu.doctor import Found
 from flower_gpu.doctor.gpus import NOT_MEASURED, SET_INSTEAD
 from flower_gpu.errors import ConfigError, GPUError, LeaseTimeoutError
 from flower_gpu.gpu import inventory

@@ -1,4 +1,4 @@
-"""Driver, GPUs, MIG, what ``CUDA_VISIBLE_DEVICES`` hides, and what calls would get."""
+"""Driver, GPUs, what calls would get, PyTorch's build, and whether CUDA works: tried under a lease."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flower_gpu.calls.settings import GPUSettings
-from flower_gpu.doctor.findings import Found
+from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory

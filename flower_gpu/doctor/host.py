@@ -12,7 +12,7 @@ from pathlib import Path
 from socket import socket
 
 import flower_gpu
-from flower_gpu.doctor.findings import Found
+from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import sockets

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from flower_gpu.doctor.findings import Found
-from flower_gpu.doctor.others import OtherProcess, others
+from flower_gpu.doctor import Found
+from flower_gpu.doctor.superlinks import OtherProcess, others
 from flower_gpu.errors import LeaseError
 from flower_gpu.gpu.inventory import Inventory
 from flower_gpu.leases import tickets

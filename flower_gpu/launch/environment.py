@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flower_gpu import frameworks, options
-from flower_gpu.apps.config_values import ConfigValue
+from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.ports import HOST

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
-from flower_gpu import options
-from flower_gpu.apps.app import FlowerApp
-from flower_gpu.apps.config_values import ConfigValue, parse_pairs
+from flower_gpu import kinds, options
+from flower_gpu.apps.app import ConfigValue, FlowerApp, parse_pairs
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import SERVER_KEY, gpu_numbers
 from flower_gpu.kinds import (
@@ -25,9 +24,12 @@ from flower_gpu.kinds import (
     SWITCH,
     TEXT,
     TRUE_OR_FALSE,
+    Option,
+    flag,
+    table_of,
     words,
 )
-from flower_gpu.options import CALL, CallOptions, Option, flag
+from flower_gpu.options import CALL, CallOptions
 
 DESCRIPTION: Final = """\
 Run a Flower app on this machine: a server, N clients and the run, each with its own log file, all of them
@@ -125,7 +127,7 @@ class LaunchOptions:
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 
 
-_OWN: Final = MappingProxyType(options.table_of(LaunchOptions))
+_OWN: Final = MappingProxyType(table_of(LaunchOptions))
 _DEFAULTS: Final = {name: getattr(LaunchOptions, name, None) for name in _OWN}
 _GROUPS: Final = {
     "federation": "",
@@ -173,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
     table = {**RUN_CONFIG, **_OWN, **options.options_of("launch")}
     by_group = sorted(table.items(), key=lambda item: [*_GROUPS].index(item[1].group))
-    options.add_arguments(parser, dict(by_group), _GROUPS, _MORE, _DEFAULTS)
+    kinds.add_arguments(parser, dict(by_group), _GROUPS, _MORE, _DEFAULTS)
 
 
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:

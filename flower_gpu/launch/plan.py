@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
-from flower_gpu.apps.app import NUM_CLIENTS_KEY, FlowerApp
-from flower_gpu.apps.config_values import ConfigValue
+from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import flag
 from flower_gpu.launch import environment, ports
 from flower_gpu.launch.gpu_check import check as check_gpus
 from flower_gpu.launch.options import (
@@ -21,7 +21,6 @@ from flower_gpu.launch.options import (
     check_node_config,
     node_config_of,
 )
-from flower_gpu.options import flag
 from flower_gpu.workers.forkserver import client as forkserver
 
 DEFAULT_CLIENTS: Final = 2

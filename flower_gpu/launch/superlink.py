@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from flower_gpu.apps.config_values import ConfigValue, format_pairs
+from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import CommandFolder, fast_start, warm_up_command
 from flower_gpu.launch import ports

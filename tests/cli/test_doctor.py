@@ -22,7 +22,7 @@ from command_shell import Shell
 from nvml_stub import GIB, Host
 
 from flower_gpu.cli import doctor
-from flower_gpu.doctor import cuda, findings, installed, others, superlinks
+from flower_gpu.doctor import Finding, Found, cuda, environment, examine, superlinks
 from flower_gpu.options import VARIABLES
 
 pytestmark = pytest.mark.timeout(120)
@@ -74,15 +74,15 @@ def test_every_check_is_documented(shell: Shell) -> None:
 
 
 def test_a_check_that_fails_itself_is_a_finding_and_the_others_go_on() -> None:
-    def broken() -> list[findings.Found]:
+    def broken() -> list[Found]:
         raise OSError(5, "no answer")
 
-    def fine() -> list[findings.Found]:
+    def fine() -> list[Found]:
         return [("ok", "fine")]
 
-    first, second = findings.examine({"broken": broken, "fine": fine})
+    first, second = examine({"broken": broken, "fine": fine})
     assert first.level == "problem" and "OSError: [Errno 5] no answer" in first.text
-    assert second == findings.Finding("fine", "ok", "fine")
+    assert second == Finding("fine", "ok", "fine")
 
 
 # GPUs -------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_cuda_is_not_tried_while_all_gpus_are_leased(shell: Shell, host: Host, t
     ("version", "fits"), [("1.39.9", False), ("1.40", True), ("1.42.0.dev1", True), ("2.0.0", False)]
 )
 def test_the_versions_of_flower_are_those_of_the_metadata(version: str, fits: bool) -> None:
-    assert installed.wanted_flower().contains(version, prereleases=True) is fits
+    assert environment.wanted_flower().contains(version, prereleases=True) is fits
 
 
 def test_flower_is_in_the_range_of_the_metadata(shell: Shell) -> None:
@@ -518,7 +518,9 @@ def test_a_configuration_that_cannot_be_read_is_said_to_be_so(tmp_path: Path, te
 
 
 def test_options_of_a_command_line_are_read() -> None:
-    process = others.OtherProcess(1, 0, ("python", "/x/bin/flower-superlink", "--a", "b", "--c=d", "--e"), {})
+    process = superlinks.OtherProcess(
+        1, 0, ("python", "/x/bin/flower-superlink", "--a", "b", "--c=d", "--e"), {}
+    )
     assert process.runs("flower-superlink") and not process.runs("superlink")
     assert [process.option(name) for name in ("--a", "--c", "--e", "--f")] == ["b", "d", "", None]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from flower_gpu.cli import main as cli
+from flower_gpu.kinds import flag
 from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.plan import Plan, make_plan
-from flower_gpu.options import flag
 
 BAD_OPTIONS = [
     # arguments after the app's folder, and words its line must hold

@@ -7,7 +7,7 @@ from flwr.common.config import parse_config_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_gpu.apps.config_values import flatten, format_pairs, parse_pairs
+from flower_gpu.apps.app import flatten, format_pairs, parse_pairs
 from flower_gpu.errors import ConfigError
 
 KEYS = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import options
-from flower_gpu.apps.config_values import parse_pairs
+from flower_gpu.apps.app import parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import supernode
