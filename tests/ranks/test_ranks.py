@@ -37,7 +37,7 @@ def alone(weights: Weights) -> Any:
     return fit("train", weights, 1, epochs=2)
 
 
-@pytest.mark.parametrize(("name", "num_gpus"), [("ddp", 2), ("fsdp", 2), ("ddp", 4), ("ddp", 1), ("fsdp", 1)])
+@pytest.mark.parametrize(("name", "num_gpus"), [("ddp", 2), ("fsdp", 2), ("ddp", 1)])
 def test_ranks_learn_what_one_process_does(name: str, num_gpus: int, weights: Weights, alone: Any) -> None:
     learned, num_examples, metrics = fit(name, weights, num_gpus, epochs=2)
     assert difference(weights, learned) > 0.01
@@ -92,13 +92,12 @@ def test_a_divided_model_after_an_evaluation(tmp_path: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("then", ["ddp_checkpointed", "fsdp_checkpointed"])
-@pytest.mark.parametrize(("first", "num_gpus"), [("ddp_checkpointed", 2), ("fsdp_checkpointed", 2)])
-def test_a_checkpoint_of_any_ranks(first: str, num_gpus: int, then: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_a_checkpoint_of_any_ranks(first: str, then: str, tmp_path: Path) -> None:
     """Stopped and continued by other ranks, momentum and all, it is where it would be without that."""
     path, whole = str(tmp_path / "checkpoint.pt"), str(tmp_path / "whole.pt")
-    run_in_worker(f"ranks_tasks:{first}", path, first.split("_")[0], 2, num_gpus=num_gpus)
-    learned, done = run_in_worker(f"ranks_tasks:{then}", path, then.split("_")[0], 3, num_gpus=2)
+    run_in_worker(f"ranks_tasks:{first}_checkpointed", path, first, 2, num_gpus=2)
+    learned, done = run_in_worker(f"ranks_tasks:{then}_checkpointed", path, then, 3, num_gpus=2)
     expected, _ = run_in_worker("ranks_tasks:checkpointed", whole, "", 5)
     assert done == 5
     assert difference(learned, expected) < 1e-5

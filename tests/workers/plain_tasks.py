@@ -46,8 +46,8 @@ def pid() -> int:
     return os.getpid()
 
 
-def variable(name: str) -> str | None:
-    return os.environ.get(name)
+def variables(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
 
 
 def where() -> dict[str, Any]:

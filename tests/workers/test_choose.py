@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -32,27 +33,36 @@ int cuInit(unsigned int count) { initialised = 1; devices = (int)count; return 0
 int cuDeviceGetCount(int *count) { if (!initialised) return 3; *count = devices; return 0; }
 """
 
+# Each case in a fork: CUDA is initialised for good.
 SCRIPT = """
-    import ctypes, sys
+    import ctypes, json, os, sys
     from flower_gpu.errors import ConfigError
     from flower_gpu.workers import methods, native
 
-    driver, program, method, gpus = sys.argv[1:]
-    sys.argv = [program]
-    if driver:
-        cuda = ctypes.CDLL(driver)
-        if gpus:
-            cuda.cuInit(int(gpus))
-    print(native.initialized_cuda_devices())
-    try:
-        print(methods.choose(method).name)
-    except ConfigError as error:
-        print(error)
+    for driver, program, method, gpus in json.loads(sys.argv[1]):
+        if os.fork():
+            assert os.wait()[1] == 0
+            continue
+        sys.argv = [program]
+        if driver:
+            cuda = ctypes.CDLL(driver)
+            if gpus is not None:
+                cuda.cuInit(gpus)
+        assert native.initialized_cuda_devices() == gpus
+        try:
+            print(methods.choose(method).name, flush=True)
+        except ConfigError as error:
+            print(error, flush=True)
+        os._exit(0)
 """
 
 CLIENT_APP = "/some/where/bin/flwr-clientapp"
 SCRIPT_OF_USER = "client.py"
 NO_LIBRARY, UNTOUCHED = "no library", "untouched"
+REFUSED = (
+    "start_method='fork' cannot be used: this process has initialised CUDA, and a fork of it could not. "
+    "Use 'auto' or 'spawn'"
+)
 
 
 @pytest.fixture(scope="session")
@@ -68,45 +78,36 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(library)
 
 
-@pytest.mark.parametrize(
-    ("program", "cuda", "asked", "chosen"),
-    [
-        (CLIENT_APP, NO_LIBRARY, "auto", "fork"),
-        (CLIENT_APP, UNTOUCHED, "auto", "fork"),
-        (CLIENT_APP, 1, "auto", "inline"),
-        (CLIENT_APP, 2, "auto", "spawn"),
-        (CLIENT_APP, 8, "auto", "spawn"),
-        (CLIENT_APP, 0, "auto", "spawn"),
-        (SCRIPT_OF_USER, NO_LIBRARY, "auto", "forkserver"),
-        (SCRIPT_OF_USER, UNTOUCHED, "auto", "forkserver"),
-        (SCRIPT_OF_USER, 1, "auto", "forkserver"),
-        (SCRIPT_OF_USER, 2, "auto", "forkserver"),
-        ("", UNTOUCHED, "auto", "forkserver"),
-        (SCRIPT_OF_USER, UNTOUCHED, "fork", "fork"),
-        (SCRIPT_OF_USER, 1, "spawn", "spawn"),
-        (CLIENT_APP, UNTOUCHED, "forkserver", "forkserver"),
-        (CLIENT_APP, 1, "spawn", "spawn"),
-        (CLIENT_APP, 2, "inline", "inline"),
-        (CLIENT_APP, UNTOUCHED, "in-process", "in-process"),
-    ],
-)
-def test_choice(
-    program: str, cuda: int | str, asked: str, chosen: str, driver: str, run_script: Callable[..., Any]
-) -> None:
-    touched = isinstance(cuda, int)
-    arguments = ["" if cuda == NO_LIBRARY else driver, program, asked, str(cuda) if touched else ""]
-    found = run_script(SCRIPT, *arguments).stdout.splitlines()
-    assert found == [str(cuda) if touched else "None", chosen]
+CHOICES = [
+    (CLIENT_APP, NO_LIBRARY, "auto", "fork"),
+    (CLIENT_APP, UNTOUCHED, "auto", "fork"),
+    (CLIENT_APP, 1, "auto", "inline"),
+    (CLIENT_APP, 2, "auto", "spawn"),
+    (CLIENT_APP, 8, "auto", "spawn"),
+    (CLIENT_APP, 0, "auto", "spawn"),
+    (SCRIPT_OF_USER, NO_LIBRARY, "auto", "forkserver"),
+    (SCRIPT_OF_USER, UNTOUCHED, "auto", "forkserver"),
+    (SCRIPT_OF_USER, 1, "auto", "forkserver"),
+    (SCRIPT_OF_USER, 2, "auto", "forkserver"),
+    ("", UNTOUCHED, "auto", "forkserver"),
+    (SCRIPT_OF_USER, UNTOUCHED, "fork", "fork"),
+    (SCRIPT_OF_USER, 1, "spawn", "spawn"),
+    (CLIENT_APP, UNTOUCHED, "forkserver", "forkserver"),
+    (CLIENT_APP, 1, "spawn", "spawn"),
+    (CLIENT_APP, 2, "inline", "inline"),
+    (CLIENT_APP, UNTOUCHED, "in-process", "in-process"),
+    (CLIENT_APP, 1, "fork", REFUSED),
+    (SCRIPT_OF_USER, 1, "fork", REFUSED),
+]
 
 
-@pytest.mark.parametrize("program", [CLIENT_APP, SCRIPT_OF_USER])
-def test_fork_is_refused_once_cuda_is_initialised(
-    program: str, driver: str, run_script: Callable[..., Any]
-) -> None:
-    count, message = run_script(SCRIPT, driver, program, "fork", "1").stdout.splitlines()
-    assert count == "1"
-    for part in ("start_method='fork'", "has initialised CUDA", "'auto' or 'spawn'"):
-        assert part in message
+def test_choice(driver: str, run_script: Callable[..., Any]) -> None:
+    cases = [
+        ("" if cuda == NO_LIBRARY else driver, program, asked, cuda if isinstance(cuda, int) else None)
+        for program, cuda, asked, _ in CHOICES
+    ]
+    found = run_script(SCRIPT, json.dumps(cases)).stdout.splitlines()
+    assert [*zip(CHOICES, found, strict=True)] == [(case, case[3]) for case in CHOICES]
 
 
 def test_fork_is_refused_before_anything_starts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traced import Run
+from traced import SUPERVISED, Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
@@ -36,16 +36,16 @@ def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytes
     assert os.environ[VARIABLE] == ("the worker's" if start_method == "inline" else "the caller's")
 
 
+VALUES = ("", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000)
+
+
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
-def test_new_variable_does_not_leak(start_method: str) -> None:
-    env = {VARIABLE: "new", "FLOWER_GPU_TEST_EMPTY": ""}
-    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method, env=env) == "new"
-    assert (
-        run_in_worker("plain_tasks:variable", "FLOWER_GPU_TEST_EMPTY", start_method=start_method, env=env)
-        == ""
-    )
-    assert not {VARIABLE, "FLOWER_GPU_TEST_EMPTY"} & set(os.environ)
-    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method) is None
+def test_values_arrive_as_they_are_and_do_not_leak(start_method: str) -> None:
+    env = {f"{VARIABLE}_{number}": value for number, value in enumerate(VALUES)}
+    names = [*env]
+    assert run_in_worker("plain_tasks:variables", *names, start_method=start_method, env=env) == [*VALUES]
+    assert not env.keys() & os.environ.keys()
+    assert run_in_worker("plain_tasks:variables", *names, start_method=start_method) == [None] * len(VALUES)
 
 
 def test_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,20 +54,12 @@ def test_does_not_leak_after_an_error_in_process(monkeypatch: pytest.MonkeyPatch
     assert VARIABLE not in os.environ
 
 
-@pytest.mark.parametrize("value", ["", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000])
-def test_values_arrive_as_they_are(value: str, start_method: str) -> None:
-    env = {VARIABLE: value}
-    assert run_in_worker("plain_tasks:variable", VARIABLE, start_method=start_method, env=env) == value
-
-
 def test_module_that_changes_the_environment(start_method: str, run: Run) -> None:
     with pytest.raises(WorkerStartError) as caught:
         run_in_worker("changes_environment:task", start_method=start_method, env={VARIABLE: "set"})
     for part in (VARIABLE, "is 'changed', not 'set'", "env="):
         assert part in str(caught.value)
-
-
-def test_module_may_change_what_the_caller_did_not_set(start_method: str, run: Run) -> None:
+    # It may change what the caller has not set.
     assert run_in_worker("changes_environment:task", start_method=start_method) == "not reached"
 
 
@@ -96,9 +88,7 @@ def test_values_are_not_on_the_command_line(start_method: str, run: Run) -> None
         assert " of client 3" in found
 
 
-def test_output_is_read_as_utf8_whatever_the_locale_is(
-    start_method: str, run_script: Callable[..., Any]
-) -> None:
+def test_output_is_read_as_utf8_whatever_the_locale_is(run_script: Callable[..., Any]) -> None:
     done = run_script(
         """
         import os, sys
@@ -108,31 +98,31 @@ def test_output_is_read_as_utf8_whatever_the_locale_is(
             print("caf\\u00e9")
             os._exit(3)
 
-        try:
-            run_in_worker(task, start_method=sys.argv[1])
-        except Exception as error:
-            print(ascii(str(error)[-4:]))
+        for method in sys.argv[1:]:
+            try:
+                run_in_worker(task, start_method=method)
+            except Exception as error:
+                print(ascii(str(error)[-4:]))
         """,
-        start_method,
+        *SUPERVISED,
         env={"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
         encoding="latin-1",
     )
-    assert done.stdout == "café\n'caf\\xe9'\n"
+    assert done.stdout == "café\n'caf\\xe9'\n" * 3
 
 
-def test_output_that_the_callers_stream_cannot_write(
-    start_method: str, run_script: Callable[..., Any]
-) -> None:
+def test_output_that_the_callers_stream_cannot_write(run_script: Callable[..., Any]) -> None:
     done = run_script(
         """
         import sys
         from flower_gpu import run_in_worker
-        run_in_worker(print, "caf\\u00e9", "au lait", start_method=sys.argv[1])
+        for method in sys.argv[1:]:
+            run_in_worker(print, "caf\\u00e9", "au lait", start_method=method)
         """,
-        start_method,
+        *SUPERVISED,
         env={"PYTHONIOENCODING": "ascii"},
     )
-    assert done.stdout == "caf\\xe9 au lait\n"
+    assert done.stdout == "caf\\xe9 au lait\n" * 3
 
 
 def test_a_task_may_have_pools_of_all_kinds(start_method: str) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import plain_tasks
 import pytest
-from processes import descriptors
 from traced import Run
 
 from flower_gpu import run_in_worker
@@ -96,37 +95,30 @@ def test_the_task_may_write_into_its_arguments(start_method: str, run: Run) -> N
         array += 1  # and may be written to
 
 
-def test_the_same_array_twice_stays_one(start_method: str, run: Run) -> None:
+def test_the_same_array_twice_stays_one(run: Run) -> None:
     array = np.zeros(5000)
-    first, second = run_in_worker("plain_tasks:echo", array, array, start_method=start_method)
+    first, second = run_in_worker("plain_tasks:echo", array, array)
     first[0] = 1
     assert second[0] == 1
 
 
-def test_plain_values(start_method: str, run: Run) -> None:
+def test_plain_values(run: Run) -> None:
     sent = (None, 1, 2.5, "text", b"bytes", [1, [2]], {"a": (1, 2)}, {3}, OrderedDict(b=1, a=2), 10**50)
-    assert run_in_worker("plain_tasks:echo", *sent, start_method=start_method) == sent
+    assert run_in_worker("plain_tasks:echo", *sent) == sent
     named = {"label": 1, "args": 2, "kwargs": 3, "call": 4, "settings": 5, "kind": 6}
-    assert run_in_worker("plain_tasks:echo", start_method=start_method, **named) == ((), named)
+    assert run_in_worker("plain_tasks:echo", **named) == ((), named)
 
 
-def test_result_without_a_value(start_method: str, run: Run) -> None:
-    assert run_in_worker("plain_tasks:echo", start_method=start_method) == ()
-    assert run_in_worker("builtins:print", start_method=start_method) is None
+def test_result_without_a_value(run: Run) -> None:
+    assert run_in_worker("plain_tasks:echo") == ()
+    assert run_in_worker("builtins:print") is None
 
 
-def test_very_many_small_arrays(start_method: str, run: Run) -> None:
+def test_very_many_small_arrays(run: Run) -> None:
     sent = [np.full(3, number) for number in range(20_000)]
-    (arrived,) = run_in_worker("plain_tasks:echo", sent, start_method=start_method)
+    (arrived,) = run_in_worker("plain_tasks:echo", sent)
     assert len(arrived) == 20_000
     assert all((array == number).all() for number, array in enumerate(arrived))
-
-
-def test_results_that_are_kept_hold_no_descriptors(run: Run) -> None:
-    before = descriptors()
-    kept = [run_in_worker("plain_tasks:echo", np.ones(5000), start_method="fork") for _ in range(20)]
-    assert descriptors() == before
-    assert all(float(array.sum()) == 5000 for (array,) in kept)
 
 
 def test_objects_are_refused_with_their_place(start_method: str, run: Run) -> None:
@@ -140,12 +132,12 @@ def test_objects_are_refused_with_their_place(start_method: str, run: Run) -> No
             run_in_worker("plain_tasks:echo", named=objects, start_method=start_method)
 
 
-def test_objects_inside_of_something_else(start_method: str, run: Run) -> None:
-    (arrived,) = run_in_worker("plain_tasks:echo", plain_tasks.Table(), start_method=start_method)
+def test_objects_inside_of_something_else(run: Run) -> None:
+    (arrived,) = run_in_worker("plain_tasks:echo", plain_tasks.Table())
     assert arrived.columns.tolist() == ["a", 1, None]
 
 
-def test_tensors(start_method: str, run: Run) -> None:
+def test_tensors(run: Run) -> None:
     torch = pytest.importorskip("torch")
 
     def update(tensors: list[Any], array: np.ndarray) -> Any:
@@ -159,7 +151,7 @@ def test_tensors(start_method: str, run: Run) -> None:
 
     sent = [torch.zeros(3000, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex128)]
     array = np.ones(300_000, np.complex128)
-    tensors, doubled, half = run_in_worker(update, sent, array, start_method=start_method)
+    tensors, doubled, half = run_in_worker(update, sent, array)
     assert [(tensor == 1).all().item() for tensor in tensors] == [True] * 3
     assert [tensor.dtype for tensor in tensors] == [tensor.dtype for tensor in sent]
     assert half.dtype is torch.bfloat16 and (half == 2).all()
@@ -170,9 +162,9 @@ def test_tensors(start_method: str, run: Run) -> None:
     assert (array == 1).all()
 
 
-def test_broadcast_arrays_stay_small(start_method: str, run: Run) -> None:
+def test_broadcast_arrays_stay_small(run: Run) -> None:
     huge = np.broadcast_to(np.arange(3.0), (1_000_000, 1_000_000, 3))
-    (arrived,) = run_in_worker("plain_tasks:echo", huge, start_method=start_method)
+    (arrived,) = run_in_worker("plain_tasks:echo", huge)
     assert arrived.shape == huge.shape
     assert arrived[-1, -1].tolist() == [0, 1, 2]
 
@@ -195,8 +187,7 @@ def test_processes_of_the_worker_do_not_change_its_arrays(start_method: str, run
 LARGE = 2**31 + 8192
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork"])
-def test_more_than_two_gibibytes(start_method: str, run: Run) -> None:
+def test_more_than_two_gibibytes(run: Run) -> None:
     available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     if available is None or int(available[1]) < 8 << 20:
         pytest.skip("needs 8 GiB of memory")
@@ -207,7 +198,7 @@ def test_more_than_two_gibibytes(start_method: str, run: Run) -> None:
 
     sent = np.zeros(LARGE, np.uint8)
     sent[-1] = 5
-    arrived = run_in_worker(task, sent, start_method=start_method)
+    arrived = run_in_worker(task, sent)
     assert arrived.shape == (LARGE,)
     assert arrived[-3:].tolist() == [0, 1, 5]
     assert sent[-3:].tolist() == [0, 0, 5]

@@ -8,6 +8,9 @@ from typing import Any
 
 from flower_gpu import trace
 
+#: The start methods whose workers are processes of their own.
+SUPERVISED = ("forkserver", "spawn", "fork")
+
 
 @dataclass
 class Run:
