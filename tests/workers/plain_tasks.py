@@ -77,7 +77,14 @@ def count_without_length(items: int) -> int:
     return sum(1 for _ in flower_gpu.progress((n for n in range(items)), desc="stream"))
 
 
-def count_in_a_thread(items: int) -> None:
-    thread = threading.Thread(target=count, args=(items, "thread"))
+def count_in_many_ways() -> None:
+    import numpy as np
+
+    for items, desc in enumerate(("none", "one", "two")):
+        count(items, desc)
+    count_without_length(7)
+    for _ in flower_gpu.progress(iter(range(3)), "numpy", total=np.int64(3)):  # type: ignore[arg-type]
+        pass
+    thread = threading.Thread(target=count, args=(5, "thread"))
     thread.start()
     thread.join()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from typing import Any
 
 import flower_gpu
@@ -21,10 +19,6 @@ def log(with_flower: bool = False) -> None:
     logging.getLogger("flwr").warning("")
 
 
-def libraries() -> list[str]:
-    return [name for name in ("flwr", "torch") if name in sys.modules]
-
-
 def log_in_a_worker_of_this_one() -> None:
     flower_gpu.run_in_worker("tasks_log:log", start_method="spawn")
 
@@ -38,19 +32,6 @@ def log_what_has_no_text() -> str:
     logging.raiseExceptions = False
     logging.getLogger("flwr").warning(Unreadable())
     return "went on"
-
-
-def seconds_of_beginning(times: int) -> list[float]:
-    """Return how long each of so many beginnings with another prefix took; the first one adds the filters."""
-    from flower_gpu.workers import events
-
-    events.begin_log_lines("")
-    found: list[float] = []
-    for number in range(times):
-        began = time.perf_counter()
-        events.begin_log_lines(f"client {number}, round 1: ")
-        found.append(time.perf_counter() - began)
-    return found
 
 
 def filters() -> dict[str, Any]:

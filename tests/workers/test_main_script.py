@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forkservers import WITH_TASKS
-from traced import Run
+from traced import SUPERVISED, Run
 
 from flower_gpu import run_in_worker
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(60)
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def test_script_without_a_main_guard_runs_once(start_method: str, run_script: RunScript) -> None:
+def test_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
     done = run_script(
         """
         import sys
@@ -40,12 +40,13 @@ def test_script_without_a_main_guard_runs_once(start_method: str, run_script: Ru
         def task(settings, x):
             return [helper(x), settings, Settings(epochs=9)]
 
-        half, passed, new = run_in_worker(task, Settings(4), 10, start_method=sys.argv[1])
-        print(half, passed, new, type(passed) is Settings, type(new) is Settings)
+        for method in sys.argv[1:]:
+            half, passed, new = run_in_worker(task, Settings(4), 10, start_method=method)
+            print(half, passed, new, type(passed) is Settings, type(new) is Settings)
         """,
-        start_method,
+        *SUPERVISED,
     )
-    assert done.stdout == "the body runs\n5.0 Settings(epochs=4) Settings(epochs=9) True True\n"
+    assert done.stdout == "the body runs\n" + "5.0 Settings(epochs=4) Settings(epochs=9) True True\n" * 3
     assert done.stderr == ""
 
 
@@ -88,24 +89,22 @@ def test_the_worker_searches_the_path_of_its_caller(
 NAMED_LIKE_A_LIBRARY = """
     import os, sys
     from flower_gpu import run_in_worker
-    assert run_in_worker("plain_tasks:answer", start_method=sys.argv[1]) == 42
-    print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=sys.argv[1]))
+    for method in sys.argv[1:]:
+        assert run_in_worker("plain_tasks:answer", start_method=method) == 42
+        print("optimized", sys.flags.optimize, run_in_worker(lambda: __debug__, start_method=method))
 """
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [((), "optimized 0 True"), (("-O",), "optimized 1 False"), (("-P",), "optimized 0 True")],
+    [(("-O",), "optimized 1 False"), (("-P",), "optimized 0 True")],
 )
-def test_interpreter_options(
-    flags: tuple[str, ...], expected: str, start_method: str, run_script: RunScript
-) -> None:
-    env = WITH_TASKS
-    done = run_script(NAMED_LIKE_A_LIBRARY, start_method, flags=flags, env=env)
-    assert done.stdout == expected + "\n"
+def test_interpreter_options(flags: tuple[str, ...], expected: str, run_script: RunScript) -> None:
+    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, flags=flags, env=WITH_TASKS)
+    assert done.stdout == f"{expected}\n" * 3
 
 
-def test_isolated_interpreter(start_method: str, run_script: RunScript) -> None:
+def test_isolated_interpreter(run_script: RunScript) -> None:
     """What -I keeps out of the caller stays out of the worker."""
     done = run_script(
         """
@@ -116,45 +115,47 @@ def test_isolated_interpreter(start_method: str, run_script: RunScript) -> None:
             import sys
             return sys.flags.isolated, [entry for entry in sys.path if "nowhere" in entry]
 
-        print(run_in_worker(flags, start_method=sys.argv[1]))
+        print([run_in_worker(flags, start_method=method) for method in sys.argv[1:]])
         """,
-        start_method,
+        *SUPERVISED,
         flags=("-I",),
         env={"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"},
     )
-    assert done.stdout == "(1, [])\n"
+    assert done.stdout == "[(1, []), (1, []), (1, [])]\n"
 
 
-def test_safe_path_holds_in_the_worker(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
+def test_safe_path_holds_in_the_worker(run_script: RunScript, tmp_path: Path) -> None:
     """With PYTHONSAFEPATH the working folder and the script's are not searched."""
     env = {**WITH_TASKS, "PYTHONSAFEPATH": "1"}
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')\n")
     (tmp_path / "signal.py").write_text("raise RuntimeError('the wrong signal')\n")
-    done = run_script(NAMED_LIKE_A_LIBRARY, start_method, env=env, cwd=tmp_path)
-    assert done.stdout == "optimized 0 True\n"
+    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, env=env, cwd=tmp_path)
+    assert done.stdout == "optimized 0 True\n" * 3
 
 
 @pytest.mark.skipif(
     sys.version_info[:3] == (3, 13, 0), reason="3.13.0 itself fails there: SystemError in a module's getattr"
 )
-def test_working_folder_is_deleted(start_method: str, run_script: RunScript, tmp_path: Path) -> None:
+def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     text = """
         import os, sys
         os.rmdir(os.getcwd())
         from flower_gpu import run_in_worker
-        print(run_in_worker("plain_tasks:echo", 1, start_method=sys.argv[1]))
+        print([run_in_worker("plain_tasks:echo", method, start_method=method) for method in sys.argv[1:]])
         """
     env = WITH_TASKS
-    assert run_script(text, start_method, env=env, cwd=folder).stdout == "(1,)\n"
+    assert (
+        run_script(text, *SUPERVISED, env=env, cwd=folder).stdout == f"{[(each,) for each in SUPERVISED]}\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["-c"], ["-"]])
-def test_without_a_script_file(arguments: list[str], start_method: str) -> None:
+def test_without_a_script_file(arguments: list[str]) -> None:
     text = (
         "from flower_gpu import run_in_worker\n"
-        f"print(run_in_worker(lambda: 42, start_method={start_method!r}))\n"
+        f"print([run_in_worker(lambda: 42, start_method=method) for method in {SUPERVISED}])\n"
     )
     done = subprocess.run(
         [sys.executable, *arguments, *([text] if arguments == ["-c"] else [])],
@@ -163,7 +164,7 @@ def test_without_a_script_file(arguments: list[str], start_method: str) -> None:
         text=True,
         timeout=30,
     )
-    assert (done.stdout, done.stderr) == ("42\n", "")
+    assert (done.stdout, done.stderr) == ("[42, 42, 42]\n", "")
 
 
 def test_a_worker_exits_as_a_program_does(start_method: str, run: Run, tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_nested_calls(start_method: str, run: Run) -> None:
     assert group == nested
 
 
-def test_calls_from_a_daemonic_process(start_method: str, run_script: RunScript) -> None:
+def test_calls_from_a_daemonic_process(run_script: RunScript) -> None:
     """multiprocessing lets a daemonic process have no children of its own."""
     done = run_script(
         """
@@ -215,12 +216,13 @@ def test_calls_from_a_daemonic_process(start_method: str, run_script: RunScript)
             return multiprocessing.current_process().daemon
 
         def client():
-            print(run_in_worker(task, start_method=sys.argv[1]), flush=True)
+            for method in sys.argv[1:]:
+                print(run_in_worker(task, start_method=method), flush=True)
 
         process = multiprocessing.get_context("fork").Process(target=client, daemon=True)
         process.start()
         process.join()
         """,
-        start_method,
+        *SUPERVISED,
     )
-    assert done.stdout == "grandchild\nFalse\n"
+    assert done.stdout == "grandchild\nFalse\n" * 3

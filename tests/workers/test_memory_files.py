@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import mmap
 import os
 import subprocess
@@ -30,10 +28,6 @@ def file() -> Iterator[int]:
     memory.write(descriptor, b"\1" * SIZE, 0)
     yield descriptor
     os.close(descriptor)
-
-
-def maps() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:test-memory")
 
 
 def test_write_and_read(file: int) -> None:
@@ -70,28 +64,9 @@ def test_sealed_content(file: int) -> None:
     assert memory.seal(file)  # no matter how often
 
 
-def test_no_seal_while_somebody_can_write(file: int) -> None:
-    written = memory.Map(file, SIZE, shared=True)
-    assert not memory.seal(file)
-    del written
-    gc.collect()
-    assert memory.seal(file)
-
-
 def test_no_seal_on_other_files(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as other:
         assert not memory.seal(other.fileno())
-
-
-def test_without_seals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SEALS", False)
-    descriptor = memory.create("test-memory")
-    try:
-        memory.seal_size(descriptor)
-        assert not memory.seal(descriptor)
-        assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == fcntl.F_SEAL_SEAL
-    finally:
-        os.close(descriptor)
 
 
 def test_a_private_map_does_not_write_into_the_file(file: int) -> None:
@@ -99,31 +74,6 @@ def test_a_private_map_does_not_write_into_the_file(file: int) -> None:
     first, second = memory.Map(file, SIZE), memory.Map(file, SIZE)
     first.view[0] = 7
     assert (first.view[0], second.view[0], memory.read(file, 1, 0)[0]) == (7, 1, 1)
-
-
-def test_a_shared_map_writes_into_the_file_until_it_leaves_it(file: int) -> None:
-    shared = memory.Map(file, SIZE, shared=True)
-    shared.view[0] = 7
-    assert memory.read(file, 1, 0)[0] == 7
-    shared.leave_file(file)
-    shared.view[1] = 8
-    assert bytes(shared.view[:2]) == b"\7\x08"
-    assert memory.read(file, 2, 0) == b"\7\1"
-
-
-def test_a_map_holds_no_descriptor_and_goes_with_its_last_view(file: int) -> None:
-    before = descriptors()
-    view = memory.Map(file, SIZE).view[10:20]
-    assert maps() == 1
-    assert descriptors() == before
-    part = view[2:4].toreadonly()
-    del view
-    gc.collect()
-    assert maps() == 1
-    assert bytes(part) == b"\1\1"
-    del part
-    gc.collect()
-    assert maps() == 0
 
 
 def test_where_something_lies(file: int) -> None:

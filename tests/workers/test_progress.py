@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from phases import without_phases
-from traced import Run
+from traced import SUPERVISED, Run
 
 import flower_gpu
 from flower_gpu import run_in_worker
@@ -38,9 +38,7 @@ def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], An
     return received, result
 
 
-EVERY_METHOD = pytest.mark.parametrize(
-    "start_method", ["forkserver", "spawn", "fork", "in-process", "inline"]
-)
+EVERY_METHOD = pytest.mark.parametrize("start_method", [*SUPERVISED, "in-process", "inline"])
 
 
 @EVERY_METHOD
@@ -53,34 +51,18 @@ def test_events_come_in_order_few_and_with_the_last(start_method: str) -> None:
 
 
 @EVERY_METHOD
-@pytest.mark.parametrize("items", [0, 1, 2])
-def test_short_loops(items: int, start_method: str) -> None:
-    received, _ = events_of(start_method, "plain_tasks:count", items)
-    assert [event["n"] for event in received] == ([0] if items == 0 else [0, items])
-
-
-@EVERY_METHOD
-def test_iterable_without_a_length(start_method: str) -> None:
-    received, result = events_of(start_method, "plain_tasks:count_without_length", 7)
-    assert result == 7
-    assert [(event["n"], event["total"]) for event in received] == [(0, None), (7, None)]
-
-
-def test_from_a_thread_of_the_worker(start_method: str) -> None:
-    received, _ = events_of(start_method, "plain_tasks:count_in_a_thread", 5)
-    assert [event["n"] for event in received] == [0, 5]
-
-
-def test_total_may_be_a_numpy_integer(start_method: str) -> None:
-    def task() -> None:
-        import numpy as np
-
-        for _ in flower_gpu.progress(iter(range(3)), total=np.int64(3)):
-            pass
-
-    received: list[Event] = []
-    worker.run(Call(task), start_method, on_event=without_phases(received))
-    assert [(event["n"], event["total"]) for event in received] == [(0, 3), (3, 3)]
+def test_short_loops(start_method: str) -> None:
+    """Also without a length, and from a thread of the worker."""
+    received, _ = events_of(start_method, "plain_tasks:count_in_many_ways")
+    found = [(event["desc"], event["n"], event["total"]) for event in received]
+    assert found == [
+        ("none", 0, 0),
+        *[("one", 0, 1), ("one", 1, 1)],
+        *[("two", 0, 2), ("two", 2, 2)],
+        *[("stream", 0, None), ("stream", 7, None)],
+        *[("numpy", 0, 3), ("numpy", 3, 3)],
+        *([("thread", 0, 5), ("thread", 5, 5)] if start_method in SUPERVISED else []),
+    ]
 
 
 def test_outside_of_a_call_it_just_iterates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,23 +74,15 @@ def test_outside_of_a_call_it_just_iterates(capsys: pytest.CaptureFixture[str]) 
     assert len(received) == 2  # the call is over
 
 
-def test_the_loop_may_end_early(start_method: str) -> None:
+def test_the_loop_may_end_early_or_fail(start_method: str) -> None:
     def task() -> list[int]:
-        seen = []
         for n in flower_gpu.progress(range(10)):
-            seen.append(n)
             if n == 2:
                 break
-        return seen
-
-    assert run_in_worker(task, start_method=start_method) == [0, 1, 2]
-
-
-def test_an_error_in_the_loop_is_the_tasks_error(start_method: str) -> None:
-    def task() -> None:
         for n in flower_gpu.progress(range(10)):
             if n == 2:
                 raise LookupError("third item")
+        return []
 
     with pytest.raises(LookupError, match="third item"):
         run_in_worker(task, start_method=start_method)
@@ -127,16 +101,18 @@ def test_a_listener_that_fails_ends_the_call_and_leaves_nothing(start_method: st
     assert not Path(f"/proc/{started[0]}").exists()
 
 
-def test_a_long_event_and_many(start_method: str) -> None:
-    """More than a pipe holds; the caller reads while it waits."""
+def test_long_events_and_many(start_method: str) -> None:
+    """More than a pipe holds; the caller reads while it waits. What JSON has no word for arrives as text."""
 
     def task() -> None:
+        events.send("own", path=Path("/a"), number=1.5, nothing=None)
         for n in range(200):
             events.send("own", number=n, text="x" * 5000)
 
     received: list[Event] = []
     worker.run(Call(task), start_method, on_event=without_phases(received))
-    assert [event["number"] for event in received] == list(range(200))
+    assert json.dumps(received[0]) == '{"event": "own", "path": "/a", "number": 1.5, "nothing": null}'
+    assert [event["number"] for event in received[1:]] == list(range(200))
 
 
 def test_nested_call_reports_to_its_own_caller(start_method: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,14 +238,3 @@ def test_a_killed_worker_does_not_stop_the_callers_bars(write_script: Callable[[
         """
     )
     assert at_a_terminal(script).count("train on the server after") >= 2
-
-
-def test_events_are_json_lines(start_method: str) -> None:
-    """What JSON has no word for arrives as text."""
-
-    def task() -> None:
-        events.send("own", path=Path("/a"), number=1.5, nothing=None)
-
-    received: list[Event] = []
-    worker.run(Call(task), start_method, on_event=without_phases(received))
-    assert json.dumps(received) == '[{"event": "own", "path": "/a", "number": 1.5, "nothing": null}]'
