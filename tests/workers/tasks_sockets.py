@@ -7,26 +7,30 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Listener
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-
-import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 
 @contextmanager
 def _opened() -> Iterator[None]:
-    """Have a Listener, a Manager, a DataLoader's worker, and the fork server of multiprocessing."""
-    loader = DataLoader(TensorDataset(torch.arange(8.0)), num_workers=1, multiprocessing_context="fork")
+    """Have a Listener, a Manager, a process that shares descriptors, and multiprocessing's fork server."""
     child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
     child.start()
-    with Listener(), multiprocessing.get_context("spawn").Manager() as manager:
-        batches = iter(loader)
-        next(batches)
+    ours, theirs = multiprocessing.Pipe()
+    sharing = multiprocessing.get_context("fork").Process(target=_share, args=(theirs,))
+    sharing.start()
+    with Listener(), multiprocessing.get_context("spawn").Manager() as manager, ours.recv():
         manager.dict()
         yield
-    child.kill()
-    child.join()
+    for process in (child, sharing):
+        process.kill()
+        process.join()
+
+
+def _share(connection: Connection) -> None:
+    """Share a descriptor, as workers of a DataLoader share tensors: over a socket of this process."""
+    connection.send(multiprocessing.Pipe()[0])
+    time.sleep(600)
 
 
 def wait_with_sockets(ready: str, go: str) -> str:

@@ -95,13 +95,9 @@ NAMED_LIKE_A_LIBRARY = """
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [(("-O",), "optimized 1 False"), (("-P",), "optimized 0 True")],
-)
-def test_interpreter_options(flags: tuple[str, ...], expected: str, run_script: RunScript) -> None:
-    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, flags=flags, env=WITH_TASKS)
-    assert done.stdout == f"{expected}\n" * 3
+def test_interpreter_options(run_script: RunScript) -> None:
+    done = run_script(NAMED_LIKE_A_LIBRARY, *SUPERVISED, flags=("-O",), env=WITH_TASKS)
+    assert done.stdout == "optimized 1 False\n" * 3
 
 
 def test_isolated_interpreter(run_script: RunScript) -> None:
@@ -143,12 +139,11 @@ def test_working_folder_is_deleted(run_script: RunScript, tmp_path: Path) -> Non
         import os, sys
         os.rmdir(os.getcwd())
         from flower_gpu import run_in_worker
-        print([run_in_worker("plain_tasks:echo", method, start_method=method) for method in sys.argv[1:]])
+        for method in sys.argv[1:]:
+            print(run_in_worker("plain_tasks:answer", start_method=method))
         """
     env = WITH_TASKS
-    assert (
-        run_script(text, *SUPERVISED, env=env, cwd=folder).stdout == f"{[(each,) for each in SUPERVISED]}\n"
-    )
+    assert run_script(text, *SUPERVISED, env=env, cwd=folder).stdout == "42\n" * 3
 
 
 @pytest.mark.parametrize("arguments", [["-c"], ["-"]])

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 WAIT = "tasks_sockets:wait_with_sockets"
-# Of a Listener, a Manager, the fork server of multiprocessing, and a worker of a DataLoader.
+# Of a Listener, a Manager, the fork server of multiprocessing, and a process that shares descriptors.
 SOCKETS = 4
 
 

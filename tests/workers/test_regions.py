@@ -129,7 +129,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     return array
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(arrays(), max_size=4), st.booleans(), st.sampled_from([0, 1 << 20]))
 def test_any_arrays(sent: list[np.ndarray], with_seals: bool, mapped_from: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

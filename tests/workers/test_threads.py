@@ -17,7 +17,11 @@ from flower_gpu.workers import own_calls
 
 pytestmark = pytest.mark.timeout(120)
 
+# Spawned ones are among those of all start methods at once.
+several_at_once = pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 
+
+@several_at_once
 def test_eight_threads_at_once(start_method: str, run: Run) -> None:
     together = threading.Barrier(8)
 
@@ -36,6 +40,7 @@ def test_eight_threads_at_once(start_method: str, run: Run) -> None:
     assert len(set(run.pids())) == 16
 
 
+@several_at_once
 def test_one_death_fails_one_call(start_method: str, run: Run) -> None:
     def call(number: int) -> str:
         try:

@@ -50,22 +50,19 @@ def test_same_weights_bit_for_bit(start_method: str, run: Run) -> None:
     assert not np.array_equal(expected[0], other_seed[0])
 
 
-def test_killed_with_dataloader_workers(start_method: str, run: Run, tmp_path: Path) -> None:
+def test_killed_with_dataloader_workers(run: Run, tmp_path: Path) -> None:
     reached = tmp_path / "reached"
     with pytest.raises(WorkerDiedError, match=r"SIGKILL \(9\)"):
-        run_in_worker("tasks_torch:kill_with_open_loader", str(reached), start_method=start_method)
+        run_in_worker("tasks_torch:kill_with_open_loader", str(reached))
     assert reached.exists()
 
 
-def test_timeout_with_dataloader_workers(
-    start_method: str, run: Run, after_reaching: Callable[..., BaseException]
-) -> None:
+def test_timeout_with_dataloader_workers(run: Run, after_reaching: Callable[..., BaseException]) -> None:
     after_reaching(
         "tasks_torch:hang_with_open_loader",
         expected=WorkerTimeoutError,
         says=["in stop_with_open_loader"],
-        limits_s=(1.5, 20) if start_method == "fork" else (4, 12, 40),
-        start_method=start_method,
+        limits_s=(1.5, 5, 20),
     )
 
 
