@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 
 import nvml_stub
+from forked import serve
 
 from flower_gpu.gpu import inventory, nvml_thread
 
@@ -99,9 +100,14 @@ def answer(command: str, *arguments: str) -> object:
     raise ValueError(command)
 
 
-for line in sys.stdin:
-    try:
-        reply = {"answer": answer(*line.split())}
-    except Exception as error:
-        reply = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(reply), flush=True)
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            reply = {"answer": answer(*line.split())}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main() if "--alone" in sys.argv else serve(main)

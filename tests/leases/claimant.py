@@ -1,17 +1,14 @@
 """Processes that use the ledger as they are told: one command and one answer per line, in JSON.
 
-Each is a fork of one process that has imported what they need, and hosts are told by environment variables.
+They are started as :class:`forked.Forked`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
 import resource
-import signal
-import socket
 import sys
 import threading
 import time
@@ -20,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from forked import serve
 from nvml_stub import allocate
 
 from flower_gpu import files
@@ -217,7 +215,7 @@ class Commands:
         time.time = lambda: real() + seconds
 
 
-def obey() -> None:
+def main() -> None:
     user = os.environ.get("CLAIMANT_USER")
     if user:
         inventory.take()  # imports what that account may have no right to read
@@ -241,29 +239,5 @@ def obey() -> None:
         print(json.dumps(answer), flush=True)
 
 
-def main() -> None:
-    """Fork a process for each message on the socket that is stdin: its variables, stdin and stdout."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever is killed is gone at once, and no zombie
-    with socket.socket(fileno=os.dup(0)) as asked:
-        while True:
-            variables, files, _, _ = socket.recv_fds(asked, 1 << 20, 2)
-            if not variables:
-                return
-            pid = os.fork()
-            if pid == 0:
-                break
-            for descriptor in files:
-                os.close(descriptor)
-            asked.send(b"%d" % pid)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number, descriptor in enumerate(files):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    os.environ.clear()
-    os.environ.update(json.loads(variables))
-    ctypes.CDLL(os.environ["STUB_FILE"])  # a library that is loaded is found by its name
-    obey()
-
-
 if __name__ == "__main__":
-    main()
+    serve(main)

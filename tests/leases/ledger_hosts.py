@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import TESTS as TESTS
+from forked import WAIT_S, Forked
 from nvml_stub import GIB, Host
 from waiting import until
-
-TESTS = Path(__file__).parents[1]
-WAIT_S = 60  # for what should take an instant; the machine may be busy
 
 
 class RefusedError(Exception):
@@ -33,44 +26,19 @@ class RefusedError(Exception):
         self.message = message
 
 
-@cache
-def forks() -> socket.socket:
-    """Start what claimants are forked from; it ends with this process."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(Path(__file__).with_name("claimant.py"))]
-    subprocess.Popen(command, stdin=theirs, env={**os.environ, "PYTHONPATH": str(TESTS)})
-    theirs.close()
-    return ours
-
-
-class Claimant:
+class Claimant(Forked):
     """A process that uses the ledger as it is told."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        self._left = b""
-        stdin, self._commands = os.pipe()
-        self._answers, stdout = os.pipe()
-        socket.send_fds(forks(), [json.dumps({**os.environ, **env}).encode()], [stdin, stdout])
-        self.pid = int(forks().recv(100))
-        self._process = os.pidfd_open(self.pid)  # its number may be another one's when it is gone
-        os.close(stdin)
-        os.close(stdout)
+        super().__init__(Path(__file__).with_name("claimant.py"), env)
 
     def tell(self, command: str, **fields: Any) -> None:
         """Send a command; its answer is to be asked for."""
-        os.write(self._commands, json.dumps([command, fields]).encode() + b"\n")
+        self.write(json.dumps([command, fields]))
 
     def answer(self) -> Any:
         """Wait for the answer to the command that was sent."""
-        deadline = time.monotonic() + WAIT_S
-        while b"\n" not in self._left:
-            ready, _, _ = select.select([self._answers], [], [], deadline - time.monotonic())
-            data = os.read(self._answers, 65536) if ready else b""
-            if not data:
-                raise AssertionError("it ended" if ready else "no answer")
-            self._left += data
-        line, _, self._left = self._left.partition(b"\n")
-        reply = json.loads(line)
+        reply = json.loads(self.read())
         if "error" in reply:
             raise RefusedError(reply["error"], reply["message"])
         return reply["answer"]
@@ -78,17 +46,6 @@ class Claimant:
     def __call__(self, command: str, **fields: Any) -> Any:
         self.tell(command, **fields)
         return self.answer()
-
-    def kill(self) -> None:
-        """Kill it, and wait until it is gone."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
-        select.select([self._process], [], [], WAIT_S)
-
-    def close(self) -> None:
-        self.kill()
-        for descriptor in (self._process, self._commands, self._answers):
-            os.close(descriptor)
 
 
 class LedgerHost:
@@ -100,7 +57,6 @@ class LedgerHost:
         self.root.mkdir()
         self.root.chmod(0o1777)
         self.env = {**self.stub.env, "FLOWER_GPU_LEDGER_DIR": str(self.root)}
-        self.env["STUB_FILE"] = str(self.stub.stub_file)
         self._started: list[Claimant] = []
         self._pids: list[int] = []
         self._observer: Claimant | None = None

@@ -32,15 +32,6 @@ def test_what_is_free_is_granted_at_once_and_all_is_free_again_after_release(led
     assert list(ledger_host.own.iterdir()) == []
 
 
-def test_leases_are_spread_or_packed(ledger_host: LedgerHost) -> None:
-    first, spread, packed = ledger_host.start(3)
-    [used] = first("acquire", **gib(2))
-    [emptiest] = spread("acquire", **gib(2))
-    assert emptiest != used
-    spread("release")
-    assert list(packed("acquire", **gib(2, pack=True))) == [used]
-
-
 def test_several_gpus_are_granted_together_or_not_at_all(ledger_host: LedgerHost) -> None:
     small, both, other = ledger_host.start(3)
     small("acquire", **gib(8, gpus=[0]))
@@ -102,17 +93,6 @@ def test_a_large_request_is_not_starved_by_small_ones(one_gpu: LedgerHost) -> No
     assert all(claimant.answer() for claimant in small[2:])
 
 
-def test_small_requests_use_other_gpus_and_what_a_large_one_cannot(ledger_host: LedgerHost) -> None:
-    one, other, large, beside, elsewhere = ledger_host.start(5)
-    one("acquire", **gib(10, gpus=[0]))
-    other("acquire", **gib(11, gpus=[1]))
-    ledger_host.line_up((large, gib(13)))
-    assert beside("acquire", **gib(3, gpus=[0])) == {ledger_host.stub.uuids[0]: 3 * GIB}
-    assert elsewhere("acquire", **gib(5, gpus=[1])) == {ledger_host.stub.uuids[1]: 5 * GIB}
-    one("release")
-    assert list(large.answer()) == [ledger_host.stub.uuids[0]]
-
-
 def test_a_waiter_that_is_stopped_blocks_others_only_where_it_stands_in_line(ledger_host: LedgerHost) -> None:
     holder, other, first, second, third = ledger_host.start(5)
     holder("acquire", **gib(16, gpus=[0]))
@@ -153,15 +133,6 @@ def test_a_request_that_gives_up_lets_those_behind_it_go_on(one_gpu: LedgerHost)
     with pytest.raises(RefusedError):
         first.answer()
     assert second.answer()
-
-
-def test_a_gpu_that_is_full_of_other_programs_is_passed_over(ledger_host: LedgerHost) -> None:
-    program = ledger_host.stub.program(0, 12 * GIB)
-    one, other = ledger_host.start(2)
-    assert list(one("acquire", **gib(8))) == [ledger_host.stub.uuids[1]]
-    ledger_host.line_up((other, gib(12, gpus=[0])))
-    program.end()
-    assert other.answer()
 
 
 def test_a_program_that_fills_up_keeps_others_waiting_until_it_goes(one_gpu: LedgerHost) -> None:
