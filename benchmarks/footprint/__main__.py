@@ -44,7 +44,7 @@ def _measure(options: Options, figures: Figures) -> None:
         began = time.monotonic()
         clients = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.footprint.client", str(number), *arguments], cwd=ROOT
+                [sys.executable, "-m", "benchmarks.footprint.task", str(number), *arguments], cwd=ROOT
             )
             for number in range(options.clients)
         ]

@@ -1,12 +1,17 @@
-"""What a worker of this benchmark does: it takes memory of the stub GPU, and holds it for a while."""
+"""What a worker does: it takes memory of the stub GPU and holds it for a while. And a client of one call.
+
+``python -m benchmarks.footprint.task NUMBER BYTES SECONDS`` is that client.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import nvml_stub
 
+import flower_gpu
 from flower_gpu.leases.lease import Lease
 
 
@@ -19,3 +24,8 @@ def train(size: int, seconds: float) -> int:
         raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
     time.sleep(seconds)
     return size
+
+
+if __name__ == "__main__":
+    number, nbytes, hold_s = sys.argv[1:]
+    flower_gpu.run_in_worker("benchmarks.footprint.task:train", int(nbytes), float(hold_s), name=number)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu.clients import Client, TimeLimitError, ask, checked, clients
-from benchmarks.gpu.setting import MB, Setting
+from benchmarks.gpu.setting import MB, Setting, prepare_images
 from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError
 
@@ -25,7 +24,7 @@ _STUB_BYTES = 6 << 30  # on a stub GPU two of the article's clients fit
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    source = gpu_data.prepare(setting)
+    source = prepare_images(setting)
     with clients("ours", setting.device, 1) as (client,):
         path = str(setting.folder / "weights.pkl")
         request = {"do": "initial", "args": [0, setting.device], "options": {"gpu": "never"}, "result": path}

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import data as gpu_data
 from benchmarks.gpu.clients import Client, TimeLimitError, ask, ask_all, checked, clients
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import Setting, prepare_images
 from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError
 
@@ -29,7 +28,7 @@ _STUB_BYTES = 1 << 30
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    source = gpu_data.prepare(setting)
+    source = prepare_images(setting)
     sizes = setting.sizes
     seconds: dict[tuple[str, int], list[float]] = {}
     runs, article = 0, ""

@@ -37,17 +37,6 @@ def gpu_models() -> list[str]:
         pynvml.nvmlShutdown()
 
 
-def driver_version() -> str:
-    """Return the version of the NVIDIA driver. Raises NVMLError without one."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        return _text(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu import data as gpu_data
-from benchmarks.gpu.setting import QUICK, Setting, Sizes
+from benchmarks.gpu.setting import QUICK, Setting, Sizes, prepare_images
 from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.digits import compare_to_ideal, show, timed_row, ways_of
 from benchmarks.simulation.engines import Done, in_turn
@@ -30,7 +29,7 @@ def measure(
     clients, calls = (QUICK_CLIENTS, QUICK_CALLS) if quick else (CLIENTS, CALLS)
     with tempfile.TemporaryDirectory(prefix="fgpu-sim-") as folder:
         setting = Setting(device, "", Path(folder), sizes, 0.0, data)
-        images = gpu_data.prepare(setting)
+        images = prepare_images(setting)
         config = {
             "num-server-rounds": 1 if quick else _ROUNDS,
             "steps": 1 if quick else _STEPS,
