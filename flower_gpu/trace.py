@@ -81,7 +81,7 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 class Follower:
-    """Gives the events that were added to a trace since the last time; the file may not exist yet."""
+    """Gives what was added to a trace, or to a log, since the last time; the file may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,7 +94,11 @@ class Follower:
         return self._position
 
     def read_new(self, most_bytes: int = -1) -> list[dict[str, Any]]:
-        """Return new events of the next ``most_bytes`` (-1: of all); a line without its end waits."""
+        """Return new events of the next ``most_bytes`` (-1: of all)."""
+        return [event for line in self.read_lines(most_bytes) if (event := parse(line)) is not None]
+
+    def read_lines(self, most_bytes: int = -1) -> list[bytes]:
+        """Return new lines of the next ``most_bytes``; a line without its end waits."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -103,7 +107,7 @@ class Follower:
             return []
         self._position += len(new)
         *lines, self._torn = (self._torn + new).split(b"\n")
-        return [event for line in lines if (event := parse(line)) is not None]
+        return lines
 
 
 def _parse(text: str) -> Any:

@@ -1,4 +1,7 @@
-"""Runs `flower-gpu launch` on a whole app as a user does, and checks that nothing of it is left."""
+"""Runs `flower-gpu launch` on a whole app as a user does, and checks that nothing of it is left.
+
+Also the host with stub GPUs on which it may run, and what its trace says.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,59 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ledger_observer import observed
+from nvml_stub import Host
+
+from flower_gpu import trace
+from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"
 COMMAND = (sys.executable, "-m", "flower_gpu.cli", "launch")
+
+
+class StubHost(Host):
+    """A host with GPUs of 16 GiB and a ledger of its own."""
+
+    def __init__(self, folder: Path, gpus: int) -> None:
+        super().__init__(folder, gpus=gpus)
+        self.ledger = folder / "ledger"
+        self.ledger.mkdir(mode=0o700)
+        self.env["FLOWER_GPU_LEDGER_DIR"] = str(self.ledger)
+        # PyTorch must not be told of a GPU that only NVML has.
+        self.env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+
+    def status(self) -> State:
+        """What the ledger says, to somebody who takes its mutex."""
+        return Ledger(LedgerFolder(self.ledger)).status()
+
+    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
+        """Look all the time at who holds how much of which GPU, by lease."""
+        return observed(
+            self.ledger,
+            lambda holders: {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in holders},
+        )
+
+
+def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:
+    """Return these events of a trace, in their order."""
+    path = folder / trace.FILE_NAME
+    return [event for event in trace.read(path) if event["event"] in names] if path.exists() else []
+
+
+def most_at_a_time(events: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many of these workers there were at a time: each starts after its lease, and ends before."""
+    running = most = 0
+    for event in events:
+        running += 1 if event["event"] == "worker_started" else -1
+        most = max(most, running)
+    return most
 
 
 @dataclass(frozen=True)
@@ -33,6 +82,16 @@ class Launched:
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
 
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        return events_of(self.folder, *names)
+
+    def leased(self) -> dict[str, set[int]]:
+        """The GPUs that each client had, by the trace."""
+        found: dict[str, set[int]] = {}
+        for event in self.events("lease_granted"):
+            found.setdefault(event["client"], set()).update(gpu["index"] for gpu in event["gpus"])
+        return found
+
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in self.folder.glob("*.log"))
 
@@ -41,7 +100,10 @@ Launch = Callable[..., Launched]
 
 
 def launcher(folder: Path) -> Launch:
-    """Return what launches an app and waits for its end, with a folder as its home and for its logs."""
+    """Return what launches an app and waits for its end, with a folder as its home and for its logs.
+
+    No report is written: that takes a few seconds.
+    """
     runs = folder / "runs"
 
     def run(
@@ -52,7 +114,7 @@ def launcher(folder: Path) -> Launch:
         env: Mapping[str, str] | None = None,
     ) -> Launched:
         done = subprocess.run(
-            [*command, str(app), *options, "--log-dir", str(runs)],
+            [*command, str(app), *options, "--no-report", "--log-dir", str(runs)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -298,16 +298,22 @@ def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, st
     GPUUnavailableError
         If the node requires a GPU that cannot be used.
     """
-    if settings.policy.gpu == "never":
-        decision = policy.decide(settings.policy, use_gpu, ())
-    else:
-        host = inventory.take(processes=False)
-        seen = inventory.visible(host, environ.get("CUDA_VISIBLE_DEVICES"))
-        hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
-        decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
+    nobody = Inventory((), None, None)
+    host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)
+    decision, _ = decided(settings, use_gpu, host, environ)
     for text in decision.warnings:
         say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)
     return decision
+
+
+def decided(
+    settings: GPUSettings, use_gpu: bool | None, host: Inventory, environ: Mapping[str, str]
+) -> tuple[Decision, list[GPU]]:
+    """Decide it for a host; returns the GPUs that it may use as well. Raises as :func:`decide` does."""
+    seen = inventory.visible(host, environ.get("CUDA_VISIBLE_DEVICES"))
+    hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
+    decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
+    return decision, [gpu for gpu in seen if gpu.uuid in decision.uuids]
 
 
 def say_once(text: str, level: int = logging.WARNING) -> None:

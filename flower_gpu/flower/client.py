@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from logging import ERROR
 from typing import Any, TypeVar, Unpack
 
@@ -19,7 +20,6 @@ from flwr.common import (
     GetParametersRes,
     GetPropertiesIns,
     GetPropertiesRes,
-    Parameters,
     Status,
     ndarrays_to_parameters,
     parameters_to_ndarrays,
@@ -31,20 +31,17 @@ from flower_gpu.calls import leasing
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
-from flower_gpu.flower import (
-    results,
-)
+from flower_gpu.flower import results
 from flower_gpu.options import CallOptions
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
 Weights = list[NDArray[Any]]
 Config = dict[str, Any]
 
-T = TypeVar("T")
+R = TypeVar("R", FitRes, EvaluateRes, GetParametersRes, GetPropertiesRes)
 
 _OK = Status(Code.OK, "Success")
 _OF_A_PROCESS = ("start_method", "timeout_s", "env", "preload")  # what only another process can follow
-_NO_PARAMETERS = Parameters(tensors=[], tensor_type="numpy.ndarray")
 # Flower imports it in processes that call start_client, and nowhere else.
 _START_CLIENT_MODULE = "flwr.compat.client.app"
 
@@ -344,58 +341,47 @@ class _WorkerClient(Client):
         self.numpy_client = client
 
     def fit(self, ins: FitIns) -> FitRes:
-        if not self.numpy_client.implements("fit"):
-            return super().fit(ins)
-        result = _or_status(
-            lambda: self.numpy_client.fit(parameters_to_ndarrays(ins.parameters), ins.config),
-            Code.FIT_NOT_IMPLEMENTED,
-        )
-        if isinstance(result, Status):
-            return FitRes(result, _NO_PARAMETERS, 0, {})
-        weights, num_examples, metrics = result
-        return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
+        def fit() -> FitRes:
+            weights = parameters_to_ndarrays(ins.parameters)
+            weights, num_examples, metrics = self.numpy_client.fit(weights, ins.config)
+            return FitRes(_OK, ndarrays_to_parameters(weights), num_examples, metrics)
+
+        return self._answer("fit", fit, partial(super().fit, ins))
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
-        if not self.numpy_client.implements("evaluate"):
-            return super().evaluate(ins)
-        result = _or_status(
-            lambda: self.numpy_client.evaluate(parameters_to_ndarrays(ins.parameters), ins.config),
-            Code.EVALUATE_NOT_IMPLEMENTED,
-        )
-        if isinstance(result, Status):
-            return EvaluateRes(result, 0.0, 0, {})
-        return EvaluateRes(_OK, *result)
+        def evaluate() -> EvaluateRes:
+            weights = parameters_to_ndarrays(ins.parameters)
+            return EvaluateRes(_OK, *self.numpy_client.evaluate(weights, ins.config))
+
+        return self._answer("evaluate", evaluate, partial(super().evaluate, ins))
 
     def get_parameters(self, ins: GetParametersIns) -> GetParametersRes:
-        if not self.numpy_client.implements("get_parameters"):
-            return super().get_parameters(ins)
-        result = _or_status(
-            lambda: self.numpy_client.get_parameters(ins.config),
-            Code.GET_PARAMETERS_NOT_IMPLEMENTED,
-        )
-        if isinstance(result, Status):
-            return GetParametersRes(result, _NO_PARAMETERS)
-        return GetParametersRes(_OK, ndarrays_to_parameters(result))
+        def get_parameters() -> GetParametersRes:
+            weights = self.numpy_client.get_parameters(ins.config)
+            return GetParametersRes(_OK, ndarrays_to_parameters(weights))
+
+        return self._answer("get_parameters", get_parameters, partial(super().get_parameters, ins))
 
     def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
-        if not self.numpy_client.implements("get_properties"):
-            return super().get_properties(ins)
-        result = _or_status(
-            lambda: self.numpy_client.get_properties(ins.config),
-            Code.GET_PROPERTIES_NOT_IMPLEMENTED,
-        )
-        if isinstance(result, Status):
-            return GetPropertiesRes(result, {})
-        return GetPropertiesRes(_OK, result)
+        def get_properties() -> GetPropertiesRes:
+            return GetPropertiesRes(_OK, self.numpy_client.get_properties(ins.config))
 
+        return self._answer("get_properties", get_properties, partial(super().get_properties, ins))
 
-def _or_status(run: Callable[[], T], code: Code) -> T | Status:
-    """Run one call; in a ``start_client`` process turn a failure into a status for the server."""
-    try:
-        return run()
-    except Exception as error:
-        if _START_CLIENT_MODULE not in sys.modules:
-            raise  # Flower makes an error message of it, and this process is for this call only
-        log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
-        # Flower has no code for "failed"; a server counts any code but OK as a failure.
-        return Status(code, shortened(f"{type(error).__name__}: {error}"))
+    def _answer(self, call: str, run: Callable[[], R], refuse: Callable[[], R]) -> R:
+        """Run one call, or refuse it as Flower does where a client does not implement it.
+
+        In a ``start_client`` process a failure is told to the server in a refusal: Flower has no code for
+        "failed", and a server counts any code but OK as a failure.
+        """
+        if not self.numpy_client.implements(call):
+            return refuse()
+        try:
+            return run()
+        except Exception as error:
+            if _START_CLIENT_MODULE not in sys.modules:
+                raise  # Flower makes an error message of it, and this process is for this call only
+            log(ERROR, "This call failed, the client goes on: %s", error, exc_info=error)
+            refusal = refuse()
+            refusal.status.message = shortened(f"{type(error).__name__}: {error}")
+            return refusal

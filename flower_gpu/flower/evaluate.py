@@ -14,9 +14,7 @@ from flower_gpu import trace
 from flower_gpu.calls.runner import SERVER, run_call
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower import (
-    results,
-)
+from flower_gpu.flower import results
 from flower_gpu.options import CallOptions
 from flower_gpu.workers.call import Task, check_task, task_name
 

@@ -6,7 +6,7 @@
                                  │  gpu_check asks admission whether all clients can be served
                                  ▼
     run: folder, trace, display ──> engine: superlink (SuperLink, SuperNodes, the run)
-                                 │          or start_client (one server, N clients: start_client_program)
+                                 │          or start-client (one server, N clients: start_client_program)
                                  ▼
     supervisor: starts, watches and ends all processes; guard ends them if the launcher is killed
                                  │  trace of the server, logs

@@ -1,14 +1,21 @@
-"""What a launch says while it runs: the progress of its history, and lines about what has failed."""
+"""What a launch says while it runs: its progress, and messages to clients that failed."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
 
+from flower_gpu.apps.failures import LABEL, Failure, FailureLog
 from flower_gpu.leases.request import format_bytes
-from flower_gpu.trace import Event
+from flower_gpu.trace import NO_REPLY, Event
 from flower_gpu.watch.display import Display, make_display
-from flower_gpu.watch.fields import call_label, number, text
+from flower_gpu.watch.fields import call_label, first_line, number, text, whole
 from flower_gpu.watch.history import History
+
+_SERVER: Final = (None, "server")
 
 
 class LaunchDisplay:
@@ -66,3 +73,95 @@ class LaunchDisplay:
         }
         of = "" if cap_bytes is None else f" with {format_bytes(int(cap_bytes))}"
         return f"{call_label(event)} ran out of memory on {where}{of}: {follows.get(then, then)}"
+
+
+class Failures:
+    """Shows each failure once, and keeps it in ``failures.log``.
+
+    One failed message is told up to three times, in this order: by its worker, by the process that Flower has
+    started for it, and by the server, whose grid got an error for a reply. The first one knows most, and the
+    others are not shown. ``client_of`` returns the client of a node's id, ``traceback_of`` the last traceback
+    of a client, for failures that only the server tells of.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        display: LaunchDisplay,
+        client_of: Callable[[int], str] = str,
+        traceback_of: Callable[[str], str] = lambda _: "",
+    ) -> None:
+        self._display = display
+        self._client_of = client_of
+        self._traceback_of = traceback_of
+        self._log = FailureLog(path, self._say)
+        self._was_said = False
+        self._of_worker: Counter[str] = Counter()
+        self._of_client: Counter[str] = Counter()
+
+    @property
+    def why_over(self) -> str | None:
+        """Why the run computes nothing, and where to read on; None as long as any client may succeed."""
+        reason = self._display.history.all_failed
+        return f"{reason}; {self._log.pointer}" if reason else None
+
+    def see(self, event: Event) -> None:
+        """Take an event of the trace."""
+        match event.get("event"):
+            case "worker_finished":
+                # What follows when memory ran out is in an event of its own.
+                if event.get("outcome") != "out of memory" and (failure := Failure.from_event(event)):
+                    self._see_worker(event, failure)
+            case "client_failed":
+                failure = _failure(event, str(event.get("client")))
+                if not self._of_worker.pop(failure.client, 0):
+                    self._add(failure)
+                self._of_client[failure.client] += 1
+            case "reply" if event.get("error") is not None:
+                self._see_reply(event, str(event["error"]))
+            case _:
+                pass
+
+    def _see_worker(self, event: Event, failure: Failure) -> None:
+        if event.get("client") in _SERVER:  # it fails the run, which says why
+            self._display.error(f"{call_label(event)} failed: {_reason(failure)}")
+        else:
+            self._of_worker[failure.client] += 1
+            self._add(failure)
+
+    def _see_reply(self, event: Event, error: str) -> None:
+        found = LABEL.match(error)
+        client = found["client"] if found else self._client_of(event.get("node") or 0)
+        is_told = self._of_worker.pop(client, 0) or self._of_client[client]
+        if self._of_client[client]:
+            self._of_client[client] -= 1
+        if not is_told:
+            traceback = "" if error.startswith(NO_REPLY) else self._traceback_of(client)
+            self._add(_failure(event, client, traceback))
+
+    def _add(self, failure: Failure) -> None:
+        self._was_said = False
+        # That there is no reply says little: more is said by what has ended, or by its end.
+        self._log.add(failure, is_said=not failure.error.startswith(NO_REPLY))
+        if not self._was_said:
+            self._display.error(f"{failure.title}: {_reason(failure)}")
+
+    def _say(self, text: str) -> None:
+        self._was_said = True
+        self._display.traceback(text)
+
+
+def _reason(failure: Failure) -> str:
+    return first_line(failure.error) or "no reason given"
+
+
+def _failure(event: Event, client: str, traceback: str = "") -> Failure:
+    at = event.get("time")
+    return Failure(
+        client=client,
+        task=str(event.get("task")),
+        round=whole(event.get("round")),
+        error=str(event.get("error") or ""),
+        traceback=str(event.get("traceback") or traceback),
+        **({"time": at} if isinstance(at, float) else {}),
+    )

@@ -1,7 +1,9 @@
-"""What the two engines have in common."""
+"""What the two engines have in common, and engine ``start-client``: a server and N long-lived clients."""
 
 from __future__ import annotations
 
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import Final
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import client_environment
-from flower_gpu.launch.logs import last_traceback
 from flower_gpu.launch.plan import Plan
-from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
+from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback
 
 #: How often a process is started again with another port when another process took the one it was given.
 PORT_ATTEMPTS: Final = 4
+# How long clients may take to end after the server did; they only have to close a connection.
+_CLIENTS_END_S: Final = 5.0
 
 
 class Engine(ABC):
@@ -75,3 +78,56 @@ class Engine(ABC):
 def died(service: Service) -> LaunchFailedError:
     """Describe a service that ended although the run goes on."""
     return LaunchFailedError(f"{service.describe_end()} before the run was over", service)
+
+
+def start_client_command(settings: Path, port: int, client: int | None = None) -> list[str]:
+    """Build the command line of a client, or of the server where there is no number."""
+    program = [sys.executable, "-P", "-m", "flower_gpu.launch.start_client_program"]
+    number = [] if client is None else [str(client)]
+    return [*program, str(settings), f"{ports.HOST}:{port}", *number]
+
+
+class StartClientEngine(Engine):
+    """Runs an app's ``server_fn`` and ``client_fn`` on Flower's older, lighter pair of functions."""
+
+    _attempts = 0
+
+    @property
+    def server_log(self) -> Path:
+        """Log of the server."""
+        return self.folder.log("server")
+
+    def start(self) -> None:
+        """Start the server and the clients at once: the clients wait until the server answers."""
+        self._attempts += 1
+        settings = self.folder.settings
+        port = self.plan.options.port or ports.free_ports(1)[0]
+        self._server = Service("server", start_client_command(settings, port), self.env, self.server_log)
+        self._clients = [
+            Service(
+                f"client {client}",
+                start_client_command(settings, port, client),
+                self.client_environment(client),
+                self.folder.log(f"client-{client}"),
+            )
+            for client in range(self.plan.clients)
+        ]
+        self.supervisor.start(self._server, *self._clients)
+
+    def has_finished(self) -> bool:
+        """Notice what ended: the run is over when the server has ended well."""
+        if self._server.runs:
+            for client in self._clients:
+                if client.returncode:  # a client ends with 0 when the server dismisses it
+                    raise died(client)
+            return False
+        if self._server.returncode == 0:
+            deadline = time.monotonic() + _CLIENTS_END_S
+            while any(client.runs for client in self._clients) and time.monotonic() < deadline:
+                self.supervisor.wait(0.1)
+            return True
+        if self._server.port_was_taken and not self.plan.options.port and self._attempts < PORT_ATTEMPTS:
+            self.supervisor.stop(*self._clients)
+            self.start()
+            return False
+        raise LaunchFailedError(self._server.describe_end(), self._server)

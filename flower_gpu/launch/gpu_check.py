@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import options
+from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import inventory, policy
@@ -118,17 +119,14 @@ def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
         inventory.close()
     # That an app says `use-gpu = true` by itself is no reason to warn where there is no GPU.
     wanted = use_gpu if use_gpu is False or policy.SERVER_KEY in plan.overrides else None
-    seen = inventory.visible(host, env.get("CUDA_VISIBLE_DEVICES"))
-    hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
     lines: list[str] = []
     for each in callers:
         try:
-            decision = policy.decide(each.settings.policy, wanted, seen, host.problem, hidden=hidden)
+            decision, gpus = leasing.decided(each.settings, wanted, host, env)
         except GPUUnavailableError as error:
             raise ConfigError(f"{each.prefix}{error}") from None
         lines += [f"note: {each.prefix}{text}" for text in decision.warnings]
         if decision.on_gpu:
-            gpus = [gpu for gpu in seen if gpu.uuid in decision.uuids]
             lines += _check_request(each, gpus, plan.options.calls)
         elif not each.settings.request.is_auto:
             lines.append(f"note: {_without_effect(each, use_gpu, plan.options.calls, env)}")

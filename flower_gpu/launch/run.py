@@ -12,18 +12,15 @@ from flower_gpu import trace
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, short, write_json
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.launch.display import LaunchDisplay
-from flower_gpu.launch.engine import Engine
+from flower_gpu.launch.display import Failures, LaunchDisplay
+from flower_gpu.launch.engine import Engine, StartClientEngine
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.launch.failures import Failures
 from flower_gpu.launch.gpu_check import not_obeyed
-from flower_gpu.launch.logs import LineFollower
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import print_table, result_of
-from flower_gpu.launch.start_client import StartClientEngine
 from flower_gpu.launch.superlink import SuperLinkEngine
-from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor
+from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
 from flower_gpu.watch.history import History
 
@@ -131,13 +128,13 @@ def _follow(
 ) -> None:
     """Start the run and show it until it has finished."""
     events = trace.Follower(engine.folder.trace)
-    log = LineFollower(engine.server_log)
+    log = trace.Follower(engine.server_log)
 
     def show() -> None:
         for event in events.read_new():
             display.show(event)
             failures.see(event)
-        for line in log.read_new() if verbosity > 0 else ():
+        for line in new_lines(log) if verbosity > 0 else ():
             display.line(line)
         display.tick()
         if failures.why_over is not None and not keep_going:

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from flower_gpu import trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import CommandFolder, fast_start, warm_up_command
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.logs import LineFollower
-from flower_gpu.launch.supervisor import LaunchFailedError, Service
+from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
@@ -72,25 +72,6 @@ def supernode_command(superlink_port: int, port: int, node_config: Mapping[str, 
     ]
 
 
-def run_command(app: Path, overrides: Mapping[str, ConfigValue]) -> list[str]:
-    """Build the command line that submits the run and follows its log."""
-    command = ["flwr", "run", str(app), CONNECTION, "--stream"]
-    return [*command, "--run-config", format_pairs(overrides)] if overrides else command
-
-
-def list_command() -> list[str]:
-    """Build the command line that asks the SuperLink for its only run."""
-    return ["flwr", "list", CONNECTION, "--format", "json"]
-
-
-def flower_config(port: int) -> str:
-    """Write Flower's configuration of one run."""
-    return (
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-        f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{port}"\ninsecure = true\n'
-    )
-
-
 class SuperLinkEngine(Engine):
     """Runs an app the way Flower means it, with all parts on this machine."""
 
@@ -115,18 +96,20 @@ class SuperLinkEngine(Engine):
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
         self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         config = self.folder.flwr_home / "config.toml"
-        config.write_text(flower_config(self._port), encoding="utf-8")
+        config.write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{self._port}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
         node_ports = ports.free_ports(self.plan.clients)
         self._nodes = [self._node(client, port) for client, port in enumerate(node_ports)]
         self._node_attempts = [1] * self.plan.clients
-        self._run = Service(
-            "flwr run",
-            run_command(self._app_folder(), self.plan.overrides),
-            self.env,
-            self.server_log,
-        )
+        command = ["flwr", "run", str(self._app_folder()), CONNECTION, "--stream"]
+        if self.plan.overrides:
+            command += ["--run-config", format_pairs(self.plan.overrides)]
+        self._run = Service("flwr run", command, self.env, self.server_log)
         self._list: Service | None = None
-        self._log_lines = LineFollower(self.server_log)
+        self._log = trace.Follower(self.server_log)
         # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
         self.supervisor.start(self._run, *self._nodes)
 
@@ -200,7 +183,7 @@ class SuperLinkEngine(Engine):
         return self.folder.app
 
     def _fail_if_nodes_never_suffice(self) -> None:
-        for line in self._log_lines.read_new():
+        for line in new_lines(self._log):
             match = _WAITING.search(line)
             if match and (needed := int(match[1])) > self.plan.clients:
                 raise LaunchFailedError(
@@ -211,7 +194,7 @@ class SuperLinkEngine(Engine):
     def _ask(self) -> None:
         self._list = Service(
             "flwr list",
-            list_command(),
+            ["flwr", "list", CONNECTION, "--format", "json"],
             self.env,
             self.folder.log("flwr-list"),
             output=self.folder.flower_status,

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
+from flower_gpu import trace
 from flower_gpu.launch import guard
-from flower_gpu.launch.logs import tail
 from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.life import adopt_orphans, kill_group_at_end_of
 
@@ -45,6 +45,8 @@ _SERVER_END_S: Final = 2.0
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How servers say that another process has their port: uvicorn, then flwr.
 _PORT_TAKEN: Final = re.compile(r"address already in use|Port in server address \S+ is already in use")
+_ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_TRACEBACK: Final = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*\S.*", re.MULTILINE)
 
 
 class LaunchStoppedError(Exception):
@@ -330,3 +332,30 @@ def _wakeup_pipe() -> Iterator[int]:
         signal.set_wakeup_fd(previous)
         os.close(read)
         os.close(write)
+
+
+def tail(path: Path, lines: int = 20) -> str:
+    """Return the last lines of a text file that are not empty, without colours."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    # Without the lines by which a traceback underlines its code: they leave no room for the rest.
+    kept = [line.rstrip() for line in _ANSI.sub("", text).splitlines() if line.strip(" ^~")]
+    return "\n".join(kept[-lines:])
+
+
+def last_traceback(path: Path) -> str:
+    """Return the last traceback in a log; empty where there is none."""
+    try:
+        found = _TRACEBACK.findall(path.read_text(errors="replace"))
+    except OSError:
+        return ""
+    return found[-1] if found else ""
+
+
+def new_lines(log: trace.Follower) -> list[str]:
+    """Return the lines that were added to a log since the last time, without colours."""
+    return [_ANSI.sub("", line.decode(errors="replace")).rstrip("\r") for line in log.read_lines()]

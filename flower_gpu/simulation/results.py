@@ -16,7 +16,7 @@ from flower_gpu import files, trace
 from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.errors import ConfigError, shortened
-from flower_gpu.flower.recording.metrics import Metrics, finite
+from flower_gpu.flower.recording.recorder import Metrics, finite
 from flower_gpu.printable import path_text
 from flower_gpu.simulation.checkpoint import INDEX_NAMES
 from flower_gpu.simulation.model_file import write_model

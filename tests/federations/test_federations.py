@@ -1,76 +1,204 @@
-"""Whole federations: both engines, both of Flower's interfaces, real processes and real data."""
+"""Whole federations: both engines, real processes and real data, on a host with stub GPUs."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from launched import QUICKSTART, Launch, launcher
+from launched import (
+    QUICKSTART,
+    REPOSITORY,
+    Launch,
+    Launched,
+    StubHost,
+    assert_nothing_left,
+    events_of,
+    launcher,
+    most_at_a_time,
+)
+from nvml_stub import GIB
+
+from flower_gpu.calls.settings import RESERVE_BYTES
+from flower_gpu.leases.admission import SHARED_PART
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-APPS = Path(__file__).parent
+NUMPY_APP = Path(__file__).parent / "numpy_app"
+DEVICE_POLICY = REPOSITORY / "examples" / "device-policy"
 
 
-@pytest.mark.parametrize("engine", ["superlink", "start-client"])
-def test_quickstart_trains_in_processes_of_their_own(engine: str, launch: Launch, tmp_path: Path) -> None:
-    done = launch(QUICKSTART, "--engine", engine, "--clients", "2", "--rounds", "2")
-    assert done.code == 0, done.output + done.logs()
-    rounds, workers = done.result["rounds"], done.result["workers"]
-    assert [entry["round"] for entry in rounds] == [1, 2]
-    assert rounds[-1]["accuracy"] > 0.7 and rounds[-1]["loss"] < rounds[0]["loss"]
-    assert all(0 <= entry[key] <= 1 for entry in rounds for key in ("precision", "recall", "f1"))
-    assert all(entry["seconds"] > 0 for entry in rounds)
-
+def assert_each_call_has_its_process(done: Launched, start_method: str, clients: str, rounds: int) -> None:
+    """The quickstart has learned; each call ran in a process of its own, and no client has evaluated."""
+    entries, workers = done.result["rounds"], done.result["workers"]
+    assert [entry["round"] for entry in entries] == [*range(1, rounds + 1)]
+    assert entries[-1]["accuracy"] > 0.7 and entries[-1]["loss"] < done.result["initial"]["loss"]
+    assert all(0 <= entry[key] <= 1 for entry in entries for key in ("precision", "recall", "f1"))
+    assert all(entry["seconds"] > 0 for entry in entries)
     pids = [worker["pid"] for worker in workers]
-    assert len(set(pids)) == len(pids), "each call has a process of its own"
+    assert len(set(pids)) == len(pids)
     fits = [worker for worker in workers if worker["task"] == "fit"]
-    assert sorted(worker["client"] for worker in fits) == ["0", "0", "1", "1"]
-    assert {worker["start_method"] for worker in fits} == {"fork" if engine == "superlink" else "forkserver"}
+    assert sorted(worker["client"] for worker in fits) == sorted([*clients] * rounds)
+    assert {worker["start_method"] for worker in fits} == {start_method}
     evaluations = [worker for worker in workers if worker["task"] == "evaluate"]
-    assert [worker["client"] for worker in evaluations] == ["server"] * 3, "clients do not evaluate"
-
-    if engine == "start-client":
-        for client in range(2):
-            assert "torch imported: no" in done.log(f"client-{client}")
+    assert [worker["client"] for worker in evaluations] == ["server"] * (rounds + 1)
 
     from safetensors.torch import load_file
 
     state = load_file(done.folder / "model.safetensors", device="cpu")
     assert sum(tensor.numel() for tensor in state.values()) > 10_000
-    assert not (tmp_path / ".flwr").exists(), "the user's own Flower configuration is not touched"
 
 
-def test_message_api(launch: Launch) -> None:
-    done = launch(APPS / "message_app", "--clients", "2")
+def test_the_quickstart_with_four_supernodes_on_a_gpu_on_which_three_fit(
+    launch: Launch, tmp_path: Path
+) -> None:
+    host = StubHost(tmp_path / "host", gpus=1)
+    with host.observed() as seen:
+        done = launch(
+            QUICKSTART,
+            *("--clients", "4", "--gpu-memory", "5GiB", "--rounds", "1", "--local-epochs", "8"),
+            command=[str(REPOSITORY / "run.sh")],
+            env={**host.env, "FLOWER_GPU_VENV": sys.prefix},
+        )
     assert done.code == 0, done.output + done.logs()
-    assert [entry["loss"] for entry in done.result["rounds"]] == [1.0, 2.0]
-    assert "steps: 2 int64; evaluated by clients: 0" in done.log("run")
+    assert_each_call_has_its_process(done, "fork", "0123", 1)
+    assert not (tmp_path / ".flwr").exists(), "the user's own Flower configuration is not touched"
+    assert "GPU 0 (NVIDIA Stub 16GB) has room for 3 at a time" in done.output
+
+    leased = [one for one in done.events("worker_started", "worker_finished") if "lease" in one]
+    assert 2 <= most_at_a_time(leased) <= 3, "three times 5 GiB and the reserve fit into 16 GiB"
+    assert max(sum(sum(gpus.values()) for gpus in look.values()) for look in seen) <= 15 * GIB
+    granted, released = done.events("lease_granted"), done.events("lease_released")
+    assert {event["lease"] for event in granted} == {event["lease"] for event in released}
+    assert set().union(*seen) <= {event["lease"] for event in granted}, "every lease is in the trace"
+    assert {event["gpus"][0]["memory_bytes"] for event in granted} == {5 * GIB}
+    assert sorted(event["client"] for event in granted) == [*"0123", "server", "server"]
+    assert not host.status().holders
+
+    workers = done.result["workers"]
+    assert all(worker["gpus"][0]["memory_bytes"] == 5 * GIB for worker in workers if worker["task"] == "fit")
+    assert [worker["task"] for worker in workers if not worker["gpus"]] == ["quickstart.task:initial_weights"]
+    assert done.result["leases"]["count"] == 6
+    assert done.result["leases"]["waited_s"] == pytest.approx(sum(w["waited_s"] for w in workers), abs=0.01)
+    table = done.output[done.output.index("┏") : done.output.index("result  ")]
+    assert "5.0 GiB" in table and "leases      6, waited for" in table
+    assert max(len(line) for line in table.splitlines() if str(done.folder) not in line) <= 80
 
 
-def test_two_runs_side_by_side_with_dying_workers(tmp_path: Path) -> None:
-    """One with each engine, one of them on a port that is free again afterwards."""
+def test_the_quickstart_with_start_client_and_gpus_that_are_dealt_out(launch: Launch, tmp_path: Path) -> None:
+    """The nodes' policy goes before what the run wants, with the server's calls, too."""
+    host = StubHost(tmp_path / "host", gpus=2)
+    options = ("--gpu", "force", "--gpu-ids", "1,0", "--gpu-memory", "5GiB", "--use-gpu", "false")
+    done = launch(QUICKSTART, "--engine", "start-client", "--rounds", "1", *options, env=host.env)
+    assert done.code == 0, done.output + done.logs()
+    assert_each_call_has_its_process(done, "forkserver", "01", 1)
+    leased = done.leased()
+    assert leased.pop("server") <= {0, 1}
+    assert leased == {"0": {1}, "1": {0}}
+    for client in range(2):
+        assert "torch imported: no" in done.log(f"client-{client}")
+
+
+def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
+    """One with each engine, one of them on a port that is free again afterwards; the nodes allow no GPU.
+
+    The app does not hand its context on, so that its processes know the policy by their environment.
+    Flower's ``start_client`` by itself would end with the first exception of a client.
+    """
+    host = StubHost(tmp_path / "host", gpus=1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     folders = [tmp_path / "superlink", tmp_path / "start-client"]
     for folder in folders:
         folder.mkdir()
-    options = ("--clients", "3", "--run-config", "dying-client=1")
+    options = ("--clients", "2", "--node-config", 'gpu="never"')
+    more = ("--clients", "5", "--rounds", "1", "--gpu", "never", "--port", str(port), "--timeout-s", "30")
     with ThreadPoolExecutor() as threads:
-        beside = threads.submit(launcher(folders[0]), APPS / "numpy_app", "--engine", "superlink", *options)
-        port_option = ("--port", str(port))
-        here = launcher(folders[1])(APPS / "numpy_app", "--engine", "start-client", *options, *port_option)
-    for done in (beside.result(), here):
+        beside = threads.submit(launcher(folders[0]), NUMPY_APP, *options, env=host.env)
+        here = launcher(folders[1])(NUMPY_APP, "--engine", "start-client", *more, env=host.env)
+    there = beside.result()
+    for done in (there, here):
         assert done.code == 0, done.output + done.logs()
-        assert len(done.result["rounds"]) == 2
-        assert done.result["rounds"][-1]["accuracy"] == 1.0
-        assert len([worker for worker in done.result["workers"] if worker["task"] == "fit"]) == 6
+        assert done.result["rounds"][-1]["loss"] < done.result["initial"]["loss"] / 10
         assert "fit of client 1: the worker" in done.log("client-1")
         assert "killed by SIGKILL (9)" in done.log("client-1")
         assert "this client dies now" in done.log("client-1")
+    assert there.result["rounds"][1]["accuracy"] == 1.0
+    assert len([worker for worker in there.result["workers"] if worker["task"] == "fit"]) == 4
+    # It said nothing of the server's own calls.
+    assert (set(there.leased()), set(here.leased())) == ({"server"}, set())
+
+    log = here.log("server")
+    assert "received 2 results and 3 failures" in log
+    for words in (
+        "ValueError: the data are gone",
+        "fit of client 1: the worker (pid ",
+        "was killed by SIGKILL",
+        "fit of client 4: no result within timeout_s=30",
+    ):
+        assert words in log, words
+    outcomes = {one["client"]: one["outcome"] for one in here.events("worker_finished")}
+    of_clients = {"0": "ok", "1": "died", "2": "ok", "3": "error", "4": "timeout"}
+    assert outcomes == {**of_clients, "server": "ok"}
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
+
+
+def test_four_nodes_with_four_policies(tmp_path: Path) -> None:
+    """The example as it is: its SuperLink, its SuperNodes, its two runs."""
+    host = StubHost(tmp_path / "host", gpus=1)
+    logs = tmp_path / "logs"
+    done = subprocess.run(
+        [DEVICE_POLICY / "federation.sh", logs],
+        env={
+            **os.environ,
+            **host.env,
+            "PORT": str(five_free_ports()),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    readable = "\n".join(path.read_text() for path in logs.glob("*.log"))
+    assert done.returncode == 0, done.stdout + readable
+    readme = (DEVICE_POLICY / "README.md").read_text()
+    shown = [line.strip() for line in readme.splitlines() if line.startswith("    | ")]
+    assert [line for line in done.stdout.splitlines() if line.startswith("| ")] == shown
+    told = done.stdout.partition("what the nodes were told:\n")[2]
+    assert "no-gpu: this call runs on the CPU though the server requests a GPU" in told
+    assert "keeps-it: this call runs on the CPU though the server requests a GPU" in told
+    assert "forces-it: this node's policy is force: a GPU is used though the server does not want" in told
+    assert "offers-it" not in told
+    assert len(events_of(logs, "worker_started")) == 8
+    granted = events_of(logs, "lease_granted")
+    assert len(granted) == 3, "two nodes with use-gpu=true, one of them with false"
+    sizes = sorted(event["gpus"][0]["memory_bytes"] for event in granted)
+    quarter = int(int((16 * GIB - RESERVE_BYTES) * SHARED_PART) * 0.25)
+    assert sizes == [2 * GIB, quarter, quarter], "each node's own, and not what the app asks for"
+    assert_nothing_left(logs)
+
+
+def five_free_ports() -> int:
+    """Return the first of five ports, one after the other, that nobody listens on."""
+    begin = 5 * (os.getpid() % 2000)  # tests of another clone look for some, too
+    for first in (*range(21000 + begin, 32000, 5), *range(21000, 21000 + begin, 5)):
+        sockets = [socket.socket() for _ in range(5)]
+        try:
+            for number, probe in enumerate(sockets):
+                probe.bind(("127.0.0.1", first + number))
+        except OSError:
+            continue
+        else:
+            return first
+        finally:
+            for probe in sockets:
+                probe.close()
+    raise AssertionError("no five free ports")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from launch_helpers import PlanOn, processes_of
+from launch_helpers import COMMAND, PlanOn, processes_of
 from live_processes import wait_until
 from nvml_stub import Host
 
@@ -46,8 +46,6 @@ print(json.dumps([plan(*line) for line in lines]))
 
 #: The fork servers of the tests are none of the user's.
 KEPT = ("FLOWER_GPU_STATE_DIR", "FLOWER_GPU_SERVER_IDLE_S")
-
-COMMAND = [sys.executable, "-P", "-m", "flower_gpu.cli", "launch"]
 
 
 @pytest.fixture
@@ -96,13 +94,13 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start `flower-gpu launch`; at the end of the test nothing of it may be left."""
+    """Start `flower-gpu launch`, without a report; at the end of the test nothing of it may be left."""
     started: list[subprocess.Popen[str]] = []
     log_dir = tmp_path / "runs"
 
     def start(*arguments: str | Path, engine: str = "start-client") -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments), "--engine", engine, "--log-dir", str(log_dir)],
+            [*COMMAND, *map(str, arguments), "--engine", engine, "--no-report", "--log-dir", str(log_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from live_processes import processes_with, wait_until
+
+COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli", "launch")
 
 #: Plans command lines, or pairs of a line and further variables; what each remarks, or why it is refused.
 PlanOn = Callable[..., list[tuple[list[str] | None, str | None]]]

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from flower_gpu.launch.display import LaunchDisplay
-from flower_gpu.launch.failures import Failures
-from flower_gpu.launch.logs import last_traceback
+from flower_gpu.launch.display import Failures, LaunchDisplay
+from flower_gpu.launch.supervisor import last_traceback
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/app/client.py", line {}, in train\nNameError: Nett'
 

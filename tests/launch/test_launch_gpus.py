@@ -250,16 +250,6 @@ def test_every_option_reaches_the_settings_of_a_call() -> None:
     assert GPUSettings.resolve(environ=options.environment({"num_gpus": 0.25}, env)).request.num_gpus == 0.25
 
 
-def test_options_that_were_not_given_change_nothing() -> None:
-    base = {"FLOWER_GPU_NUM_GPUS": "2", "FLOWER_GPU_POLICY": "never"}
-    assert options.environment({}, base) == base
-
-
-def test_messages_name_the_option_only_where_it_was_given() -> None:
-    text = "FLOWER_GPU_MEMORY and FLOWER_GPU_NUM_GPUS"
-    assert options.in_their_words(text, {"gpu_memory": "1GiB"}) == "--gpu-memory and FLOWER_GPU_NUM_GPUS"
-
-
 @pytest.mark.parametrize(
     ("line", "result", "said"),
     [

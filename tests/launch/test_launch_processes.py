@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +16,7 @@ from launch_helpers import processes_of, read_pids
 from live_processes import is_running, wait_until
 
 from flower_gpu.launch import ports, supervisor
-from flower_gpu.launch.logs import tail
-from flower_gpu.launch.supervisor import Service
+from flower_gpu.launch.supervisor import Service, tail
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -222,12 +220,6 @@ def test_tail_keeps_what_says_something(tmp_path: Path) -> None:
     assert tail(tmp_path / "missing.log") == ""
 
 
-def test_free_ports_are_free_and_different() -> None:
-    found = ports.free_ports(50)
-    assert len(set(found)) == 50
-    assert all(map(ports.is_free, found))
-
-
 def test_who_listens_on_a_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -238,22 +230,3 @@ def test_who_listens_on_a_port() -> None:
     assert ports.is_free(port)
     assert not ports.accepts_connections(port)
     assert not ports.listens(os.getpid(), port)
-
-
-def test_health_is_asked_over_http() -> None:
-    answers = [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 503 Busy\r\n\r\n", b"no http\r\n\r\n"]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            for answer in answers:
-                connection, _ = server.accept()
-                with connection:
-                    connection.recv(4096)
-                    connection.sendall(answer)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        port = server.getsockname()[1]
-        assert [ports.is_healthy(port) for _ in answers] == [True, False, False]
-        thread.join()
-    assert not ports.is_healthy(port)

@@ -13,10 +13,9 @@ import pytest
 from flower_gpu import trace
 from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.errors import ConfigError
-from flower_gpu.launch.display import LaunchDisplay
-from flower_gpu.launch.failures import Failures
-from flower_gpu.launch.logs import LineFollower
+from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.result import print_table, result_of
+from flower_gpu.launch.supervisor import new_lines
 from flower_gpu.watch.history import History
 
 
@@ -128,14 +127,14 @@ def test_end_of_a_worker_without_its_start() -> None:
 
 def test_following_a_file_that_grows(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
-    follower = LineFollower(path)
-    assert follower.read_new() == []
+    follower = trace.Follower(path)
+    assert new_lines(follower) == []
     path.write_bytes(b"one\ntw")
-    assert follower.read_new() == ["one"]
+    assert new_lines(follower) == ["one"]
     with path.open("ab") as file:
         file.write(b"o\r\n\x1b[92mthree\x1b[0m\n\xff")
-    assert follower.read_new() == ["two", "three"]
-    assert follower.read_new() == []
+    assert new_lines(follower) == ["two", "three"]
+    assert new_lines(follower) == []
 
 
 def test_result_file_is_json_without_nan(tmp_path: Path) -> None:

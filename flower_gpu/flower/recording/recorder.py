@@ -1,11 +1,15 @@
-"""Counts messages and replies, and tells which round and which kind of message they belong to."""
+"""Counts messages and replies, and tells which round and which kind of message they belong to.
+
+At the end: metrics of Flower's records as a trace and a file of JSON can hold them.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,11 +17,14 @@ from flwr.app import Message, MetricRecord
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import AllFailed
-from flower_gpu.errors import ClientsFailedError
-from flower_gpu.flower.recording.metrics import Metric, Metrics, finite, plain
+from flower_gpu.errors import ClientsFailedError, shortened
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.trace import NO_REPLY, SERVER_EVALUATE, Event
+
+#: What a metric is: as in Flower's MetricRecord, and the texts that the NumPyClient API allows.
+Metric = bool | int | float | str | None | list[int] | list[float]
+Metrics = Mapping[str, Metric]
 
 OnEvent = Callable[[Event], None]
 #: The reason for the failure of messages whose replies the app has not asked for until its end.
@@ -319,3 +326,42 @@ def _metrics_in(reply: Message) -> dict[str, Metric]:
         for name, record in records.items()
         for key, value in record.items()
     }
+
+
+def clean(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """Make metrics of Python's own types; a value that is no metric becomes its text."""
+    return {str(key): plain(value) for key, value in metrics.items()}
+
+
+def plain(value: Any) -> Any:
+    """Make a metric of Python's own types."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):  # a number of NumPy or torch
+        try:
+            return plain(value.item())
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    return shortened(str(value))
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are none become null, objects their text."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [finite(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    found = plain(value)
+    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -27,8 +27,7 @@ from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import Strategy
 
 from flower_gpu.flower.evaluate import GPUEvaluate
-from flower_gpu.flower.recording.metrics import clean
-from flower_gpu.flower.recording.recorder import OnEvent, Recorder
+from flower_gpu.flower.recording.recorder import OnEvent, Recorder, clean
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.trace import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN
@@ -122,7 +121,7 @@ class _Hooks:
         def fit(*args: Any, **kwargs: Any) -> Any:
             with self._outermost("start") as is_first:
                 if is_first:
-                    num_rounds = _Arguments(method, args, kwargs).get("num_rounds")
+                    num_rounds = _named(method, args, kwargs).get("num_rounds")
                     self._recorder.run_started(type(server.strategy).__name__, num_rounds)
                     if server.max_workers is None:  # it has one thread for each message that is on its way
                         server.set_max_workers(self._recorder.concurrency)
@@ -159,15 +158,19 @@ class _Hooks:
             with self._outermost("start") as is_first:
                 if not is_first:
                     return method(*args, **kwargs)
-                arguments = _Arguments(method, args, kwargs)
+                named = _named(method, args, kwargs)
                 name, can_resume = type(strategy).__name__, isinstance(strategy, FedAvg)
-                self._recorder.run_started(name, arguments.get("num_rounds"), can_resume)
-                self._recorder.model = arguments.get("initial_arrays")
-                evaluate = arguments.get("evaluate_fn")
+                self._recorder.run_started(name, named.get("num_rounds"), can_resume)
+                self._recorder.model = named.get("initial_arrays")
+                evaluate = named.get("evaluate_fn")
                 # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
                 if callable(evaluate) and not isinstance(strategy, FedAvg):
-                    arguments.set("evaluate_fn", self._evaluate(strategy, evaluate))
-                result = method(*arguments.args, **arguments.kwargs)
+                    wrapped = self._evaluate(strategy, evaluate)
+                    if any(value is evaluate for value in args):
+                        args = tuple(wrapped if value is evaluate else value for value in args)
+                    else:
+                        kwargs = {**kwargs, "evaluate_fn": wrapped}
+                result = method(*args, **kwargs)
                 self._ended(result)
                 return result
 
@@ -275,41 +278,16 @@ class _Hooks:
             inside.discard(what)
 
 
-class _Arguments:
-    """The arguments of a call, by name."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._bound: inspect.BoundArguments | None = None
-        self._args, self._kwargs = args, kwargs
-        try:
-            self._bound = inspect.signature(function).bind(*args, **kwargs)
-        except TypeError:  # the call will fail, and says why
-            return
-        self._bound.apply_defaults()
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self._args if self._bound is None else self._bound.args
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return self._kwargs if self._bound is None else self._bound.kwargs
-
-    def get(self, name: str) -> Any:
-        return self._table(name).get(name)
-
-    def set(self, name: str, value: Any) -> None:
-        self._table(name)[name] = value
-
-    def _table(self, name: str) -> dict[str, Any]:
-        if self._bound is None:
-            return self._kwargs
-        arguments: dict[str, Any] = self._bound.arguments
-        for parameter in self._bound.signature.parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD and name in arguments[parameter.name]:
-                extra: dict[str, Any] = arguments[parameter.name]
-                return extra
-        return arguments
+def _named(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the arguments of a call by name; none where the call will fail, which says why."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return {}
+    bound.apply_defaults()
+    return {**bound.arguments, **bound.kwargs}
 
 
 def _like(method: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -4,8 +4,7 @@ from flower_gpu import gpu_client
 
 
 def client_fn(context):
-    partition, dying = context.node_config["partition-id"], context.run_config["dying-client"]
-    return gpu_client("numpy_app.task:RegressionClient", partition, dying).to_client()
+    return gpu_client("numpy_app.task:RegressionClient", context.node_config["partition-id"]).to_client()
 
 
 app = ClientApp(client_fn)

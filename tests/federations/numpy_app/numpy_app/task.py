@@ -1,7 +1,8 @@
-"""An existing client as people write them, and the server's evaluation."""
+"""An existing client as people write them, some of which fail, and the server's evaluation."""
 
 import os
 import signal
+import time
 
 import numpy as np
 from flwr.client import NumPyClient
@@ -15,13 +16,17 @@ def data(seed):
 
 
 class RegressionClient(NumPyClient):
-    def __init__(self, partition, dying_client):
-        self.partition, self.dying_client = partition, dying_client
+    def __init__(self, partition):
+        self.partition = partition
 
     def fit(self, parameters, config):
-        if self.partition == self.dying_client:
+        if self.partition == 1:
             print("this client dies now", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.partition == 3:
+            raise ValueError("the data are gone")
+        if self.partition == 4:
+            time.sleep(600)
         (weights,) = parameters
         inputs, targets = data(self.partition)
         for _ in range(20):

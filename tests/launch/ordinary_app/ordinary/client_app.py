@@ -1,5 +1,6 @@
 """A client that adds one to the model."""
 
+import sys
 import time
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -11,6 +12,7 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train."""
+    print("started as", sys.argv[0])
     time.sleep(context.run_config["seconds"])
     fail_if(context, "train-fails-on")
     arrays = [array + 1 for array in message.content["arrays"].to_numpy_ndarrays()]

@@ -21,7 +21,6 @@ class TinyClient(NumPyClient):
         rounds = state["rounds"]["count"] + 1 if "rounds" in state else 1
         state["rounds"] = ConfigRecord({"count": rounds})
         run_config = self.context.run_config
-        print("started as", sys.argv[0])
         print("given", json.dumps([dict(self.context.node_config), dict(run_config), rounds]))
         worker = {
             "pid": os.getpid(),
@@ -33,7 +32,7 @@ class TinyClient(NumPyClient):
         time.sleep(run_config["seconds"])
         if run_config["fail"] == "client" and self.context.node_config["partition-id"] == 1:
             raise RuntimeError("client 1 fails on purpose")
-        if run_config["fail"] == "torch":
+        if "torch" in run_config["fail"]:
             import types
 
             sys.modules["torch"] = types.ModuleType("torch")
