@@ -42,6 +42,12 @@ def value(samples: Samples, name: str, /, **labels: object) -> float | None:
     return found[0] if found else None
 
 
+def counters(samples: Samples) -> Samples:
+    """Return what must never go down: counters, and the parts of the histogram."""
+    ends = ("_total", "_bucket", "_sum", "_count")
+    return {key: value for key, value in samples.items() if key[0].endswith(ends)}
+
+
 class Exporter:
     """The command, started with these arguments."""
 

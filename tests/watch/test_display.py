@@ -95,8 +95,6 @@ def shown_on_a_terminal(code: str) -> list[str]:
 
 RUN = """
 import logging, sys, threading
-from concurrent.futures import ThreadPoolExecutor
-from flwr.common.logger import log
 from flower_gpu import trace
 from flower_gpu.watch.display import make_display
 from flower_gpu.watch.history import History
@@ -109,7 +107,10 @@ def tell(event, **fields):
         history.feed([event])
         display.show(event)
 """
-ON_A_TERMINAL = f"""{RUN}
+ON_A_TERMINAL = f"""
+from concurrent.futures import ThreadPoolExecutor
+from flwr.common.logger import log
+{RUN}
 before = sys.stdout, [handler.stream for handler in logging.getLogger("flwr").handlers]
 tell("strategy_started", num_rounds=2)
 for server_round in (1, 2):

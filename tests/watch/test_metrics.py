@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,15 +12,22 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.command_shell import Shell
-from metrics_exporter import Exporter, Samples, line, run, samples_of, value
+from metrics_exporter import Exporter, Samples, counters, line, run, value
 from nvml_stub import GIB, Host
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
+
+from flower_gpu.cli import main as cli
+from flower_gpu.cli import metrics as command
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, Row
 
 pytestmark = pytest.mark.timeout(120)
 
+PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 CAPACITY = 16 * GIB - 256 * 2**20
 
 
@@ -41,19 +50,14 @@ def exporter(shell: Shell) -> Callable[..., Exporter]:
     return lambda *arguments: Exporter(shell, *arguments)
 
 
-def counters(samples: Samples) -> Samples:
-    """Return what must never go down: counters, and the parts of the histogram."""
-    ends = ("_total", "_bucket", "_sum", "_count")
-    return {key: value for key, value in samples.items() if key[0].endswith(ends)}
-
-
 def test_gpus_and_leases(shell: Shell, host: Host, exporter: Callable[..., Exporter]) -> None:
     shell.on(host)
     host.set(0, util=37, temp=61, used=GIB)
     shell.holder("fit of client 0", 4 * GIB)
     shell.holder("fit of client 1", 12 * GIB)
     shell.waiter("fit of client 2", "alone")
-    found = exporter()()
+    ask = exporter()
+    found = ask()
     first = {"gpu": 0, "uuid": host.uuids[0], "name": "NVIDIA Stub 16GB"}
     leased = [value(found, "memory_leased_bytes", uuid=uuid) for uuid in host.uuids]
     assert value(found, "gpus") == 2
@@ -66,34 +70,27 @@ def test_gpus_and_leases(shell: Shell, host: Host, exporter: Callable[..., Expor
     assert value(found, "memory_capacity_bytes", **first) == CAPACITY - GIB
     assert value(found, "utilization_ratio", **first) == 0.37
     assert value(found, "temperature_celsius", **first) == 61
-
-
-def test_a_gpu_that_is_lost_and_comes_back(
-    shell: Shell, host: Host, exporter: Callable[..., Exporter]
-) -> None:
-    shell.on(host)
-    ask = exporter()
-    assert value(ask(), "gpus") == 2
+    # A GPU is lost, and comes back.
     host.set(1, lost=True)
     found = ask()
     assert value(found, "gpus") == 1
-    assert value(found, "usable", gpu=0) == 1
-    assert value(found, "usable", gpu=1) == 0
+    assert (value(found, "usable", gpu=0), value(found, "usable", gpu=1)) == (1, 0)
     assert value(found, "memory_used_bytes", gpu=1) is None
     host.set(1, lost=False)
-    assert value(ask(), "usable", gpu=1) == 1
-
-
-def test_mig_devices_take_the_place_of_their_card(
-    shell: Shell, host: Host, exporter: Callable[..., Exporter]
-) -> None:
-    shell.on(host)
+    # MIG devices take the place of their card.
     devices = host.mig(0, [5 * GIB, 10 * GIB])
-    found = exporter()()
+    found = ask()
     assert value(found, "gpus") == 3
-    assert value(found, "usable", uuid=host.uuids[0]) is None
+    assert (value(found, "usable", uuid=host.uuids[0]), value(found, "usable", gpu=1)) == (None, 1)
     assert [value(found, "usable", gpu=0, uuid=uuid) for uuid in devices] == [1, 1]
     assert [value(found, "memory_total_bytes", uuid=uuid) for uuid in devices] == [5 * GIB, 10 * GIB]
+    # OpenMetrics is spoken as well.
+    text = ask.get(accept="application/openmetrics-text; version=1.0.0")
+    names = {family.name for family in openmetrics.text_string_to_metric_families(text)}
+    assert {"flower_gpu_workers_started", "flower_gpu_lease_wait_seconds"} <= names
+    ask.process.send_signal(signal.SIGINT)
+    assert ask.process.wait(30) == 128 + signal.SIGINT
+    assert ask.process.stderr is not None and ask.process.stderr.read() == ""
 
 
 def test_without_gpus_and_ledger_the_rest_is_served(
@@ -113,6 +110,7 @@ def test_without_gpus_and_ledger_the_rest_is_served(
     shell.ledger.chmod(0o1777)
     assert value(ask(), "leases_held") == 0
     ask.process.terminate()
+    assert ask.process.wait(30) == 128 + signal.SIGTERM
     assert ask.process.stderr is not None
     (told,) = ask.process.stderr.read().splitlines()  # once, not for each answer
     assert "the ledger cannot be read" in told and str(shell.ledger) in told
@@ -148,18 +146,6 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
     assert value(found, "runs", kind="simulate") == 0
     assert [value(found, "workers", phase=phase) for phase in phases] == [0, 0, 0]
     assert not [key for key in ask() if dict(key[1]).get("run")]
-
-
-def test_clients_are_labels_only_where_they_are_asked_for(
-    shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path
-) -> None:
-    with run(shell, tmp_path / "runs" / "one") as one:
-        for number in range(3):
-            one.worker(f"a{number}", client=f"{number % 2}")
-        assert not [labels for _, labels in exporter()() if "client" in dict(labels)]
-        found = exporter("--per-client")()
-        assert value(found, "workers", run="one", phase="starting", client=0) == 2
-        assert value(found, "workers", run="one", phase="starting", client=1) == 1
 
 
 def test_counters_never_go_down(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
@@ -216,7 +202,9 @@ def test_workers_that_were_killed_with_their_caller_are_gone(
         one.write("run_started", host=os.uname().nodename)
         one.worker("a", pid=killed.pid)
         one.worker("b", pid=os.getpid())
-        assert value(exporter()(), "workers", phase="starting") == 1
+        found = exporter()()
+        assert value(found, "workers", phase="starting") == 1
+        assert not [labels for _, labels in found if "client" in dict(labels)]  # without --per-client
 
 
 def test_what_clients_are_called_breaks_nothing(
@@ -235,21 +223,6 @@ def test_what_clients_are_called_breaks_nothing(
         assert ask.process.poll() is None
 
 
-def test_openmetrics_is_spoken_as_well(shell: Shell, exporter: Callable[..., Exporter]) -> None:
-    text = exporter().get(accept="application/openmetrics-text; version=1.0.0")
-    names = {family.name for family in openmetrics.text_string_to_metric_families(text)}
-    assert {"flower_gpu_workers_started", "flower_gpu_lease_wait_seconds"} <= names
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it(number: signal.Signals, exporter: Callable[..., Exporter]) -> None:
-    ask = exporter()
-    assert samples_of(ask.get())
-    ask.process.send_signal(number)
-    assert ask.process.wait(30) == 128 + number
-    assert ask.process.stderr is not None and ask.process.stderr.read() == ""
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -262,44 +235,82 @@ def test_a_signal_ends_it(number: signal.Signals, exporter: Callable[..., Export
         ((), "the following arguments are required: --port"),
     ],
 )
-def test_what_cannot_be_listened_on(shell: Shell, arguments: tuple[str, ...], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", "metrics", *arguments],
-        env=shell.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    (told,) = done.stderr.splitlines()
+def test_what_cannot_be_listened_on(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(*arguments) == 2
+    (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("flower-gpu metrics: ") and message in told
 
 
-def test_a_port_that_is_taken(shell: Shell) -> None:
+def refused(*arguments: str) -> object:
+    """Return the exit status of the command where it cannot listen."""
+    try:
+        return cli.main(["metrics", *arguments])
+    except SystemExit as ended:  # as argparse does
+        return ended.code
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        done = subprocess.run(
-            [sys.executable, "-m", "flower_gpu.cli", "metrics", "--port", port],
-            env=shell.env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 2
-    assert done.stderr == (
+        assert refused("--port", port) == 2
+    assert capsys.readouterr().err == (
         f"flower-gpu metrics: cannot listen on --address 127.0.0.1 --port {port}: Address already in use. "
         "Take another, or --port 0\n"
     )
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may listen on every port")
-def test_a_port_that_is_not_allowed(shell: Shell) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", "metrics", "--port", "1"],
-        env=shell.env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "may not listen there" in done.stderr
+def test_a_port_that_is_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused("--port", "1") == 2
+    assert "may not listen there" in capsys.readouterr().err
+
+
+# The table --------------------------------------------------------------------------------------------------
+
+
+def name_of(row: Row) -> str:
+    return f"{PREFIX}{row.name}{'_total' if row.kind == 'counter' else ''}"
+
+
+def test_what_is_served_has_these_types_and_help_texts() -> None:
+    class Described(Collector):
+        def __init__(self) -> None:
+            self._more_labels = ()
+
+        def collect(self) -> Any:
+            return self.describe()
+
+    registry = CollectorRegistry()
+    registry.register(Described())  # type: ignore[arg-type]
+    text = generate_latest(registry).decode()
+    assert re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE) == [
+        (name_of(row), row.help) for row in METRICS.values()
+    ]
+    assert re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE) == [
+        (name_of(row), row.kind) for row in METRICS.values()
+    ]
+
+
+def test_the_documentation_has_the_same_table() -> None:
+    assert re.findall(
+        r"^\| `(flower_gpu_\w+)` \| (\w+) \| (.*?) ?\| (.+) \|$", PAGE.read_text(), re.MULTILINE
+    ) == [
+        (name_of(row), row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help)
+        for row in METRICS.values()
+    ]
+
+
+def test_the_documentation_has_the_commands_own_options() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    command.add_arguments(parser)
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)(?: \w+)?` \| (.+) \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows == {action.option_strings[0]: action.help for action in parser._actions}
+
+
+def test_examples_name_metrics_that_there_are() -> None:
+    blocks = re.findall(r"```(?:text|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    named = set(re.findall(r"flower_gpu_\w+", " ".join(blocks)))
+    assert len(named) >= 4
+    assert named <= {name_of(row) for row in METRICS.values()} | {"flower_gpu_lease_wait_seconds_bucket"}

@@ -17,6 +17,7 @@ from nvml_stub import GIB, Host
 from top_traces import Trace
 
 from flower_gpu.apps.registry import registered
+from flower_gpu.cli import main as cli
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,31 +71,28 @@ def client(shell: Shell, folder: Path, asked: str) -> Any:
     return shell.start(sys.executable, str(HERE / "top_client.py"), str(folder), asked, env=env)
 
 
-def test_gpus_are_divided_by_who_has_them(shell: Shell, host: Host) -> None:
+def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
+    shell: Shell, host: Host, tmp_path: Path
+) -> None:
     shell.on(host)
     host.set(0, util=35, temp=61)
     host.program(0, 2 * GIB)
-    shell.holder("fit of client 0", 6 * GIB)
-    shell.holder("fit of client 1", 4 * GIB)
-    first, second = look(shell)["gpus"]
-    assert (first["index"], first["uuid"]) == (0, host.uuids[0])
-    assert (first["total_bytes"], first["used_bytes"]) == (16 * GIB, 2 * GIB)
-    assert (first["utilization_percent"], first["temperature_c"]) == (35, 61)
-    assert (first["programs_bytes"], second["programs_bytes"]) == (2 * GIB, 0)
-    assert first["capacity_bytes"] == 14 * GIB - RESERVE
-    assert sorted([first["own_leased_bytes"], second["own_leased_bytes"]]) == [4 * GIB, 6 * GIB]
-    assert {gpu["other_leased_bytes"] for gpu in (first, second)} == {0}
-
-
-def test_leases_of_no_run_and_the_line_in_its_order(shell: Shell, host: Host) -> None:
-    shell.on(host)
     holder = shell.holder("fit of client 0", 12 * GIB, count=2)
     waiters = [
         shell.waiter("evaluate on the server", "alone"),
         shell.waiter("fit of client 3", "1.0", count=2),
         shell.waiter("fit of client \x1b[2J4", 12 * GIB),
     ]
-    told = look(shell)
+    with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
+        told = look(shell)
+    first, second = told["gpus"]
+    assert (first["index"], first["uuid"]) == (0, host.uuids[0])
+    assert (first["total_bytes"], first["used_bytes"]) == (16 * GIB, 2 * GIB)
+    assert (first["utilization_percent"], first["temperature_c"]) == (35, 61)
+    assert (first["programs_bytes"], second["programs_bytes"]) == (2 * GIB, 0)
+    assert first["capacity_bytes"] == 14 * GIB - RESERVE
+    assert first["own_leased_bytes"] == second["own_leased_bytes"] == 12 * GIB
+    assert {gpu["other_leased_bytes"] for gpu in (first, second)} == {0}
     (held,) = told["workers"]
     assert (held["label"], held["phase"], held["pid"]) == ("fit of client 0", "held", holder.pid)
     assert (held["gpus"], held["lease_bytes"], held["user"]) == ([0, 1], 24 * GIB, told["account"])
@@ -103,6 +101,17 @@ def test_leases_of_no_run_and_the_line_in_its_order(shell: Shell, host: Host) ->
     asked = [[row[f"asked_{how}"] for how in ("bytes", "share", "alone")] for row in told["waiting"]]
     assert asked == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
     assert [row["count"] for row in told["waiting"]] == [1, 2, 1]
+    # Runs of one name are told apart.
+    one, other = told["runs"]
+    assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]
+    # Every key is documented.
+    keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
+    _, _, page = PAGE.read_text().partition("## JSON")
+    tables = [
+        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
+        for part in re.split(r"^Of .+:$", page, flags=re.MULTILINE)
+    ]
+    assert tables == keys
     text = shell("top", "--once", env={"COLUMNS": "100"})
     assert text.index("all on GPU 0,1") < text.index("1 on 2 of GPU 0,1") < text.index("12.0 GiB on GPU 0,1")
     assert "fit of client ?[2J4" in text
@@ -131,8 +140,17 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         text = shell("top", "--once", env={"COLUMNS": "120"})
         assert re.search(r"quickstart +7 +train .* 4\.0 +1\.0 +1\.0 .* running epoch \?\[2J1 13/40", text)
         shell.waiter("fit of client 8", "alone", count=2)
-        # The run alone, and the whole line: what others wait for is before what it may ask next.
-        assert [row["label"] for row in look(shell, str(folder))["waiting"]] == ["fit of client 8"]
+        asks = client(shell, folder, "4GiB")
+        # The run alone, and the whole line: what others wait for is before what it asks. In the ledger that
+        # waits a moment before its run's trace says so.
+        told = look_until(shell, lambda told: any(row["run"] for row in told["waiting"]), str(folder))
+        first, second = told["waiting"]
+        assert (first["label"], first["run"]) == ("fit of client 8", "")
+        assert (second["run"], second["pid"], second["label"]) == (
+            "quickstart", asks.pid, "train of client 7",
+        )  # fmt: skip
+        assert second["asked_bytes"] == 4 * GIB
+        asks.kill()
         folder.joinpath("go-on").touch()
         assert ends.wait(60) == 0
         told = look(shell)
@@ -164,41 +182,6 @@ def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_p
     assert look_until(shell, lambda told: not told["workers"], str(folder))["runs"][0]["run"] == "own"
 
 
-def test_who_waits_is_found_in_its_run(shell: Shell, host: Host, tmp_path: Path) -> None:
-    shell.on(host)
-    folder = tmp_path / "run"
-    shell.holder("fit of client 1", "alone", count=2)
-    with run_of(shell, folder):
-        process = client(shell, folder, "4GiB")
-        # In the ledger it waits a moment before its run's trace says so.
-        told = look_until(shell, lambda told: any(row["run"] for row in told["waiting"]))
-        (row,) = told["waiting"]
-        assert (row["run"], row["pid"], row["label"]) == ("quickstart", process.pid, "train of client 7")
-        assert row["asked_bytes"] == 4 * GIB
-
-
-def test_runs_of_one_name_are_told_apart(shell: Shell, tmp_path: Path) -> None:
-    with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
-        first, second = look(shell)["runs"]
-        assert first["run"].startswith("quickstart:")
-        assert first["folder"] != second["folder"]
-
-
-def test_every_key_is_documented(shell: Shell, host: Host, tmp_path: Path) -> None:
-    shell.on(host)
-    shell.holder("fit of client 0", "alone", count=2)
-    shell.waiter("fit of client 1", "alone")
-    with run_of(shell, tmp_path / "run"):
-        told = look(shell)
-    keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
-    _, _, page = PAGE.read_text().partition("## JSON")
-    tables = [
-        re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
-        for part in re.split(r"^Of .+:$", page, flags=re.MULTILINE)
-    ]
-    assert tables == keys
-
-
 def test_a_ledger_that_is_held_is_told_and_the_rest_is_shown(shell: Shell, host: Host) -> None:
     import fcntl
 
@@ -211,12 +194,15 @@ def test_a_ledger_that_is_held_is_told_and_the_rest_is_shown(shell: Shell, host:
     assert told["gpus"][0]["total_bytes"] == 16 * GIB
 
 
-def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell) -> None:
-    done = shell.run("top")
+def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell, host: Host) -> None:
+    shell.on(host).holder("fit of client é", "0.5")
+    # An output that knows few letters gets these.
+    done = shell.run("top", env={"PYTHONIOENCODING": "ascii", "COLUMNS": "120"})
     assert (done.returncode, done.stdout.splitlines()[0].split()[:2]) == (0, ["flower-gpu", "top"])
     assert done.stderr.count("\n") == 1
     assert "--once" in done.stderr
     assert done.stdout.count("Waiting") == 1
+    assert "fit of client ?" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -226,15 +212,10 @@ def test_without_a_terminal_it_is_one_look_and_a_hint(shell: Shell) -> None:
         (("--interval", "0"), "--interval 0 must be 0.1 seconds or more"),
     ],
 )
-def test_bad_input_is_one_line(shell: Shell, arguments: tuple[str, ...], told: str) -> None:
-    done = shell.start(sys.executable, "-m", "flower_gpu.cli", "top", *arguments, stderr=-1)
-    _, errors = done.communicate(timeout=60)
-    assert done.returncode == 2
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["top", *arguments]) == 2
+    errors = capsys.readouterr().err
     assert told in errors
     assert errors.count("\n") == 1
-
-
-def test_an_output_that_knows_few_letters_gets_these(shell: Shell, host: Host) -> None:
-    shell.on(host).holder("fit of client é", "0.5")
-    env = {"PYTHONIOENCODING": "ascii", "COLUMNS": "120"}
-    assert "fit of client ?" in shell("top", "--once", env=env)

@@ -51,7 +51,7 @@ def started(trace: Trace, **fields: object) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 400))
-@settings(max_examples=50)
+@settings(max_examples=15)
 def test_what_goes_on_is_the_same_without_what_is_over(seed: int, calls: int, cut: int) -> None:
     """Calls side by side, fed in pieces, up to any event."""
     dice = random.Random(seed)
@@ -90,15 +90,6 @@ def test_a_run_that_begins_again_has_nothing_of_the_one_that_was_killed(trace: T
     assert (history.running, history.leases, history.waiting) == ([], [], [])
 
 
-def test_metrics_and_what_ran_out_of_memory_are_not_kept_for_ever(trace: Trace) -> None:
-    for number in range(500):
-        trace.write("round", round=number, num_rounds=None, metrics={"loss": 1 / (1 + number)})
-        trace.write("out_of_memory", client="1", task="fit", uuid="GPU-1", kind="unclear", then="again")
-    history = read(trace.path.parent).history
-    assert len(history.evaluations) == len(history.out_of_memory) == 50
-    assert history.evaluations[-1].round == history.current_round == 499
-
-
 def test_progress_of_older_traces_names_no_call(trace: Trace) -> None:
     lines = list(trace.call(0, pid=11))[:4] + list(trace.call(1, pid=12))[:4]
     trace.write_text("".join(lines))
@@ -124,20 +115,12 @@ def test_a_long_trace_is_read_in_pieces(trace: Trace) -> None:
     assert watch.read_part == 1.0
     assert watch.history.workers == []
     # What is written meanwhile is read the next time.
-    trace.write_text("".join(list(trace.call(5000, pid=os.getpid()))[:4]))
+    text = "".join(list(trace.call(5000, pid=os.getpid()))[:4])
+    trace.write_text(text[:-40])  # a line that is half written waits for its end
     assert watch.read_on(-math.inf)
-    assert [worker.call for worker in watch.workers()] == ["c5000"]
-
-
-def test_a_line_that_is_half_written_waits_for_its_end(trace: Trace) -> None:
-    line = list(trace.call(0, pid=os.getpid()))[2]
-    watch = FollowedRun(trace.path.parent)
-    trace.write_text(line[:40])
-    watch.read_on(math.inf)
-    assert watch.workers() == []
-    trace.write_text(line[40:])
-    watch.read_on(math.inf)
-    assert len(watch.workers()) == 1
+    trace.write_text(text[-40:])
+    assert watch.read_on(-math.inf)
+    assert [(worker.call, worker.phase) for worker in watch.workers()] == [("c5000", "running")]
 
 
 def test_a_folder_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
@@ -270,49 +253,14 @@ ODD = st.one_of(
     st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
 )
 NAMES = [
-    "run_started",
-    "gpu_sample",
-    "strategy_started",
-    "round_started",
-    "round_finished",
-    "round",
-    "run_finished",
-    "lease_requested",
-    "lease_granted",
-    "lease_not_granted",
-    "worker_started",
-    "task_started",
-    "cuda_started",
-    "progress",
-    "worker_result",
-    "worker_finished",
-    "out_of_memory",
-    "lease_released",
+    *("run_started", "run_finished", "gpu_sample", "strategy_started", "round_started", "round_finished"),
+    *("round", "lease_requested", "lease_granted", "lease_not_granted", "lease_released", "worker_started"),
+    *("task_started", "cuda_started", "progress", "worker_result", "worker_finished", "out_of_memory"),
 ]
 FIELDS = [
-    "call",
-    "client",
-    "task",
-    "round",
-    "pid",
-    "lease",
-    "gpus",
-    "memory_bytes",
-    "count",
-    "share",
-    "alone",
-    "caller_pid",
-    "desc",
-    "n",
-    "total",
-    "metrics",
-    "num_rounds",
-    "messages",
-    "kind",
-    "name",
-    "outcome",
-    "start_method",
-    "host",
+    *("call", "client", "task", "round", "pid", "lease", "gpus", "memory_bytes", "count", "share", "alone"),
+    *("caller_pid", "desc", "n", "total", "metrics", "num_rounds", "messages", "kind", "name", "outcome"),
+    *("start_method", "host"),
 ]
 EVENT = st.fixed_dictionaries(
     {"v": st.just(1), "time": st.one_of(st.floats(0, 2e9), ODD), "event": st.sampled_from(NAMES)},
@@ -321,7 +269,7 @@ EVENT = st.fixed_dictionaries(
 
 
 @given(st.lists(EVENT, max_size=30), st.integers(1, 120))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]], width: int) -> None:
     (tmp_path / "trace.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     watch = read(tmp_path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB
 from rich.cells import cell_len
@@ -77,6 +77,7 @@ def test_all_sections_are_there_however_much_there_is(width: int, height: int) -
     assert {300 - of_workers, 300 - of_waiting} <= set(left_out)
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 250),
     st.one_of(st.none(), st.integers(1, 60)),
@@ -96,6 +97,7 @@ def test_nothing_is_wider_or_higher_than_the_terminal(
     assert texts(shown, width, height, keys="q quits")
 
 
+@settings(max_examples=40)
 @given(st.integers(20, 120), NASTY, NASTY, NASTY)
 def test_no_text_of_others_can_command_the_terminal(width: int, name: str, client: str, told: str) -> None:
     worker = replace(WORKER, run=name, client=client, task=told, progress=told)
@@ -109,11 +111,6 @@ def test_no_text_of_others_can_command_the_terminal(width: int, name: str, clien
         host=name,
     )
     assert all(line.isprintable() for line in texts(shown, width, 24))
-
-
-def test_a_clients_escape_sequences_are_shown_as_question_marks() -> None:
-    shown = texts(snapshot(workers=(replace(WORKER, client="7\x1b[2J\n8"),)), 120, 24)
-    assert any("7?[2J?8" in line for line in shown)
 
 
 def test_another_accounts_leases_are_named_by_the_account_only() -> None:
@@ -155,6 +152,7 @@ def test_who_uses_more_than_its_lease_stands_out() -> None:
     assert re.search(r"\x1b\[31m *5\.0", shown)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 100), st.lists(st.integers(0, 2**40), min_size=1, max_size=6), st.integers(1, 2**40))
 def test_a_bar_is_divided_as_memory_is(cells: int, parts: list[int], total: int) -> None:
     lengths = divided(cells, parts, total)
