@@ -18,26 +18,27 @@ PACKAGE = Path(flower_gpu.__file__).parent
 
 #: The rooms that import Flower.
 WITH_FLOWER = ("flower", "launch", "simulation")
-#: Imports each module in a child of its own. What all of a layer may import is there already in its parent.
+#: Imports modules in children, a group in each. What all of a room may import is there already in the parent.
 IMPORT = """
 import importlib, json, os, sys
-there, *names = sys.argv[1:]
+there, *groups = sys.argv[1:]
 if there:
     importlib.import_module(there)
-for name in names:
+for group in groups:
     child = os.fork()
     if not child:
         try:
-            importlib.import_module(name)
+            for name in group.split():
+                importlib.import_module(name)
             looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil", "sqlite3")
             looked_for += ("tensorflow", "keras", "jax")
             found = [name for name in looked_for if name in sys.modules]
-            print(json.dumps([name, found]), flush=True)
+            print(json.dumps([group, found]), flush=True)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, name
+    assert os.waitpid(child, 0)[1] == 0, group
 """
 THERE = {"pytorch": "torch", **dict.fromkeys(WITH_FLOWER, "flwr")}
 
@@ -57,40 +58,9 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def brought_in() -> dict[str, set[str]]:
-    """What each module imports, in a process of its own."""
-    brought_in = {}
-    for there in ("", *dict.fromkeys(THERE.values())):
-        names = [name for name in FILES if THERE.get(layer(name), "") == there]
-        for line in run_python(IMPORT, there, *names).splitlines():
-            name, found = json.loads(line)
-            brought_in[name] = set(found)
-    assert brought_in.keys() == FILES.keys()
-    return brought_in
-
-
 def layer(name: str) -> str:
     """Return the subpackage of a module, or the module itself where it is at the top."""
     return name.split(".")[1] if "." in name else ""
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_import(name: str, brought_in: dict[str, set[str]]) -> None:
-    found = brought_in[name]
-    if layer(name) != "pytorch":
-        assert "torch" not in found
-    if layer(name) not in WITH_FLOWER:
-        assert "flwr" not in found
-    if "sqlite3" in found:  # neither a worker nor what it is forked from has it
-        assert name in {
-            f"flower_gpu.simulation.{part}" for part in ("checkpoint", "grid", "results", "reporting", "run")
-        }
-    assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
-    light = ROOMS[ROOMS.index("ranks") :]
-    if name == "flower_gpu" or layer(name) in {*light} - {"pytorch", "keras", "jax"}:
-        needed = {"numpy"} if name == "flower_gpu.frameworks.array_checks" else set()
-        assert found == needed  # a worker's and a client's minimum, and what every other module builds on
 
 
 def imports_of(path: Path) -> set[str]:
@@ -152,27 +122,54 @@ def test_every_room_is_in_the_order() -> None:
     assert {layer(name) for name in FILES} == {"", *ROOMS}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if layer(name)])
-def test_layers(name: str) -> None:
+@pytest.mark.parametrize("room", ROOMS)
+def test_layers(room: str) -> None:
     """Imports point down, and so do the names of modules in strings."""
-    ours = {other for other in imports_of(FILES[name]) if other.split(".")[0] == "flower_gpu"}
-    used = {layer(other) for other in ours | strings_of(FILES[name]) if (name, other) not in TASKS_BY_NAME}
-    below = ROOMS[ROOMS.index(layer(name)) :]
-    assert used & set(ROOMS) <= set(below)
+    for name, path in FILES.items():
+        if layer(name) == room:
+            ours = {other for other in imports_of(path) if other.split(".")[0] == "flower_gpu"}
+            used = {layer(other) for other in ours | strings_of(path) if (name, other) not in TASKS_BY_NAME}
+            assert used & set(ROOMS) <= set(ROOMS[ROOMS.index(room) :]), name
 
 
-@pytest.mark.parametrize("library", ["flwr", "pynvml"])
-def test_library_is_imported_in_one_place(library: str) -> None:
-    """Flower by the layers for Flower only, NVIDIA's library by one file."""
-    users = {
-        name
-        for name, path in FILES.items()
-        if any(imported.split(".")[0] == library for imported in imports_of(path))
+#: What single modules bring in beyond what their room may.
+MORE = {
+    "flower_gpu.frameworks.array_checks": {"numpy"},
+    **{
+        f"flower_gpu.simulation.{part}": {"sqlite3"}
+        for part in ("checkpoint", "grid", "results", "reporting", "run")
+    },
+}
+
+
+@pytest.mark.parametrize("there", ["", "torch", "flwr"])
+def test_imports(there: str) -> None:
+    """The modules of a room in one process, but for those that bring in more."""
+    light = {"", *ROOMS[ROOMS.index("ranks") :]} - {"pytorch", "keras", "jax"}
+    groups = {
+        room: [name for name in FILES if layer(name) == room and name not in MORE]
+        for room in ("", *ROOMS)
+        if THERE.get(room, "") == there
     }
-    if library == "flwr":
-        assert {layer(name) for name in users} <= set(WITH_FLOWER)
-    else:
-        assert users <= {"flower_gpu.gpu.nvml"}
+    groups |= {name: [name] for name in MORE if THERE.get(layer(name), "") == there}
+    for line in run_python(IMPORT, there, *(" ".join(names) for names in groups.values())).splitlines():
+        group, told = json.loads(line)
+        name, found = group.split()[0], set(told)
+        if layer(name) != "pytorch":
+            assert "torch" not in found
+        if layer(name) not in WITH_FLOWER:
+            assert "flwr" not in found
+        assert "sqlite3" not in found - MORE.get(name, set())  # no worker has it, nor what it is forked from
+        assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
+        if layer(name) in light:  # a worker's and a client's minimum, and what every other module builds on
+            assert found == MORE.get(name, set())
+
+
+def test_libraries_are_imported_in_one_place() -> None:
+    """Flower by the layers for Flower only, NVIDIA's library by one file."""
+    tops = {name: {each.split(".")[0] for each in imports_of(path)} for name, path in FILES.items()}
+    assert {layer(name) for name, found in tops.items() if "flwr" in found} <= set(WITH_FLOWER)
+    assert {name for name, found in tops.items() if "pynvml" in found} <= {"flower_gpu.gpu.nvml"}
 
 
 def test_building_a_client_imports_no_torch() -> None:

@@ -111,9 +111,8 @@ def test_source_that_cannot_be_imported_names_nothing(tmp_path: Path, text: str)
     assert libraries_of(tmp_path, "client") == []
 
 
-@pytest.mark.parametrize("name", ["existing-app/existing_app", "dp-secagg/dp_secagg", "scaffold/scaffold"])
-def test_it_is_what_python_asks_for(name: str) -> None:
-    folder, _, package = (REPOSITORY / "examples" / name).as_posix().rpartition("/")
+def test_it_is_what_python_asks_for() -> None:
+    folder, _, package = (REPOSITORY / "examples/scaffold/scaffold").as_posix().rpartition("/")
     done = subprocess.run(
         [sys.executable, "-c", ASKED, folder, f"{package}.client_app"],
         capture_output=True,
