@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address",
         metavar="HOST",
         default=_ADDRESS,
-        help=f"address of this host to listen on; others are seen by other hosts, too (default: {_ADDRESS})",
+        help=f"address of this host to listen on (default: {_ADDRESS}, which other hosts cannot reach)",
     )
     parser.add_argument(
         "--per-client",
         action="store_true",
-        help="count workers for each client: as many time series more as there are clients",
+        help="count workers for each client: one more time series for each client",
     )
 
 

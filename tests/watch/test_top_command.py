@@ -147,7 +147,7 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
         first, second = told["waiting"]
         assert (first["label"], first["run"]) == ("fit of client 8", "")
         assert (second["run"], second["pid"], second["label"]) == (
-            "quickstart", asks.pid, "train of client 7",
+            "run", asks.pid, "train of client 7",
         )  # fmt: skip
         assert second["asked_bytes"] == 4 * GIB
         asks.kill()
