@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from processes import (
     SHARED_MEMORY,
+    SUPERVISED,
+    Run,
     descriptors,
     new_in_shared_memory,
     running_in_group,
     wait_until,
     zombies_of,
 )
-from traced import SUPERVISED, Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.workers import state_folder

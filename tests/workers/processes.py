@@ -1,4 +1,4 @@
-"""What the kernel says about processes (Linux)."""
+"""What the kernel says about processes (Linux), and the trace about the calls of a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from flower_gpu import trace
 from flower_gpu.workers.forkserver import control
 
 #: Where POSIX shared memory and semaphores are, of all processes of the host.
@@ -105,3 +107,21 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+#: The start methods whose workers are processes of their own.
+SUPERVISED = ("forkserver", "spawn", "fork")
+
+
+@dataclass
+class Run:
+    """The calls of one test and what they may leave behind."""
+
+    folder: Path
+    temporary: Path
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in trace.read(self.folder / trace.FILE_NAME) if line["event"] == event]
+
+    def pids(self) -> list[int]:
+        return [line["pid"] for line in self.events("worker_started")]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import children_of, is_running, wait_until
-from traced import Run
+from processes import Run, children_of, is_running, wait_until
 
 pytestmark = pytest.mark.timeout(90)
 

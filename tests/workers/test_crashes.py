@@ -13,8 +13,7 @@ from typing import Any
 import crash_tasks
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
-from processes import wait_until
-from traced import Run
+from processes import Run, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import (

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import pytest
 from forkservers import WITH_TASKS
-from processes import is_running, wait_until
-from traced import SUPERVISED, Run
+from processes import SUPERVISED, Run, is_running, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError

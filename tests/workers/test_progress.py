@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from phases import without_phases
-from traced import SUPERVISED, Run
+from processes import SUPERVISED, Run
 
 import flower_gpu
 from flower_gpu import run_in_worker

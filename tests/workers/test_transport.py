@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import plain_tasks
 import pytest
-from traced import Run
+from processes import Run
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import InvalidResultError, WorkerStartError
