@@ -141,7 +141,7 @@ def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker
 def the_torch_that_the_task_imports_is_as_without_us(result: Result) -> None:
     """Where it cannot use the GPU, it says why, once."""
     found = result.value
-    assert "AfterImport" not in found["hooks"]
+    assert found["hooks"].count("AfterImport") == 2  # those for TensorFlow and JAX still wait
     assert found["loader"] == "SourceFileLoader" and not found["wrapped"]
     assert "flower-gpu-memory" in found["threads"]
     torch = pytest.importorskip("torch")
