@@ -124,7 +124,7 @@ def close() -> None:
     While a process holds it, it has the GPUs' device files open, which keeps an administrator from resetting
     them or changing their MIG mode.
     """
-    _host().close()
+    _host().thread.close()
 
 
 def unlisted_bytes(gpu: GPU) -> int | None:
@@ -169,7 +169,7 @@ class _Host:
     """NVML as this process holds it. Nothing is started before the first snapshot."""
 
     def __init__(self) -> None:
-        self._thread = NVMLThread(self._forget)
+        self.thread = NVMLThread(self._forget)
         self._session: nvml.Session | None = None
         self._driver_version: str | None = None
         self._cuda_version: tuple[int, int] | None = None
@@ -179,7 +179,7 @@ class _Host:
 
     def take(self, processes: bool) -> Inventory:
         try:
-            return self._thread.ask(
+            return self.thread.ask(
                 lambda: self._take(processes), _START_S if self._session is None else _ANSWER_S
             )
         except LateError as late:
@@ -187,18 +187,9 @@ class _Host:
 
     def temperatures(self) -> dict[str, int]:
         try:
-            return self._thread.ask(self._temperatures, _ANSWER_S)
+            return self.thread.ask(self._temperatures, _ANSWER_S)
         except LateError:
             return {}
-
-    def close(self) -> None:
-        self._thread.close()
-
-    def before_fork(self) -> None:
-        self._thread.before_fork()
-
-    def after_fork_in_parent(self) -> None:
-        self._thread.after_fork_in_parent()
 
     # In that thread -----------------------------------------------------------------------------------------
 
@@ -310,14 +301,15 @@ def _read(
     # In this order: one that starts in between then counts as used by nobody we know, and not as unused.
     listed = session.processes(handle) if processes else None
     memory = session.memory(handle)
+    total, used, free, reserved = memory or (None,) * 4
     return GPU(
         index=index,
         uuid=uuid,
         name=name,
-        total_bytes=memory.total_bytes if memory else None,
-        used_bytes=memory.used_bytes if memory else None,
-        free_bytes=memory.free_bytes if memory else None,
-        reserved_bytes=memory.reserved_bytes if memory else None,
+        total_bytes=total,
+        used_bytes=used,
+        free_bytes=free,
+        reserved_bytes=reserved,
         utilization_percent=session.utilization_percent(handle),
         processes=None if listed is None else tuple(GPUProcess(*process) for process in listed),
         problem=None if memory else _NO_MEMORY_FIGURES,
@@ -354,12 +346,12 @@ def _host() -> _Host:
 
 def _before_fork() -> None:
     if (host := _hosts.get(os.getpid())) is not None:
-        host.before_fork()
+        host.thread.before_fork()
 
 
 def _after_fork_in_parent() -> None:
     if (host := _hosts.get(os.getpid())) is not None:
-        host.after_fork_in_parent()
+        host.thread.after_fork_in_parent()
 
 
 # A fork can neither use NVML as it finds it nor wait for an answer to a thread that it does not have.

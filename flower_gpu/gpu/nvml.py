@@ -7,11 +7,12 @@ the first :class:`Session`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final, NewType
+from typing import Any, Final, NewType, TypeVar
+
+T = TypeVar("T")
 
 #: A GPU or MIG device as NVML names it to one session. Worthless in another one, or in another process.
 Handle = NewType("Handle", object)
@@ -77,18 +78,9 @@ class QueryError(Exception):
         return self.code in _NOT_TOLD
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Memory of a GPU, in bytes.
-
-    ``used_bytes`` is without ``reserved_bytes``, what the driver keeps. Drivers before 510 tell only the sum:
-    then ``reserved_bytes`` is None.
-    """
-
-    total_bytes: int
-    used_bytes: int
-    free_bytes: int
-    reserved_bytes: int | None
+#: Memory of a GPU in bytes: total, used, free, and what the driver keeps, which is in none of used and free.
+#: Drivers before 510 tell only the sum of used and kept: then that is used, and the last one is None.
+Memory = tuple[int, int, int, int | None]
 
 
 class Session:
@@ -119,19 +111,11 @@ class Session:
 
     def driver_version(self) -> str | None:
         """Return the driver's version, as ``nvidia-smi`` shows it; None where it is not told."""
-        try:
-            return str(self._call("nvmlSystemGetDriverVersion"))
-        except QueryError as problem:
-            _unless_over(problem)
-            return None
+        return self._told(str, "nvmlSystemGetDriverVersion")
 
     def cuda_version(self) -> tuple[int, int] | None:
         """Return the newest CUDA that the driver supports, such as ``(12, 4)``; None where it is not told."""
-        try:
-            number = int(self._call("nvmlSystemGetCudaDriverVersion_v2"))
-        except QueryError as problem:
-            _unless_over(problem)
-            return None
+        number = self._told(int, "nvmlSystemGetCudaDriverVersion_v2") or 0
         return (number // 1000, number % 1000 // 10) if number > 0 else None
 
     def count(self) -> int:
@@ -161,27 +145,15 @@ class Session:
 
     def utilization_percent(self, handle: Handle) -> int | None:
         """Return how much of the last moments a kernel was running; None where that is not told (MIG)."""
-        try:
-            return int(self._call("nvmlDeviceGetUtilizationRates", handle).gpu)
-        except QueryError as problem:
-            _unless_over(problem)
-            return None
+        return self._told(lambda rates: int(rates.gpu), "nvmlDeviceGetUtilizationRates", handle)
 
     def temperature_c(self, handle: Handle) -> int | None:
         """Return how warm it is, in degrees Celsius; None where that is not told."""
-        try:
-            return int(self._call("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU))
-        except QueryError as problem:
-            _unless_over(problem)
-            return None
+        return self._told(int, "nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU)
 
     def persistence_mode(self, handle: Handle) -> bool | None:
         """Tell whether the driver keeps a GPU ready while nobody uses it; None where that is not told."""
-        try:
-            return bool(self._call("nvmlDeviceGetPersistenceMode", handle))
-        except QueryError as problem:
-            _unless_over(problem)
-            return None
+        return self._told(bool, "nvmlDeviceGetPersistenceMode", handle)
 
     def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
         """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
@@ -233,13 +205,17 @@ class Session:
         return None
 
     def _process_name(self, pid: int) -> str:
+        with suppress(UnicodeDecodeError):  # a name may be any bytes
+            return self._told(str, "nvmlSystemGetProcessName", pid) or ""
+        return ""
+
+    def _told(self, make: Callable[[Any], T], function: str, *args: Any) -> T | None:
+        """Return what an answer is made into; None where it is not told."""
         try:
-            return str(self._call("nvmlSystemGetProcessName", pid))
+            return make(self._call(function, *args))
         except QueryError as problem:
             _unless_over(problem)
-        except UnicodeDecodeError:  # a name may be any bytes
-            pass
-        return ""
+            return None
 
     def _call_if_there(self, function: str, *args: Any) -> Any:
         """Call a function that older drivers lack; remember that, since a loaded library gets no new ones."""
@@ -280,7 +256,7 @@ def _pynvml() -> ModuleType:
 
 def _memory(now: Any, reserved_bytes: int | None) -> Memory | None:
     # A driver that knows of no memory at all cannot be right.
-    return Memory(int(now.total), int(now.used), int(now.free), reserved_bytes) if now.total > 0 else None
+    return (int(now.total), int(now.used), int(now.free), reserved_bytes) if now.total > 0 else None
 
 
 def _unless_over(problem: QueryError) -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, RankError
-from flower_gpu.pytorch import group, sharding
+from flower_gpu.pytorch import group
 from flower_gpu.pytorch.device import device, to_device
 from flower_gpu.pytorch.group import rank as rank
 from flower_gpu.pytorch.group import world_size as world_size
@@ -66,12 +66,12 @@ def prepare_model(
     where = device()
     if group.world_size() == 1:
         return to_device(model, where)
-    if isinstance(model, DistributedDataParallel) or sharding.is_sharded(model):
+    if isinstance(model, DistributedDataParallel) or group.is_sharded(model):
         return model  # it is prepared already
     if group.options().sync_batchnorm and where.type == "cuda":  # there is none for the CPU
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     if group.options().strategy == "fsdp":
-        return sharding.sharded(model, where, shard)
+        return group.sharded(model, where, shard)
     to_device(model, where)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model  # nothing to average

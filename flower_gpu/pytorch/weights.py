@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, WeightsError
 from flower_gpu.frameworks import array_checks
-from flower_gpu.pytorch import group, sharding
+from flower_gpu.pytorch import group
 from flower_gpu.pytorch.device import from_numpy
 
 
@@ -214,7 +214,7 @@ def _entries(
     """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
     if isinstance(model, nn.Module):
         model = _own(model)
-        state = sharding.full_state(model) if sharding.is_sharded(model) else model.state_dict()
+        state = group.full_state(model) if group.is_sharded(model) else model.state_dict()
     else:
         state = dict(model)
         if not is_divided and any(hasattr(tensor, "full_tensor") for tensor in state.values()):
@@ -279,8 +279,8 @@ def _load(
     # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
     # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
     # of modules that came with this very dict, or it may take the arrays for an old release's.
-    if sharding.is_sharded(model):
-        sharding.load_full_state(model, tensors)
+    if group.is_sharded(model):
+        group.load_full_state(model, tensors)
         return
     state.update(tensors)
     model.load_state_dict(state, strict=True)

@@ -66,7 +66,7 @@ def answer(command: str, *arguments: str) -> object:
         return in_a_fork()
     if command == "fork-meanwhile":
         taken()
-        with inventory._host()._thread._lock:  # as a thread has it that looks at the GPUs now
+        with inventory._host().thread._lock:  # as a thread has it that looks at the GPUs now
             return in_a_fork()
     if command == "threads":
         return in_threads()

@@ -83,11 +83,9 @@ def nccl_alone() -> dict[str, Any]:
         torch.distributed.all_reduce(value)
         objects = [{"a": 1}]
         torch.distributed.broadcast_object_list(objects, src=0)
-        from flower_gpu.pytorch import sharding
-
         own = model()
         expected = get_weights(own)
-        divided = sharding.sharded(own, device(), ())
+        divided = group.sharded(own, device(), ())
         divided(torch.ones(2, 256, device=device())).sum().backward()
         off = max(float(abs(a - b).max()) for a, b in zip(expected, get_weights(divided), strict=True))
         optimizer = torch.optim.SGD(divided.parameters(), 0.1, momentum=0.9)
@@ -99,7 +97,7 @@ def nccl_alone() -> dict[str, Any]:
             "backend": torch.distributed.get_backend(),
             "sum": value.tolist(),
             "objects": objects,
-            "is_sharded": sharding.is_sharded(divided),
+            "is_sharded": group.is_sharded(divided),
             "off": off,
             "extra": extra,
         }

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 import flower_gpu
 from flower_gpu import distributed
 from flower_gpu.errors import ConfigError, WeightsError
-from flower_gpu.pytorch import group, sharding
+from flower_gpu.pytorch import group
 from flower_gpu.pytorch.distributed import (
     load_checkpoint,
     prepare_loader,
@@ -142,7 +142,7 @@ def parts(weights: list[np.ndarray]) -> dict[str, Any]:
         "of": sum(each.numel() for each in model.parameters()),
         "tied": model.again.weight is model.first.weight,
         "scale": [float(model.scale), float(model.last.scale)],
-        "is_sharded": sharding.is_sharded(model),
+        "is_sharded": group.is_sharded(model),
         "back": again,
         "plus_one": get_weights(model),
     }
