@@ -116,7 +116,7 @@ def _asked(connection: socket) -> Found:
     pid = sockets.peer(connection)[0]
     try:
         sockets.send(connection, {"op": "status"})
-        told = sockets.receive_answer(connection)[0]
+        told = sockets.receive_answer(connection)
     except Gone:
         text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
         return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"

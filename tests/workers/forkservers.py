@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
+import light_servers
 import numpy
 import pytest
 from processes import is_running, wait_until
@@ -35,6 +36,9 @@ PROGRAM = """
 import json, os, sys
 from flower_gpu import run_in_worker
 
+if "LIGHT_SERVERS" in os.environ:
+    import light_servers
+    light_servers.begin()
 names = {"os": os, "sys": sys, "run_in_worker": run_in_worker}
 for line in sys.stdin:
     request = json.loads(line)
@@ -130,12 +134,18 @@ class Client:
 
 
 @contextmanager
-def own_servers(idle_s: float = 60) -> Iterator[Path]:
-    """Let calls of this process and its children use fork servers of their own, in the folder yielded."""
+def own_servers(idle_s: float = 60, *, light: bool = False) -> Iterator[Path]:
+    """Let calls of this process and its children use fork servers of their own, in the folder yielded.
+
+    ``light``: servers without torch.
+    """
     folder = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
     folder.chmod(0o755)  # as a user's own: what is in it is guarded by the servers' folder alone
-    before, client._memory = client._memory, client._Memory()
     with pytest.MonkeyPatch.context() as patch:
+        if light:
+            patch.setenv("LIGHT_SERVERS", "1")
+            patch.setattr(client, "_Memory", light_servers.Memory)
+        patch.setattr(client, "_memory", client._Memory())
         patch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
         patch.setenv("FLOWER_GPU_SERVER_IDLE_S", str(idle_s))
         try:
@@ -143,7 +153,6 @@ def own_servers(idle_s: float = 60) -> Iterator[Path]:
         finally:
             pids = control.stop(wait_s=20)
             leave()
-            client._memory = before
             shutil.rmtree(folder, ignore_errors=True)
     assert not [pid for pid in pids if is_running(pid)]
 

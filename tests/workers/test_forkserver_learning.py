@@ -246,7 +246,7 @@ class TestLibraries:
             learn(caller, library)
             control.stop(wait_s=20)
             if library == "hangs_later":
-                caller.do("from flower_gpu.workers.forkserver import client; client._START_S = 6")
+                caller.do("from flower_gpu.workers.forkserver import program; program._START_S = 6")
             marker.touch()
             try:
                 assert caller.call("tasks_forkserver:loaded_before", library) == [False]

@@ -23,8 +23,7 @@ from processes import is_running, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.workers.forkserver import client, control, sockets
-from flower_gpu.workers.forkserver.messages import write_record
+from flower_gpu.workers.forkserver import client, control, program, sockets
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -38,7 +37,7 @@ FORKSERVER = {"start_method": "forkserver"}
 
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
-    with forkservers.own_servers() as found:
+    with forkservers.own_servers(light=True) as found:
         yield found
 
 
@@ -53,19 +52,19 @@ def connect() -> socket.socket:
     return sockets.connect(only_server().name, 10)
 
 
-def record(**fields: Any) -> int:
+def record(**fields: Any) -> dict[str, Any]:
     inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
-    return write_record({"inherited": inherited, "env": {}, "setup": None, "label": "test", **fields})
+    return {"inherited": inherited, "env": {}, "setup": None, "label": "test", **fields}
 
 
 def raw(data: bytes) -> Callable[[socket.socket], None]:
     return lambda connection: connection.sendall(data)
 
 
-def message(op: object, *descriptors: Callable[[], int]) -> Callable[[socket.socket], None]:
+def message(op: object, *descriptors: Callable[[], int], **fields: Any) -> Callable[[socket.socket], None]:
     def send(connection: socket.socket) -> None:
         opened = [each() for each in descriptors]
-        sockets.send(connection, {"op": op}, opened)
+        sockets.send(connection, {"op": op, **fields}, opened)
         for descriptor in opened:
             os.close(descriptor)
 
@@ -86,6 +85,16 @@ def text() -> int:
     return descriptor
 
 
+def in_file(file: Callable[[], int]) -> Callable[[socket.socket], None]:
+    def send(connection: socket.socket) -> None:
+        opened = file()
+        socket.send_fds(connection, [b'{"in_file": true}'], [opened])
+        os.close(opened)
+
+    return send
+
+
+START = {"name": "0" * 20, "idle_s": 1.0, "without": [], "preload": []}
 GARBAGE = {
     "nothing": raw(b""),
     "bytes": raw(os.urandom(1000)),
@@ -98,21 +107,23 @@ GARBAGE = {
     "a method": message("message"),
     "an attribute": message("signal"),
     "no name": message(7),
-    "open without a record": message("open"),
-    "open with one descriptor": message("open", here),
-    "open with an empty record": message("open", nothing, here),
-    "open with a folder as record": message("open", here, here),
-    "open with text as record": message("open", text, here),
-    "open with an incomplete record": message("open", lambda: write_record({}), here),
-    "open with a list as environment": message("open", lambda: record(inherited=[1, 2]), here),
-    "open with a number as path": message("open", lambda: record(inherited={"environ": {}, "path": 3}), here),
+    "in a file that did not come": raw(b'{"in_file": true}'),
+    "in a folder": in_file(here),
+    "text in a file": in_file(text),
+    "open without a descriptor": message("open", record=record()),
+    "open without a record": message("open", here),
+    "open with text as record": message("open", here, record="text"),
+    "open with an incomplete record": message("open", here, record={}),
+    "open with a list as environment": message("open", here, record=record(inherited=[1, 2])),
+    "open with a number as path": message("open", here, record=record(inherited={"environ": {}, "path": 3})),
     "open with a list in it": message(
-        "open", lambda: record(inherited={"environ": [], "path": [], "umask": 0}), here
+        "open", here, record=record(inherited={"environ": [], "path": [], "umask": 0})
     ),
     "fork without open": message("fork", *[nothing] * 6),
     "reap without fork": message("reap"),
     "preload without anything": message("preload"),
-    "preload of nothing": message("preload", nothing, here, nothing, nothing),
+    "preload of nothing": message("preload", here, nothing, nothing),
+    "preload in nothing": message("preload", here, nothing, nothing, start=START, inherited=[]),
     "many descriptors": message("status", *[nothing] * 200),
 }
 
@@ -149,10 +160,10 @@ class TestGarbage:
         server = call()
         before = settled_descriptors(server)
         with connect_after(call) as connection:
-            message("open", record, here)(connection)
+            message("open", here, record=record())(connection)
             assert answer(connection) == {"fit": True}
             if twice:
-                message("open", record, here)(connection)
+                message("open", here, record=record())(connection)
                 assert answer(connection) is None
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
@@ -163,7 +174,7 @@ class TestGarbage:
         before = settled_descriptors(server)
         with connect_after(call) as connection:
             life, write = os.pipe()
-            message("open", record, here)(connection)
+            message("open", here, record=record())(connection)
             answer(connection)
             files = [lambda: os.dup(life), nothing, text, text, nothing, nothing]
             message("fork", *files)(connection)
@@ -180,7 +191,7 @@ class TestGarbage:
 def answer(connection: socket.socket) -> dict[str, Any] | None:
     """Return the answer to a message; None where the server has closed the connection instead."""
     try:
-        return sockets.receive_answer(connection)[0]
+        return sockets.receive_answer(connection)
     except sockets.Gone:
         return None
 
@@ -302,7 +313,7 @@ class TestOtherUsers:
 
 def test_a_server_that_dies_while_it_starts_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    start = client._start
+    start = program._start
 
     def start_and_kill(*arguments: Any) -> int:
         started.append(start(*arguments))
@@ -310,8 +321,8 @@ def test_a_server_that_dies_while_it_starts_is_started_once_more(monkeypatch: py
             os.killpg(started[0], signal.SIGKILL)
         return started[-1]
 
-    monkeypatch.setattr(client, "_start", start_and_kill)
-    with forkservers.own_servers(), warnings.catch_warnings():
+    monkeypatch.setattr(program, "_start", start_and_kill)
+    with forkservers.own_servers(light=True), warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that workers are spawned
         server = run_in_worker("tasks_forkserver:server", start_method="auto")
         assert server == only_server().pid
@@ -372,7 +383,7 @@ class TestUnsafeFolders:
 
 def test_a_long_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Longer than an address of a socket."""
-    with forkservers.own_servers() as short:
+    with forkservers.own_servers(light=True) as short:
         monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(short / ("long" * 50) / ("longer" * 30)))
         server = call()
         assert until_only(lambda status: status.calls == 1).pid == server

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-from flower_gpu import frameworks
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.options import value_of
-from flower_gpu.workers import state_folder
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver import control, identity, sockets
+from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
-from flower_gpu.workers.forkserver.learning import LearnedFile
-from flower_gpu.workers.forkserver.messages import READY, Start, write_record
-from flower_gpu.workers.forkserver.program import ENVIRONMENT, PROGRAM
 from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.life import allowed_interrupts
 from flower_gpu.workers.worker import Descriptors
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
-_START_S = 300.0  # imports on a busy machine take their time
-_POLL_S = 0.5
 _TRIES = 8
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the libraries are there
 
@@ -59,10 +50,6 @@ def is_supported() -> bool:
     return False
 
 
-class _DiedError(WorkerStartError):
-    """A server has ended while it started, and has not said why."""
-
-
 @dataclass
 class _Kind:
     """What this process has found out about the servers that fit it."""
@@ -72,6 +59,10 @@ class _Kind:
 
     def name(self, environ: Mapping[str, str], more: Any = None) -> str:
         return identity.server_name(environ, self.variables, self.without, more)
+
+    def start(self, name: str, preload: Sequence[Any] = ()) -> dict[str, Any]:
+        idle_s = value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ)
+        return {"name": name, "idle_s": idle_s, "without": sorted(self.without), "preload": preload}
 
 
 class _Memory:
@@ -133,7 +124,7 @@ class ForkedWorker:
 
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
-        return _can_be_read(self._pidfd, 0)
+        return sockets.can_be_read(self._pidfd, 0)
 
     def reap(self) -> int | None:
         """Give its pid back and return the exit status; None where the server is gone that knew it."""
@@ -156,19 +147,22 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     Raises TimeoutError if that took until ``deadline`` (of ``time.monotonic``).
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
-    with _offer(call, inherited) as descriptors:
+    offer = {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
+    folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
         patience = time.monotonic() + LEARN_S
         tries, pause_s = 0, _FIRST_PAUSE_S
         while tries < _TRIES:
             kind = _memory.known_kind()
             kind.without |= call.without
             try:
-                name, connection = _connected(kind, call, inherited, descriptors[1], deadline)
+                name, connection = _connected(kind, call, inherited, folder, deadline)
             except Gone:  # it ended again at once, or hangs
                 tries += 1
                 continue
             now = time.monotonic() > patience
-            answer = _ask_or_end(connection, {"op": "open", "now": now}, descriptors, deadline)
+            message = {"op": "open", "now": now, "record": offer}
+            answer = _ask_or_end(connection, message, [folder], deadline)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return Place(connection)
@@ -180,6 +174,8 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
             tries += 1
             if "variables" in answer:
                 _remember(kind, answer)
+    finally:
+        os.close(folder)
     raise WorkerStartError(
         f"no fork server had what this process needs, after {_TRIES} tries. Use start_method='spawn'"
     )
@@ -200,24 +196,11 @@ def learn(names: Sequence[str], without: frozenset[str] = frozenset(), patience_
         environ = dict(os.environ)
         with (
             suppress(Gone),  # a successor has taken its place just now
-            _connect_or_start(kind.name(environ), kind, environ, patience) as connection,
+            _connect_or_start(kind, environ, patience) as connection,
         ):
             if not ask(connection, {"op": "learn", "names": list(names)})["learning"]:
                 return
         _wait_a_moment(None, _FIRST_PAUSE_S)
-
-
-@contextmanager
-def _offer(call: Call, inherited: Inherited) -> Iterator[tuple[int, int]]:
-    """Yield descriptors of what a server has to know of a call: a record, and the working directory."""
-    with ExitStack() as stack:
-        record = write_record(
-            {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
-        )
-        stack.callback(os.close, record)
-        folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, folder)
-        yield record, folder
 
 
 def _ask_or_end(
@@ -259,16 +242,13 @@ def ask(
     Raises Gone if the server is gone or hangs.
     """
     sockets.send(connection, message, descriptors)
-    if not _can_be_read(connection.fileno(), _SAY_S):
+    if not sockets.can_be_read(connection.fileno(), _SAY_S):
         _log.warning(
             "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
             "or the host has too much to do. It is ended after another %g s, and a new one started",
             *(sockets.peer(connection)[0], _SAY_S, _ANSWER_S),
         )
-    answer, received = sockets.receive_answer(connection, in_line)
-    for descriptor in received:
-        os.close(descriptor)
-    return answer
+    return sockets.receive_answer(connection, in_line)
 
 
 def _remember(kind: _Kind, answer: dict[str, Any]) -> None:
@@ -289,118 +269,42 @@ def _connected(
 ) -> tuple[str, socket.socket]:
     """Connect to a server of this kind, and of the call's preloaded data."""
     environ = inherited.environ
-    name = kind.name(environ)
     if not call.preload:
-        return name, _connect_or_start(name, kind, environ, deadline)
+        return kind.name(environ), _connect_or_start(kind, environ, deadline)
     preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
-    data = kind.name(environ, [preload, inherited.path, os.getcwd()])
-    with suppress(Gone):
-        return data, sockets.connect(data, _ANSWER_S)
-    with sockets.locked(data, deadline) as lock:
-        with suppress(Gone):
-            return data, sockets.connect(data, _ANSWER_S)
-        start = Start(data, value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ), sorted(kind.without), preload)
-        record = write_record({"start": asdict(start), "inherited": asdict(inherited)})
-        try:
-            what = "preload " + ", ".join(function for function, _ in preload)
-            with (
-                _ready(deadline, None, what) as ready,
-                _connect_or_start(name, kind, environ, deadline) as base,
-            ):
-                if not _ask_or_end(base, {"op": "preload"}, [record, folder, ready, lock], deadline):
-                    raise Gone("the server with the libraries has ended")
-        finally:
-            os.close(record)
-    return data, sockets.connect(data, _ANSWER_S)
+    name = kind.name(environ, [preload, inherited.path, os.getcwd()])
+    what = "preload " + ", ".join(function for function, _ in preload)
+
+    def derive(lock: int) -> None:
+        message = {"op": "preload", "start": kind.start(name, preload), "inherited": asdict(inherited)}
+        with (
+            program.said_ready(deadline, None, what) as ready,
+            _connect_or_start(kind, environ, deadline) as base,
+        ):
+            if not _ask_or_end(base, message, [folder, ready, lock], deadline):
+                raise Gone("the server with the libraries has ended")
+
+    return name, _connect_or(derive, name, deadline)
 
 
-def _connect_or_start(
-    name: str, kind: _Kind, environ: Mapping[str, str], deadline: float | None
-) -> socket.socket:
+def _connect_or_start(kind: _Kind, environ: Mapping[str, str], deadline: float | None) -> socket.socket:
+    """Connect to a server with libraries only."""
+    name = kind.name(environ)
+
+    def start(lock: int) -> None:
+        program.start(kind.start(name), environ, deadline, lock)
+
+    return _connect_or(start, name, deadline)
+
+
+def _connect_or(start: Callable[[int], None], name: str, deadline: float | None) -> socket.socket:
     with suppress(Gone):
         return sockets.connect(name, _ANSWER_S)
     with sockets.locked(name, deadline) as lock:
         with suppress(Gone):  # somebody else was first
             return sockets.connect(name, _ANSWER_S)
-        start = Start(name, value_of("FLOWER_GPU_SERVER_IDLE_S", os.environ), sorted(kind.without))
-        learned = LearnedFile(name)
-        for is_last in (False, True):
-            had_learned = learned.exists()
-            try:
-                _start_and_wait(start, environ, deadline, lock)
-                break
-            except WorkerStartError as error:
-                # What an earlier server had learned may have ended it; the next one comes up without. Else
-                # it was killed, for want of memory or by somebody: once more, as the next one may live.
-                if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
-                    raise
+        start(lock)
         return sockets.connect(name, _ANSWER_S)
-
-
-def _start_and_wait(start: Start, environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
-    try:
-        with _ready(deadline, _START_S, "the fork server") as ready:
-            group = _start(start, environ, ready, lock)
-    except WorkerStartError:
-        with suppress(ProcessLookupError):  # it hangs, and holds the right to start one
-            os.killpg(group, signal.SIGKILL)
-        raise
-
-
-def _start(start: Start, variables: Mapping[str, str], ready: int, lock: int) -> int:
-    """Start the program of a fork server, which becomes nobody's child; returns its process group."""
-    record = {"start": asdict(start), "ready": ready, "lock": lock, "detached": False}
-    environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
-    # What of ours a server needs; a run's own variables would mark it as a part of that run.
-    if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
-        environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
-    environ = {**frameworks.UNTOUCHED_CUDA, **environ}
-    program = [sys.executable, *identity.interpreter_flags(), "-c"]
-    with (
-        open(sockets.open_log(start.name), "w") as log,
-        subprocess.Popen(
-            [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**environ, **ENVIRONMENT},
-            pass_fds=(ready, lock),
-            start_new_session=True,
-        ) as process,
-    ):
-        return process.pid
-
-
-@contextmanager
-def _ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator[int]:
-    """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
-
-    Raises WorkerStartError if it says something else, or nothing at all.
-    Raises TimeoutError if it says nothing until ``deadline``.
-    """
-    read, write = os.pipe2(os.O_CLOEXEC)
-    try:
-        try:
-            yield write
-        finally:
-            os.close(write)
-        began = time.monotonic()
-        while not _can_be_read(read, 0):
-            with allowed_interrupts():
-                _can_be_read(read, _POLL_S)
-            now = time.monotonic()
-            if deadline is not None and now > deadline:
-                raise TimeoutError(f"{what} was not ready in time")
-            if limit_s is not None and now - began > limit_s:
-                raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
-        said = os.read(read, 1 << 16)
-        if not said:
-            raise _DiedError(f"{what} could not be started: it ended; its log is in {sockets.folder()}")
-        if said != READY:
-            raise WorkerStartError(f"{what} could not be started: {said.decode(errors='replace')}")
-    finally:
-        os.close(read)
 
 
 def _end_if_it_hangs(connection: socket.socket) -> None:
@@ -417,12 +321,6 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
                 select.select([pidfd], [], [], 5)
         finally:
             os.close(pidfd)
-
-
-def _can_be_read(descriptor: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
 
 
 def _after_fork_in_child() -> None:

@@ -112,7 +112,7 @@ def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
             return None
         with connection, suppress(Gone):  # another server takes its place at this moment
             sockets.send(connection, message)
-            return sockets.receive_answer(connection)[0]
+            return sockets.receive_answer(connection)
     return None
 
 
@@ -157,8 +157,7 @@ class Stays:
                 connection = sockets.connect(name, _STAY_ANSWER_S)
                 try:
                     sockets.send(connection, {"op": "stay"})
-                    for descriptor in sockets.receive_answer(connection)[1]:
-                        os.close(descriptor)
+                    sockets.receive_answer(connection)
                 except Gone:
                     connection.close()
                 else:

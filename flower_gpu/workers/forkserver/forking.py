@@ -6,13 +6,58 @@ import gc
 import os
 import selectors
 import signal
+import socket
 from collections.abc import Callable, Set
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import adopt_orphans, children, end_adopted
 from flower_gpu.workers.native import huge_page_regions
+
+_MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
+
+#: What a server that can be connected to writes to the process that started it; anything else is an error.
+READY = b"ready"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a fork server was asked for."""
+
+    name: str  # its socket's name
+    idle_s: float  # seconds after which it ends when nobody uses it
+    without: list[str]  # libraries that it must not have
+    # Functions of the user's to call once, with their keyword arguments
+    preload: list[Any] = field(default_factory=list)
+
+
+def describe(error: BaseException) -> bytes:
+    """Return the text of an error for the process that wanted the server."""
+    return f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_TEXT]
+
+
+@dataclass
+class Session:
+    """One connection: a call, or a process that says it may have more of them."""
+
+    connection: socket.socket  # to the caller
+    caller: int  # the process at its other end
+    # What the caller wants; empty before it has said so
+    record: dict[str, Any] = field(default_factory=dict)
+    folder: int = -1  # descriptor of the caller's working directory, or -1
+    pid: int = -1  # the worker, or -1
+    imported: int = -1  # memory file in which the worker tells what it had to import, or -1
+    stays: bool = False  # whether this is no call, but a process that may have some
+
+    def close(self) -> None:
+        """Let go of all descriptors."""
+        self.connection.close()
+        for descriptor in {self.folder, self.imported} - {-1}:
+            os.close(descriptor)
+        self.folder = self.imported = -1
 
 
 class Loop:

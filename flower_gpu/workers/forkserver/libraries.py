@@ -1,24 +1,34 @@
-"""Importing libraries into a fork server, under watch: a fork must be able to do what a fresh process can."""
+"""The libraries of a process that forks workers: imported under watch, and learned from what workers report.
+
+A fork must be able to do what a fresh process can: so none that starts CUDA or a thread stays there.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import (
     ExtensionFileLoader,
     ModuleSpec,
+    PathFinder,
     SourceFileLoader,
     SourcelessFileLoader,
 )
+from itertools import islice
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flower_gpu import frameworks
+from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers.call import Preload, run_preload
+from flower_gpu.workers.forkserver import identity, sockets
+from flower_gpu.workers.forkserver.fitness import EnvironmentUse
 from flower_gpu.workers.native import initialized_cuda_devices
 
 #: Imported by every fork server, as far as they are installed.
@@ -72,15 +82,6 @@ def import_all(names: Iterable[str]) -> None:
         for name in names:
             with suppress(ImportError, AttributeError):
                 import_module(name)
-
-
-def import_always(without: Iterable[str]) -> None:
-    """Import what nearly every worker needs, as far as it is installed.
-
-    Raises UnfitLibraryError if one of them initialised CUDA, or started a thread.
-    """
-    excluded = set(without)
-    import_all(name for name in ALWAYS if name.partition(".")[0] not in excluded)
 
 
 def preload_on_cpu(functions: Preload) -> None:
@@ -167,3 +168,140 @@ def _watched() -> Iterator[None]:
         watch.check()
     finally:
         sys.meta_path.remove(watch)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A fork that imports libraries: its process, where it tells how that went, what, and how long it may."""
+
+    pid: int
+    report: int
+    names: list[str]
+    deadline: float
+
+
+def learned_file(name: str) -> Path:
+    """Return the file with the libraries that workers of a fork server needed, for the next of this name."""
+    return sockets.folder() / f"{name}.libraries"
+
+
+def imported_since(count: int, folders: Sequence[str]) -> list[str]:
+    """Return the modules of installed packages that were imported since, in their order."""
+    prefixes = tuple(os.path.join(folder, "") for folder in folders)
+    # Only the last ones: in a fork each object that is looked at is a page to be copied.
+    last = list(islice(reversed(sys.modules), max(0, len(sys.modules) - count)))
+    found = []
+    for name in reversed(last):
+        spec = getattr(sys.modules[name], "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        # By its own name and from a file: not what libraries put into sys.modules by hand.
+        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(prefixes):
+            found.append(name)
+    return found
+
+
+def is_installed(name: str, folders: Sequence[str]) -> bool:
+    """Tell whether a module is one of an installed package; nothing is imported."""
+    with suppress(ValueError, ImportError):
+        return PathFinder.find_spec(name.partition(".")[0], folders) is not None
+    return False
+
+
+#: Of the memory file in which a worker writes what it had to import.
+REPORT_NAME = "flower-gpu-imported"
+
+
+class Learning:
+    """Collects what workers had to import, and what of it the server ``name`` has by now.
+
+    ``use``: notes which environment variables libraries use.
+    ``without``: libraries that it must not have.
+    ``running``: the fork that is importing something right now.
+    """
+
+    def __init__(self, name: str, use: EnvironmentUse, without: Sequence[str]) -> None:
+        self.running: Growth | None = None
+        self.refused: set[str] = set()
+        self._without = without
+        self._use = use
+        self._file = learned_file(name)
+        self._folders = identity.installed_folders(sys.path)
+        self._learned: list[str] = []
+        self._tried: set[str] = set()
+        self._reported: list[str] = []
+        self._reporters: set[int] = set()
+
+    def libraries(self) -> list[str]:
+        """Return the names of the libraries that were learned."""
+        return sorted({name.partition(".")[0] for name in self._learned})
+
+    def begin(self) -> None:
+        """Import what every server has, and what an earlier one has learned.
+
+        Raises Exception where that cannot be: the next one comes up without what was learned, also after an
+        end of this process.
+        """
+        names: list[str] = []
+        with self._use.noted():
+            import_all(name for name in ALWAYS if name.partition(".")[0] not in self._without)
+            with suppress(OSError, ValueError):
+                names = [name for name in json.loads(self._file.read_text()) if isinstance(name, str)]
+                self._file.unlink()
+            import_all(names)
+        self._take_over(names)
+
+    def report(self, count: int, report: int) -> None:
+        """Write down, in a worker, what it had to import since there were ``count`` modules.
+
+        In the place of what it has written before.
+        """
+        with suppress(OSError):  # the task has closed all descriptors
+            if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
+                return  # and has opened a file of its own
+            data = json.dumps(imported_since(count, self._folders)).encode()
+            os.pwrite(report, data, 0)
+            os.ftruncate(report, len(data))
+
+    def take(self, report: int, caller: int) -> None:
+        """Read what a worker of the process ``caller`` has written down."""
+        if size := os.fstat(report).st_size:
+            with suppress(ValueError):  # it was killed while writing
+                self._note(json.loads(os.pread(report, size, 0)), caller)
+
+    def ask(self, names: Sequence[str], caller: int) -> None:
+        """Note what workers of the process ``caller`` are about to import; only installed libraries count."""
+        self._note([name for name in names if is_installed(name, self._folders)], caller)
+
+    def _note(self, names: Sequence[str], caller: int) -> None:
+        self._reported = list(dict.fromkeys([*self._reported, *names]))
+        self._reporters.add(caller)
+
+    def wanted(self) -> list[str]:
+        """Return the modules that should be imported, in their order: each is tried once."""
+        avoid = {*self.refused, *self._without}
+        return [
+            name
+            for name in self._reported
+            if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
+        ]
+
+    def is_worth_waiting(self, caller: int) -> bool:
+        """Tell whether the next worker of this process would import what is being imported right now."""
+        return self.running is not None and caller in self._reporters
+
+    def learn(self, names: list[str]) -> None:
+        """Import modules, in a fork of the server.
+
+        Raises UnfitLibraryError if a fork could not undo what one of them did.
+        """
+        with self._use.noted():
+            import_all(names)
+        self._take_over([*self._learned, *(name for name in names if name in sys.modules)])
+        self._tried |= set(names)
+        self._reported, self._reporters = [], set()
+
+    def _take_over(self, names: list[str]) -> None:
+        self._learned = names
+        self._tried |= set(names)
+        with suppress(OSError), files.replaced(self._file) as new:
+            new.write_text(json.dumps(names))

@@ -18,7 +18,7 @@ from flower_gpu.workers import methods as start
 from flower_gpu.workers import outcomes, transport
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.events import Sink
-from flower_gpu.workers.forkserver import messages, sockets
+from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.run_server import RunServer, ServerProcess, close_socket
 from flower_gpu.workers.life import close_life_end, life_pipe
 from flower_gpu.workers.methods import OF_RUN
@@ -85,7 +85,7 @@ class Watch:
                 self._process.kill()
                 raise sockets.Gone("the process that forks workers was stopped, or hung, and was ended")
             if self._connection.fileno() in ready:  # first: it may have said how it ended
-                self._on_message(*messages.receive(self._connection))
+                self._on_message(*sockets.receive(self._connection))
             elif self._process.connection.fileno() in ready:
                 raise sockets.Gone("the process that forks workers has ended")
 
@@ -220,8 +220,8 @@ class Line:
         self._calls = 0
         self._connection.settimeout(_EXIT_GRACE_S)
         try:
-            messages.send(self._connection, {"leave": True})
-            while (message := messages.receive(self._connection)[0]).get("event") != "exited":
+            sockets.send(self._connection, {"leave": True})
+            while (message := sockets.receive(self._connection)[0]).get("event") != "exited":
                 pass
         except sockets.Gone:  # or it takes too long to leave
             self.close()
@@ -281,7 +281,7 @@ class Line:
                     Stream(self._stdout, echo(sys.stdout, watch.tail)),
                     Stream(self._stderr, echo(sys.stderr, watch.tail)),
                 ]
-                messages.send(self._connection, message, descriptors)
+                sockets.send(self._connection, message, descriptors)
                 watch.until(None if timeout_s is None else time.monotonic() + timeout_s, streams)
                 break
             except sockets.Gone as error:  # the run's fork server has ended, and its workers with it

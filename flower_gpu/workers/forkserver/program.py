@@ -1,4 +1,4 @@
-"""The program that becomes a fork server."""
+"""The program that becomes the host's fork server, and how a caller starts it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from flower_gpu import frameworks
+from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.workers import socket_folder
-from flower_gpu.workers.forkserver import learning, libraries, sockets
+from flower_gpu.workers import socket_folder, state_folder
+from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
+from flower_gpu.workers.forkserver.forking import READY, Start, describe
 from flower_gpu.workers.forkserver.identity import LIMITS, SHAPING_LIMITS
-from flower_gpu.workers.forkserver.learning import Learning
-from flower_gpu.workers.forkserver.messages import Start, describe
+from flower_gpu.workers.forkserver.libraries import Learning, learned_file
 from flower_gpu.workers.forkserver.server import Server
-from flower_gpu.workers.life import explained
+from flower_gpu.workers.life import allowed_interrupts, explained
+
+_START_S = 300.0  # imports on a busy machine take their time
+_POLL_S = 0.5
 
 #: Its text; ``path`` is what ``sys.path`` is set to.
 PROGRAM = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.forkserver.program import main; main()"
@@ -28,12 +35,95 @@ PROGRAM = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.forkserve
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
+class _DiedError(WorkerStartError):
+    """A server has ended while it started, and has not said why."""
+
+
+def start(wanted: Mapping[str, Any], environ: Mapping[str, str], deadline: float | None, lock: int) -> None:
+    """Start a fork server, and wait until it is ready; ``lock`` is the right to do so.
+
+    ``wanted``: what becomes its :class:`~flower_gpu.workers.forkserver.forking.Start`.
+
+    Raises WorkerStartError if it could not be started.
+    """
+    learned = learned_file(wanted["name"])
+    for is_last in (False, True):
+        had_learned = learned.exists()
+        try:
+            with said_ready(deadline, _START_S, "the fork server") as ready:
+                group = _start(wanted, environ, ready, lock)
+            return
+        except WorkerStartError as error:
+            with suppress(ProcessLookupError):  # it hangs, and holds the right to start one
+                os.killpg(group, signal.SIGKILL)
+            # What an earlier server had learned may have ended it; the next one comes up without. Else
+            # it was killed, for want of memory or by somebody: once more, as the next one may live.
+            if is_last or not (isinstance(error, _DiedError) or (had_learned and not learned.exists())):
+                raise
+
+
+def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, lock: int) -> int:
+    """Start the program of a fork server, which becomes nobody's child; returns its process group."""
+    record = {"start": wanted, "ready": ready, "lock": lock}
+    environ = {name: value for name, value in variables.items() if not name.startswith("FLOWER_GPU_")}
+    # What of ours a server needs; a run's own variables would mark it as a part of that run.
+    if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
+        environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
+    environ = {**frameworks.UNTOUCHED_CUDA, **environ}
+    program = [sys.executable, *identity.interpreter_flags(), "-c"]
+    with (
+        open(sockets.open_log(wanted["name"]), "w") as log,
+        subprocess.Popen(
+            [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**environ, **ENVIRONMENT},
+            pass_fds=(ready, lock),
+            start_new_session=True,
+        ) as process,
+    ):
+        return process.pid
+
+
+@contextmanager
+def said_ready(deadline: float | None, limit_s: float | None, what: str) -> Iterator[int]:
+    """Yield a descriptor for the new server to write to, then wait until it has said that it is ready.
+
+    Raises WorkerStartError if it says something else, or nothing at all.
+    Raises TimeoutError if it says nothing until ``deadline``.
+    """
+    read, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            yield write
+        finally:
+            os.close(write)
+        began = time.monotonic()
+        while not sockets.can_be_read(read, 0):
+            with allowed_interrupts():
+                sockets.can_be_read(read, _POLL_S)
+            now = time.monotonic()
+            if deadline is not None and now > deadline:
+                raise TimeoutError(f"{what} was not ready in time")
+            if limit_s is not None and now - began > limit_s:
+                raise WorkerStartError(f"{what} was not ready after {limit_s:g} s")
+        said = os.read(read, 1 << 16)
+        if not said:
+            raise _DiedError(f"{what} could not be started: it ended; its log is in {sockets.folder()}")
+        if said != READY:
+            raise WorkerStartError(f"{what} could not be started: {said.decode(errors='replace')}")
+    finally:
+        os.close(read)
+
+
 def main() -> NoReturn:
     """Become the fork server that the first argument (JSON) describes."""
     record = json.loads(sys.argv[1])
     ready, lock = record["ready"], record["lock"]
     try:
-        if not record["detached"] and os.fork():
+        if os.fork():
             os._exit(0)  # so that no caller has to reap it
     except OSError as error:
         os.write(ready, explained(error).encode())
@@ -42,7 +132,14 @@ def main() -> NoReturn:
         os.set_inheritable(descriptor, False)
     _leave_limits_of_starter()
     try:
-        _make(Start(**record["start"]), record).run(ready, lock)
+        wanted, use = Start(**record["start"]), EnvironmentUse()
+        learning = Learning(wanted.name, use, wanted.without)
+        cuda_answers.ask_nvml()
+        learning.begin()
+        sockets.remove_old_files()
+        socket_folder.remove_left()
+        frameworks.use_one_thread()
+        Server(wanted, use, learning).run(ready, lock)
     except BaseException as error:
         with suppress(OSError):  # it has been ready
             os.write(ready, describe(error))
@@ -60,27 +157,3 @@ def _leave_limits_of_starter() -> None:
         with suppress(OSError, ValueError):
             hard = resource.getrlimit(number)[1]
             resource.setrlimit(number, (hard, hard))
-
-
-def _make(start: Start, record: dict[str, Any]) -> Server:
-    learned = learning.LearnedFile(start.name)
-    use = EnvironmentUse()
-    cuda_answers.ask_nvml()
-    try:
-        with use.noted():
-            libraries.import_always(start.without)
-            learned.take()
-            libraries.import_all(learned.names)
-    except Exception as error:
-        if not learned.names:  # it would end the next attempt as well
-            raise
-        print(f"starting again without what was learned: {error}", file=sys.stderr, flush=True)
-        for descriptor in (record["ready"], record["lock"]):
-            os.set_inheritable(descriptor, True)
-        arguments = [*sys.orig_argv[:-1], json.dumps({**record, "detached": True})]
-        os.execv(sys.executable, arguments)
-    learned.write(learned.names)
-    sockets.remove_old_files()
-    socket_folder.remove_left()
-    frameworks.use_one_thread()
-    return Server(start, use, Learning(use, learned, start.without))

@@ -20,7 +20,7 @@ from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import call, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
-from flower_gpu.workers.forkserver import identity, learning, libraries, messages, sockets
+from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver import run_worker as worker
 from flower_gpu.workers.forkserver.forking import Loop
 from flower_gpu.workers.life import explained
@@ -65,7 +65,7 @@ def serve(
                     "device in a function instead",
                     file=sys.stderr,
                 )
-            messages.send(connection, {"unfit": error.libraries})
+            sockets.send(connection, {"unfit": error.libraries})
             return
         except (Exception, SystemExit):  # the worker that imports it will tell
             continue
@@ -81,7 +81,7 @@ def _connected() -> socket.socket:
     # That itself is open in the caller, too, and maybe in forks of it: nobody would see it close.
     connection, callers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with callers, socket.socket(fileno=child.held()) as left:
-        messages.send(left, {"connection": True}, [callers.fileno()])
+        sockets.send(left, {"connection": True}, [callers.fileno()])
     child.keep_for_caller(-1)
     return connection
 
@@ -124,7 +124,7 @@ class _RunServer:
         self._modules = len(sys.modules)
         for address in self._loop.settle():
             collapse(address)
-        messages.send(self._connection, {"ready": os.getpid()})
+        sockets.send(self._connection, {"ready": os.getpid()})
         try:
             while self._lines or not self._is_draining:
                 for key, _ in self._selector.select(_TICK_S if self._ended else None):
@@ -136,7 +136,7 @@ class _RunServer:
             self._end_all()
 
     def _on_message(self) -> None:
-        message, descriptors = messages.receive(self._connection)
+        message, descriptors = sockets.receive(self._connection)
         if "line" in message:
             line, *others = descriptors
             connection = socket.socket(fileno=line)
@@ -169,9 +169,9 @@ class _RunServer:
             line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
         except OSError as error:
             with suppress(sockets.Gone):
-                for descriptor in messages.receive(line.connection)[1]:
+                for descriptor in sockets.receive(line.connection)[1]:
                     os.close(descriptor)
-                messages.send(line.connection, {"event": "no_worker", "error": explained(error)})
+                sockets.send(line.connection, {"event": "no_worker", "error": explained(error)})
             self._watch(line)
 
     def _work(self, line: _Line) -> None:
@@ -185,7 +185,7 @@ class _RunServer:
                 other.connection.close()
                 for descriptor in other.descriptors()[1:]:
                     os.close(descriptor)
-        imported = partial(learning.imported_since, self._modules, self._folders)
+        imported = partial(libraries.imported_since, self._modules, self._folders)
         lives = (line.life, self._life)
         worker.work(line.connection, line.stdout, line.stderr, lives, self._life_end, imported)
 
@@ -228,7 +228,7 @@ class _RunServer:
             socket_folder.remove(line.pid)
             line.pid = -1
             try:
-                messages.send(line.connection, event)
+                sockets.send(line.connection, event)
                 self._watch(line)
             except sockets.Gone:
                 self._forget(line)

@@ -18,7 +18,7 @@ from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
 from flower_gpu.workers import caller as one_call
 from flower_gpu.workers import socket_folder
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver import client, messages, sockets
+from flower_gpu.workers.forkserver import client, sockets
 from flower_gpu.workers.methods import FORKSERVER, StartMethod
 
 _PROGRAM = "flower_gpu.workers.forkserver.run_program:serve"
@@ -96,7 +96,7 @@ class ServerProcess:
             self.connection = self._accepted(ours)
         try:
             self.connection.settimeout(_START_S)
-            said, _ = messages.receive(self.connection)
+            said, _ = sockets.receive(self.connection)
         except sockets.Gone as error:
             self.close()
             raise self._error(str(error)) from error
@@ -170,14 +170,14 @@ class ServerProcess:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             with suppress(sockets.Gone):
-                return socket.socket(fileno=messages.receive(ours)[1][0])
+                return socket.socket(fileno=sockets.receive(ours)[1][0])
             if not self._thread.is_alive():
                 raise self._error("it ended at once")
         raise WorkerStartError(f"no fork server after {_START_S:g} s")
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         with self._lock:
-            messages.send(self.connection, message, descriptors)
+            sockets.send(self.connection, message, descriptors)
 
     def _error(self, text: str) -> BaseException:
         self._thread.join(_END_S)

@@ -16,7 +16,7 @@ from typing import Any
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import events, life, socket_folder, transport
 from flower_gpu.workers import worker as child
-from flower_gpu.workers.forkserver import messages, sockets
+from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import adopt_orphans
 
 # Set by a task that leaves this process in a state that other tasks do not expect.
@@ -70,7 +70,7 @@ def work(
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Without a lock: each message is sent as a whole, and a child that the task forks could find it taken.
-    send = partial(messages.send, line)
+    send = partial(sockets.send, line)
     told: list[str] = []
 
     def tell_imported() -> None:
@@ -88,7 +88,7 @@ def work(
             if not line.recv(1, socket.MSG_PEEK):
                 break
             send({"event": "started", "pid": os.getpid()})
-            message, descriptors = messages.receive(line)
+            message, descriptors = sockets.receive(line)
         except (sockets.Gone, OSError):
             break
         if "leave" in message:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,10 +30,9 @@ from flower_gpu.workers import (
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
-from flower_gpu.workers.forkserver.forking import Loop
+from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, describe
 from flower_gpu.workers.forkserver.identity import Inherited
-from flower_gpu.workers.forkserver.learning import REPORT_NAME, Growth, Learning
-from flower_gpu.workers.forkserver.messages import READY, Session, Start, describe, read_record
+from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
 from flower_gpu.workers.native import collapse, release_openmp_threads
 
@@ -171,7 +170,7 @@ class Server:
         if session.folder >= 0:
             raise ValueError("open twice")
         session.folder = descriptors.pop()
-        session.record = read_record(descriptors[0])
+        session.record = message["record"]
         if libraries.cuda_is_touched():
             self._drain()
             return {"unfit": "CUDA was initialised in it"}
@@ -252,24 +251,25 @@ class Server:
     def _on_preload(
         self, session: Session, message: Mapping[str, Any], descriptors: list[int]
     ) -> dict[str, Any]:
-        """Fork a server that calls the user's functions; it has the libraries of this server."""
-        record = read_record(descriptors[0])
-        folder, ready, lock = descriptors[1:4]
-        release_openmp_threads()
-        pid = os.fork()
-        if pid == 0:
+        """Derive a server that calls the user's functions."""
+        folder, ready, lock = descriptors
+        start, inherited = Start(**message["start"]), Inherited(**message["inherited"])
+
+        def begin() -> None:
+            inherited.apply(folder)
+            os.close(folder)
+            self._start, self._began, self._calls = start, time.time(), 0
             try:
-                self._leave_parent({folder, ready, lock})
-                os.setsid()
-                Inherited(**record["inherited"]).apply(folder)
-                os.close(folder)
-                self._become_preloaded(Start(**record["start"]), ready, lock)
-            except BaseException:
+                with self._use.noted():
+                    libraries.preload_on_cpu(start.preload)
+            except BaseException as error:
                 traceback.print_exc()
-            finally:
-                os._exit(1)
-        self._orphans.add(pid)
-        return {"pid": pid}
+                os.write(ready, describe(error))
+                return
+            self._files.note(identity.server_path())
+            self.run(ready, lock)
+
+        return {"pid": self._derive({folder, ready, lock}, begin)}
 
     # Workers
 
@@ -315,7 +315,7 @@ class Server:
         workers = {session.pid for session in self._sessions.values()} | self._orphans
         return self._loop.end_left(workers)
 
-    def _leave_parent(self, keep: set[int]) -> None:
+    def _leave_parent(self, keep: Set[int]) -> None:
         """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""
         self._loop.leave()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -333,56 +333,61 @@ class Server:
         self._sessions.clear()
         self._orphans.clear()
 
-    # Growth: a fork imports what workers had to import, and takes this server's place if that did no harm
+    # Servers that are derived from this one: they have its libraries
+
+    def _derive(self, keep: Set[int], begin: Callable[[], None]) -> int:
+        """Fork a server, which keeps some descriptors; ``begin`` serves there. Returns its process id."""
+        release_openmp_threads()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._leave_parent(keep)
+                os.setsid()
+                gc.unfreeze()
+                begin()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        self._orphans.add(pid)
+        return pid
+
+    # Growth: one imports what workers had to import, and takes this server's place if that did no harm
 
     def _grow(self) -> None:
         names = self._learning.wanted()
         if not names or self._learning.running is not None or self._draining:
             return
         report, write = os.pipe2(os.O_CLOEXEC)
-        release_openmp_threads()
-        parent = os.getpid()
+        parent, listener = os.getpid(), self._listener
+        callers = {fd: session.caller for fd, session in self._sessions.items() if session.stays}
+
+        def begin() -> None:
+            end_with_parent(parent)  # it holds the listening socket, but does not answer yet
+            os.close(report)
+            try:
+                self._learning.learn(names)
+            except libraries.UnfitLibraryError as error:
+                print(f"not imported any more: {error}", file=sys.stderr, flush=True)
+                os.write(write, json.dumps(error.libraries).encode())
+                return
+            for fd, caller in callers.items():
+                self._sessions[fd] = Session(socket.socket(fileno=fd), caller, stays=True)
+            self.open(listener)
+            end_with_parent(None)
+            os.write(write, b"null")
+            os.close(write)
+            self.serve()
+
         try:
-            pid = os.fork()
+            pid = self._derive({listener.fileno(), write, *callers}, begin)
         except OSError:  # no more processes now: after another worker
             os.close(report)
-            os.close(write)
             return
-        if pid == 0:
-            try:
-                end_with_parent(parent)  # it holds the listening socket, but does not answer yet
-                os.close(report)
-                self._be_successor(names, write)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        os.close(write)
-        self._orphans.add(pid)
+        finally:
+            os.close(write)
         self._learning.running = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
-
-    def _be_successor(self, names: list[str], report: int) -> None:
-        listener, stays = self._listener, [other for other in self._sessions.values() if other.stays]
-        connections = {other.connection.fileno(): other for other in stays}
-        self._leave_parent({listener.fileno(), report, *connections})
-        os.setsid()
-        gc.unfreeze()
-        try:
-            self._learning.learn(names)
-        except libraries.UnfitLibraryError as error:
-            print(f"not imported any more: {error}", file=sys.stderr, flush=True)
-            os.write(report, json.dumps(error.libraries).encode())
-            return
-        for descriptor in connections:
-            session = Session(socket.socket(fileno=descriptor), connections[descriptor].caller, stays=True)
-            self._sessions[descriptor] = session
-        self.open(listener)
-        end_with_parent(None)
-        os.write(report, b"null")
-        os.close(report)
-        self.serve()
-        os._exit(0)
 
     def _end_growth(self) -> None:
         growth = self._learning.running
@@ -397,43 +402,21 @@ class Server:
         os.close(growth.report)
         refused = json.loads(data) if data else [name.partition(".")[0] for name in growth.names]
         if refused is None:
-            self._hand_over()
+            self._drain(has_successor=True)
         else:
             self._learning.refused |= set(refused)
             self._grow()
 
-    def _hand_over(self) -> None:
-        """Leave socket and clients to the successor; only finish what is running."""
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        for session in [other for other in self._sessions.values() if other.stays]:
-            self._forget(session)
-        self._draining = True
-
-    def _drain(self) -> None:
-        """Take no more calls; end with the last running worker."""
+    def _drain(self, *, has_successor: bool = False) -> None:
+        """Take no more calls; end with the last running worker. A successor has socket and clients."""
         if self._draining:
             return
         self._draining = True
         self._end_growth()
         self._selector.unregister(self._listener)
         self._listener.close()
-        sockets.remove(self._start.name, self._socket_file)
-
-    # A server of a user's data
-
-    def _become_preloaded(self, start: Start, ready: int, lock: int) -> None:
-        self._start = start
-        self._began = time.time()
-        self._calls = 0
-        gc.unfreeze()
-        try:
-            with self._use.noted():
-                libraries.preload_on_cpu(start.preload)
-        except BaseException as error:
-            traceback.print_exc()
-            os.write(ready, describe(error))
+        if not has_successor:
+            sockets.remove(self._start.name, self._socket_file)
             return
-        self._files.note(identity.server_path())
-        self.run(ready, lock)
-        os._exit(0)
+        for session in [other for other in self._sessions.values() if other.stays]:
+            self._forget(session)

@@ -1,4 +1,4 @@
-"""Where fork servers are found: Unix sockets in a folder that only this user can enter."""
+"""How fork servers are found and spoken to: Unix sockets in a folder that only this user can enter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.life import allowed_interrupts
 
-#: Largest message; what may be larger travels in a memory file.
-_MAX_MESSAGE = 65536
+_MAX_MESSAGE = 65536  # bytes
+_MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long
+_MAX_FILE = 1 << 26
+_IN_FILE = {"in_file": True}
 _MAX_DESCRIPTORS = 16
 #: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
 QUEUE = 4096
@@ -215,16 +217,33 @@ def is_closed(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message, with descriptors for the other end.
+def can_be_read(descriptor: int, timeout_s: float) -> bool:
+    """Wait for something to read, or the other end's end."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Send one message, with descriptors for the other end; what JSON has not becomes text.
 
     Raises Gone if the other end has closed, or takes nothing.
     """
-    send_bytes(connection, json.dumps(message).encode(), descriptors)
+    data = json.dumps(message, default=str).encode()
+    if len(data) <= _MAX_PACKET:
+        _send_packet(connection, data, descriptors)
+        return
+    file = os.memfd_create("flower-gpu-message", os.MFD_CLOEXEC)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
+        _send_packet(connection, json.dumps(_IN_FILE).encode(), [*descriptors, file])
+    finally:
+        os.close(file)
 
 
-def send_bytes(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:
-    """Send a message that is JSON already; see :func:`send`."""
+def _send_packet(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
     try:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         connection.sendmsg([data], rights if descriptors else [])
@@ -248,18 +267,28 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
     try:
         message = json.loads(data)
+        if message == _IN_FILE:
+            message = json.loads(_content(descriptors.pop()))
         if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError
-    except ValueError:
+    except (ValueError, IndexError, OSError, RecursionError):
         for descriptor in descriptors:
             os.close(descriptor)
         raise Gone("the connection was closed" if not data else "not a message") from None
     return message, list(descriptors)
 
 
-def receive_answer(
-    connection: socket.socket, in_line: Callable[[], None] = lambda: None
-) -> tuple[dict[str, Any], list[int]]:
+def _content(file: int) -> bytes:
+    try:
+        size = os.fstat(file).st_size
+        if size > _MAX_FILE:
+            raise ValueError(f"a message of {size} bytes")
+        return os.pread(file, size, 0)
+    finally:
+        os.close(file)
+
+
+def receive_answer(connection: socket.socket, in_line: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Wait for the answer to a message, however many others the server answers before.
 
     ``in_line``: is called now and then while others have their turn; may raise.
@@ -267,8 +296,10 @@ def receive_answer(
     """
     while True:
         message, descriptors = receive(connection)
+        for descriptor in descriptors:
+            os.close(descriptor)
         if message != BUSY:
-            return message, descriptors
+            return message
         in_line()
 
 
