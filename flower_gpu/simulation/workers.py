@@ -107,7 +107,6 @@ def run_server_settings(
         env=threads.environment(planned_threads(env), env),
         setup=threads.SETUP,
         modules=(*_OURS, *libraries),
-        seeds=False,  # each message has a seed
         without=without,
         preload=settings.worker.preload,
     )

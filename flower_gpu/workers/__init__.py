@@ -23,5 +23,5 @@
 
 A simulation has thousands of short calls. A fork server of its own forks its workers (forkserver/run_server
 and run_program; it is itself a fork of the host's). Each worker reads one call after the other from a line
-(forkserver/line and run_worker).
+(forkserver/line).
 """

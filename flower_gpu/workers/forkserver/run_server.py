@@ -40,8 +40,6 @@ class RunServerSettings:
     env: Mapping[str, str] = field(default_factory=dict)  # environment variables that all its workers have
     setup: str | None = None  # as of a :class:`~flower_gpu.workers.call.Call`
     modules: Sequence[str] = ()  # libraries that it imports before the first fork
-    rehearsal: str | None = None  # as for :func:`flower_gpu.workers.forkserver.run_program.serve`
-    seeds: bool = True  # as there
     # Top-level names of libraries that its workers have no use for, which makes forks of it cheaper
     without: frozenset[str] = frozenset()
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()  # as of a call
@@ -77,8 +75,6 @@ class ServerProcess:
             (settings.name,),
             {
                 "modules": list(settings.modules),
-                "rehearsal": settings.rehearsal,
-                "seeds": settings.seeds,
                 "meanwhile": list(meanwhile),
             },
             env={**settings.env, **meanwhile},
@@ -299,7 +295,7 @@ class RunServer:
         except WorkerDiedError:
             if not self._settings.modules:
                 raise
-        self._settings = replace(self._settings, modules=(), rehearsal=None)
+        self._settings = replace(self._settings, modules=())
         return self._started(self._settings)
 
     def _started(self, settings: RunServerSettings) -> ServerProcess:
