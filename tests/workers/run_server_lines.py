@@ -18,7 +18,8 @@ from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSetting
 class Caller:
     """One who has calls run on lines of a run's fork server."""
 
-    def __init__(self, start_method: str = "spawn", **settings: Any) -> None:
+    def __init__(self, start_method: str = "forkserver", **settings: Any) -> None:
+        settings.setdefault("without", frozenset({"torch"}))  # importing it takes seconds
         self.server = RunServer(RunServerSettings("a test", methods.named(start_method), **settings))
         self.lines: list[Line] = []
         #: Every worker that was seen, in order.

@@ -164,7 +164,7 @@ def test_one_server_before_and_after_bytecode_is_written(tmp_path: Path) -> None
     site = forkservers.site_packages(tmp_path / "venv")
     (site / "single.py").write_text("VALUE = 1\n")
     writing = {"PYTHONDONTWRITEBYTECODE": ""}
-    with forkservers.own_servers(), Client(python, writing) as first:
+    with forkservers.own_servers(light=True), Client(python, writing) as first:
         first.call("tasks_forkserver:server")
         name_before = only_server().name
         assert first.call("tasks_forkserver:attribute", "single", "VALUE")[0] == 1

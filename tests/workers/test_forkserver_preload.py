@@ -84,7 +84,7 @@ def private_mb():
 
 @pytest.fixture(scope="module", autouse=True)
 def state() -> Iterator[Path]:
-    with forkservers.own_servers(idle_s=5) as found, Client() as one:
+    with forkservers.own_servers(idle_s=5, light=True) as found, Client() as one:
         one.call("tasks_forkserver:server")
         yield found
 
@@ -127,29 +127,25 @@ class TestWhatIsLoaded:
         assert (number, server.calls, server.preload) == ("1", 20, ["loading_task:load"])
 
     def test_once_when_all_begin_together(self, start: Callable[..., Client], folder: Path) -> None:
-        clients = [start() for _ in range(4)]
+        clients = [start() for _ in range(3)]
         for caller in clients:
             caller.send("loading_task:number", preload="loading_task:load")
-        assert [caller.receive() for caller in clients] == [1] * 4
+        assert [caller.receive() for caller in clients] == [1] * 3
         assert len(lines(folder)) == 1
 
-    @pytest.mark.parametrize(
-        ("preload", "expected"),
-        [
-            ("loading_task:load", {"number": 1, "more": {}}),
-            (["loading_task:load", {"number": 5, "a": [1, None]}], {"number": 5, "more": {"a": [1, None]}}),
-            (["loading_task:load", "loading_task:load_more"], {"number": 1, "more": {}, "doubled": 2}),
-            (
-                [["loading_task:load", {"number": 4}], "loading_task:load_more"],
-                {"number": 4, "more": {}, "doubled": 8},
-            ),
-            ("loading_task", {}),
-        ],
-    )
-    def test_forms(self, start: Callable[..., Client], preload: Any, expected: dict[str, Any]) -> None:
+    def test_forms(self, start: Callable[..., Client]) -> None:
         caller = start()
-        for method in ("forkserver", "spawn"):
-            assert caller.call("loading_task:data", preload=preload, start_method=method) == expected
+        more = {"number": 5, "a": [1, None]}
+        both = [["loading_task:load", {"number": 4}], "loading_task:load_more"]
+        forms: list[tuple[Any, dict[str, Any]]] = [
+            (["loading_task:load", more], {"number": 5, "more": {"a": [1, None]}}),
+            (["loading_task:load", "loading_task:load_more"], {"number": 1, "more": {}, "doubled": 2}),
+            ("loading_task", {}),
+            (both, {"number": 4, "more": {}, "doubled": 8}),
+        ]
+        for preload, expected in forms:
+            assert caller.call("loading_task:data", preload=preload) == expected
+        assert caller.call("loading_task:data", preload=both, start_method="spawn") == expected
 
     def test_other_arguments_are_other_data(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
@@ -190,19 +186,15 @@ class TestWhatIsLoaded:
 
 
 class TestWhatGoesWrong:
-    @pytest.mark.parametrize(
-        ("function", "says"),
-        [
-            ("loading_task:load_nothing", "OSError: the disk with the data is not mounted"),
-            ("loading_task:missing", "has no 'missing'"),
-            ("missing_task:load", "No module named 'missing_task'"),
-            ("loading_task:exit", "SystemExit: 3"),
-            ("loading_task:crash", "it ended; its log is in"),
-        ],
-    )
-    def test_an_error_is_told(self, start: Callable[..., Client], function: str, says: str) -> None:
+    def test_an_error_is_told(self, start: Callable[..., Client]) -> None:
         caller = start()
-        for _ in range(2):
+        for function, says in {
+            "loading_task:load_nothing": "OSError: the disk with the data is not mounted",
+            "loading_task:missing": "has no 'missing'",
+            "missing_task:load": "No module named 'missing_task'",
+            "loading_task:exit": "SystemExit: 3",
+            "loading_task:crash": "it ended; its log is in",
+        }.items():
             with pytest.raises(CallError) as caught:
                 caller.call("loading_task:number", preload=function)
             assert str(caught.value).startswith("WorkerStartError: ")

@@ -54,7 +54,7 @@ def caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Caller]:
     monkeypatch.syspath_prepend(str(own))
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setattr(run_server, "_WORKERS_THAT_LACK", 1)
-    caller = Caller()
+    caller = Caller("spawn")
     caller.run("plain_tasks:answer")
     yield caller
     caller.close()
@@ -166,7 +166,7 @@ def test_others_are_there_next_to_what_cannot(caller: Caller, grown: Callable[[i
 @pytest.mark.parametrize("name", ["grown_thread", "grown_fails", "no_such_library"])
 def test_named_from_the_start(name: str, caller: Caller) -> None:
     """An app's file may name what is never imported, or fails."""
-    other = Caller(modules=("grown_other", name, "grown_plain"))
+    other = Caller("spawn", modules=("grown_other", name, "grown_plain"))
     try:
         assert (
             other.run("tasks_run_server:imported_by", "grown_plain", env={"OF_WORKERS": "1"})

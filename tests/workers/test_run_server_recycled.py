@@ -16,8 +16,12 @@ from processes import is_running, wait_until
 from run_server_lines import Caller, descriptors_of, resident_bytes
 
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
+from flower_gpu.workers.forkserver import client
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
 
 LARGE = 400_000  # numbers: enough to be mapped and not copied
 
@@ -184,7 +188,7 @@ def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
 
 
 def test_nothing_piles_up(caller: Caller) -> None:
-    """500 calls, of one worker and of many: neither side has more descriptors or much more memory."""
+    """Hundreds of calls, of one worker and of many: neither side has more descriptors or much more memory."""
     server = caller.server_pid()
 
     def use(times: int) -> None:
@@ -194,7 +198,7 @@ def test_nothing_piles_up(caller: Caller) -> None:
 
     use(60)
     before = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
-    use(440)
+    use(200)
     after = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
     assert after[:2] == before[:2]
     assert after[2] - before[2] < 4 << 20

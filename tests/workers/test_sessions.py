@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
 ]
 ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
-TIMEOUT_S = 6
+TIMEOUT_S = 4
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def caller() -> Iterator[Caller]:
 
 @pytest.fixture(scope="module", autouse=True)
 def servers() -> Iterator[None]:
-    with forkservers.own_servers():
+    with forkservers.own_servers(light=True):
         run_in_worker("os:getpid", start_method="forkserver")  # a call with a time limit finds one
         yield
 
