@@ -15,7 +15,7 @@ from typing import Any
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import adopt_orphans, children, end_adopted
-from flower_gpu.workers.native import huge_page_regions
+from flower_gpu.workers.native import collapse, huge_page_regions
 
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
@@ -67,6 +67,7 @@ class Loop:
     """
 
     def __init__(self, on_child: Callable[[], None]) -> None:
+        self._small_pages: list[int] = []  # which could be in huge pages
         self._own = children()  # processes that a library or the user's data have started here
         adopt_orphans()
         self.selector = selectors.DefaultSelector()
@@ -75,17 +76,21 @@ class Loop:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self._wakeup, selectors.EVENT_READ, on_child)
 
-    def settle(self) -> list[int]:
-        """Make forks of this process cheap; call it when all libraries are there.
-
-        Returns the memory that could be in huge pages, for :func:`flower_gpu.workers.native.collapse`: a fork
-        takes less than half the time then.
-        """
+    def settle(self, *, at_once: bool = False) -> None:
+        """Make forks of this process cheap, at once or while it waits; all libraries are there by now."""
         child.forget_exit_functions()
         gc.collect()
-        small_pages = huge_page_regions()
+        self._small_pages = huge_page_regions()
+        while at_once and self._small_pages:
+            collapse(self._small_pages.pop())
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
-        return small_pages
+
+    def wait(self, timeout_s: float | None) -> list[selectors.SelectorKey]:
+        """Wait for something to read; meanwhile use huge pages, which halves the time of a fork."""
+        ready = self.selector.select(0 if self._small_pages else timeout_s)
+        if not ready and self._small_pages:
+            collapse(self._small_pages.pop())
+        return [key for key, _ in ready]
 
     def clear(self) -> None:
         """Take note that children have ended, before they are looked at."""

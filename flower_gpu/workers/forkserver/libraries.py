@@ -179,6 +179,15 @@ class Growth:
     names: list[str]
     deadline: float
 
+    def refused(self) -> list[str] | None:
+        """Return the libraries that did harm, once it has told; None if it has taken its parent's place."""
+        data = os.read(self.report, 1 << 16)
+        os.close(self.report)
+        found: list[str] | None = (
+            json.loads(data) if data else [name.partition(".")[0] for name in self.names]
+        )
+        return found
+
 
 def learned_file(name: str) -> Path:
     """Return the file with the libraries that workers of a fork server needed, for the next of this name."""

@@ -26,7 +26,7 @@ from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.forking import Loop
 from flower_gpu.workers.life import adopt_orphans, be_killed_first, die_with_the_caller, explained
-from flower_gpu.workers.native import collapse, release_openmp_threads
+from flower_gpu.workers.native import release_openmp_threads
 
 _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
 _HANDLED = (signal.SIGCHLD,)  # here; a worker of the fork server, which this process is, has no others
@@ -121,8 +121,7 @@ class _RunServer:
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_message)
         threads.prepare(os.environ)
         self._modules = len(sys.modules)
-        for address in self._loop.settle():
-            collapse(address)
+        self._loop.settle(at_once=True)
         sockets.send(self._connection, {"ready": os.getpid()})
         try:
             while self._lines or not self._is_draining:

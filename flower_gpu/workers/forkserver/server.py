@@ -21,12 +21,7 @@ from typing import Any
 import flower_gpu
 from flower_gpu import frameworks
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.workers import (
-    events,
-    socket_folder,
-    threads,
-    transport,
-)
+from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
@@ -34,12 +29,15 @@ from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, d
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
-from flower_gpu.workers.native import collapse, release_openmp_threads
+from flower_gpu.workers.native import release_openmp_threads
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
 _POLL_S = 0.02
 _TRIAL_S = 300.0  # for importing what workers reported; then it is given up
+
+_Message = Mapping[str, Any]
+_Answer = dict[str, Any]
 
 
 class Server:
@@ -74,7 +72,7 @@ class Server:
         self._shadows = Shadows()
         self._modules = len(sys.modules)
         self._last_use = time.monotonic()
-        self._small_pages = self._loop.settle()
+        self._loop.settle()
 
     def run(self, ready: int, lock: int) -> None:
         """Open a socket, say so through ``ready``, give up the right to start it (``lock``), and serve."""
@@ -87,10 +85,7 @@ class Server:
     def serve(self) -> None:
         """Serve until nobody has used this server for a while, or until it is told to stop."""
         while not self._has_ended():
-            ready = self._selector.select(0 if self._small_pages else _TICK_S)
-            if not ready and self._small_pages:
-                collapse(self._small_pages.pop())
-            for key, _ in ready:
+            for key in self._loop.wait(_TICK_S):
                 if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier one of these
                     key.data()
                 if time.monotonic() - self._told > _TELL_S:
@@ -161,9 +156,7 @@ class Server:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _on_open(
-        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
-    ) -> dict[str, Any]:
+    def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
         if self._learning.is_worth_waiting(session.caller) and not message.get("now"):
             return {"wait": True}
@@ -184,7 +177,7 @@ class Server:
             return {"variables": different, "without": hidden}
         return {"fit": True}
 
-    def _on_fork(self, session: Session, _: Mapping[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    def _on_fork(self, session: Session, _: _Message, descriptors: list[int]) -> _Answer:
         """Fork a worker with its ends of the lines to the caller."""
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
@@ -201,7 +194,7 @@ class Server:
             return {"error": explained(error)}
         return {"pid": session.pid}
 
-    def _on_reap(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_reap(self, session: Session, _: _Message, __: list[int]) -> _Answer:
         """Give the pid of a worker that has exited back, and tell how it ended."""
         if session.pid < 0:
             raise ValueError("reap without fork")
@@ -211,18 +204,18 @@ class Server:
         self._grow()
         return {"exitcode": os.waitstatus_to_exitcode(status)}
 
-    def _on_stay(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Answer:
         """Note a process that may have further calls."""
         session.stays = True
         return {"staying": True}
 
-    def _on_learn(self, session: Session, message: Mapping[str, Any], _: list[int]) -> dict[str, Any]:
+    def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
         """Import what workers will need before the first of them comes; says whether there is more to do."""
         self._learning.ask(message["names"], session.caller)
         self._grow()
         return {"learning": bool(self._learning.wanted())}
 
-    def _on_status(self, session: Session, _: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
         others = [other for other in self._sessions.values() if other is not session]
         return {
             "pid": os.getpid(),
@@ -237,20 +230,16 @@ class Server:
             "preload": [name for name, _ in self._start.preload],
         }
 
-    def _on_stop(self, session: Session, message: Mapping[str, Any], __: list[int]) -> dict[str, Any]:
+    def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Answer:
         for other in list(self._sessions.values()):
             if other is not session and sockets.is_closed(other.connection):
                 self._forget(other)  # its process has ended just now
-        others = [other for other in self._sessions.values() if other is not session]
-        workers = sum(other.pid >= 0 for other in others)
-        if message.get("if_unused") and others:
-            return {"stopping": False, "workers": workers, "pid": os.getpid()}
-        self._drain()
-        return {"stopping": True, "workers": workers, "pid": os.getpid()}
+        stopping = len(self._sessions) == 1 or not message.get("if_unused")
+        if stopping:
+            self._drain()
+        return {"stopping": stopping, "pid": os.getpid()}
 
-    def _on_preload(
-        self, session: Session, message: Mapping[str, Any], descriptors: list[int]
-    ) -> dict[str, Any]:
+    def _on_preload(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Derive a server that calls the user's functions."""
         folder, ready, lock = descriptors
         start, inherited = Start(**message["start"]), Inherited(**message["inherited"])
@@ -397,10 +386,8 @@ class Server:
     def _on_growth(self) -> None:
         growth, self._learning.running = self._learning.running, None
         assert growth is not None
-        data = os.read(growth.report, 1 << 16)
         self._selector.unregister(growth.report)
-        os.close(growth.report)
-        refused = json.loads(data) if data else [name.partition(".")[0] for name in growth.names]
+        refused = growth.refused()
         if refused is None:
             self._drain(has_successor=True)
         else:
