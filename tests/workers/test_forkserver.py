@@ -166,6 +166,7 @@ class TestReplacement:
         assert f"the fork server (pid {server}) has not answered for 0.1 s: it is stopped" in caplog.text
 
     def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
         fork, stopped = client.Place.fork, []
 

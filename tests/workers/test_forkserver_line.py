@@ -24,7 +24,7 @@ PROCESSES, THREADS = 3, 80
 # Callers that lose patience earlier than a server takes for all of them.
 IMPATIENT = """
 from flower_gpu.workers.forkserver import client, control
-client._ANSWER_S = control._ANSWER_S = 4.0
+client._SAY_S = client._ANSWER_S = control._ANSWER_S = 4.0
 """
 CALL_AT_ONCE = """
 import threading

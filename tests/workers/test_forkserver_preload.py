@@ -244,7 +244,7 @@ class TestWhatGoesWrong:
     def test_the_server_is_killed_or_hangs(self, start: Callable[..., Client], folder: Path) -> None:
         """Both kinds: of the data, and the one with the libraries that the other is forked from."""
         caller = start()
-        caller.do("from flower_gpu.workers.forkserver import client; client._ANSWER_S = 0.5")
+        caller.do("from flower_gpu.workers.forkserver import client; client._SAY_S = client._ANSWER_S = 0.5")
         for number, sent in enumerate([signal.SIGKILL, signal.SIGSTOP]):
             preload = ["loading_task:load", {"number": number}]
             assert caller.call("loading_task:number", preload=preload) == number

@@ -84,19 +84,6 @@ def is_forked(pid: int) -> bool:
         return False
 
 
-def pids() -> set[int]:
-    """Return the process ids of all running fork servers of this user."""
-    found = set()
-    for name in _names():
-        try:
-            connection = sockets.connect(name, _ANSWER_S)
-        except Gone:
-            continue
-        found.add(sockets.peer(connection)[0])
-        connection.close()
-    return found
-
-
 def _names() -> list[str]:
     try:
         return sockets.names()

@@ -159,7 +159,8 @@ class Line:
         self._server = server
         self._process: ServerProcess | None = None
         self._connection: socket.socket | None = None
-        self._life = self._stdout = self._stderr = -1
+        self._ends = ExitStack()  # of connection, life pipe and outputs
+        self._stdout = self._stderr = -1
         self._calls = 0  # of the worker that is there
         self._idle_pid = -1  # the same
         self._env: Mapping[str, str] = {}
@@ -243,12 +244,8 @@ class Line:
     def close(self) -> None:
         """Let go of the line; a worker on it is ended."""
         self._calls, self._idle_pid = 0, -1
-        if self._connection is not None:
-            close_socket(self._connection)
-            self._connection = None
-            close_life_end(self._life)
-            for descriptor in (self._stdout, self._stderr):
-                os.close(descriptor)
+        self._connection = None
+        self._ends.close()
 
     def _watched(
         self,
@@ -326,7 +323,7 @@ class Line:
 
             try:
                 ours, workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                kept.callback(ours.close)
+                kept.callback(close_socket, ours)
                 theirs.callback(workers_end.close)
                 life, life_end = life_pipe()
                 kept.callback(close_life_end, life_end)
@@ -335,7 +332,7 @@ class Line:
             except OSError as error:
                 raise WorkerStartError(f"cannot start a worker: {error}") from error
             process.open_line([workers_end.fileno(), stdout_end, stderr_end, life])
-            kept.pop_all()
+            self._ends = kept.pop_all()
         self._connection, self._process = ours, process
-        self._life, self._stdout, self._stderr = life_end, stdout, stderr
+        self._stdout, self._stderr = stdout, stderr
         return process

@@ -45,14 +45,6 @@ class RunServerSettings:
     preload: Sequence[tuple[str, Mapping[str, Any]]] = ()  # as of a call
 
 
-class UnfitError(Exception):
-    """A run's fork server could not import libraries and stay what can be forked."""
-
-    def __init__(self, libraries: set[str]) -> None:
-        super().__init__(", ".join(sorted(libraries)))
-        self.libraries = libraries
-
-
 class ServerProcess:
     """One running server.
 
@@ -96,10 +88,12 @@ class ServerProcess:
         except sockets.Gone as error:
             self.close()
             raise self._error(str(error)) from error
-        if "unfit" in said:
+        #: Libraries that it could not import and stay what can be forked: then it has ended.
+        self.unfit = set(said.get("unfit", ()))
+        if self.unfit:
             self.close()
-            raise UnfitError(set(said["unfit"]))
-        self.pid = said["ready"]
+        else:
+            self.pid = said["ready"]
 
     def has_ended(self) -> bool:
         """Whether it is gone."""
@@ -132,9 +126,7 @@ class ServerProcess:
                 "is ended, and another one is started",
                 *(self.pid, time.monotonic() - self._still_since),
             )
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self._thread.join(_END_S)
+            self._kill()
 
     def open_line(self, descriptors: Sequence[int]) -> None:
         """Give it the workers' ends of a line."""
@@ -155,10 +147,13 @@ class ServerProcess:
         close_socket(self.connection)
         self._thread.join(_END_S)
         if self._thread.is_alive() and self.pid >= 0:  # stopped, or it waits for memory
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            self._thread.join(_END_S)
+            self._kill()
         socket_folder.remove_left()  # its workers', where it was killed
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._thread.join(_END_S)
 
     def _accepted(self, ours: socket.socket) -> socket.socket:
         """Wait for the connection that the run's fork server makes: only the two of them have its ends."""
@@ -301,9 +296,10 @@ class RunServer:
     def _started(self, settings: RunServerSettings) -> ServerProcess:
         while True:
             modules = [name for name in settings.modules if name.partition(".")[0] not in self._unfit]
-            try:
-                return ServerProcess(replace(settings, modules=modules))
-            except UnfitError as error:
-                if not error.libraries - self._unfit:
-                    raise WorkerStartError(f"the run's fork server cannot do without {error}") from error
-                self._unfit |= error.libraries
+            process = ServerProcess(replace(settings, modules=modules))
+            if not process.unfit:
+                return process
+            if process.unfit <= self._unfit:
+                names = ", ".join(sorted(process.unfit))
+                raise WorkerStartError(f"the run's fork server cannot do without {names}")
+            self._unfit |= process.unfit

@@ -110,7 +110,7 @@ def test_where_there_can_be_no_fork_server_the_message_has_its_lease_all_the_sam
     assert told["environ"]["CUDA_VISIBLE_DEVICES"] == host.uuids[0]
     assert told["environ"]["FLOWER_GPU_LEASE"]
     assert "the app's" in done.stdout
-    assert control.pids() == set()
+    assert control.status() == []
 
 
 def test_without_the_operators_rule_such_a_message_has_no_lease(commands: Commands, node: SuperNode) -> None:
