@@ -160,9 +160,9 @@ class UserFiles:
             if isinstance(file, str) and not file.startswith(prefixes):
                 self._seen.setdefault(file, _modified_ns(file))
 
-    def edited(self) -> list[str]:
-        """Return those that have changed since."""
-        return [file for file, modified_ns in self._seen.items() if _modified_ns(file) != modified_ns]
+    def edited(self) -> bool:
+        """Tell whether one of them has changed since."""
+        return any(_modified_ns(file) != modified_ns for file, modified_ns in self._seen.items())
 
 
 def _modified_ns(file: str) -> int:

@@ -18,8 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import flower_gpu
-from flower_gpu import frameworks
+from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
@@ -51,8 +50,7 @@ class Server:
         self._began = time.time()
         self._sessions: dict[int, Session] = {}
         self._orphans: set[int] = set()
-        self._modules = 0
-        self._calls = 0
+        self._modules = self._calls = 0
         self._told = 0.0
         self._draining = False
 
@@ -117,8 +115,6 @@ class Server:
         working = any(session.pid >= 0 for session in self._sessions.values())
         return self._draining and not working and self._learning.running is None
 
-    # Messages
-
     def _accept(self) -> None:
         while True:  # all of them: only an accepted caller can be told to wait
             try:
@@ -164,12 +160,9 @@ class Server:
             raise ValueError("open twice")
         session.folder = descriptors.pop()
         session.record = message["record"]
-        if libraries.cuda_is_touched():
+        if libraries.cuda_is_touched() or self._files.edited():
             self._drain()
-            return {"unfit": "CUDA was initialised in it"}
-        if edited := self._files.edited():
-            self._drain()
-            return {"unfit": f"{edited[0]} has changed"}
+            return {"unfit": True}
         different = self._use.differs_from(session.record["inherited"]["environ"])
         path = session.record["inherited"]["path"]
         hidden = self._shadows.hidden(path, os.readlink(f"/proc/self/fd/{session.folder}"))
@@ -219,7 +212,7 @@ class Server:
         others = [other for other in self._sessions.values() if other is not session]
         return {
             "pid": os.getpid(),
-            "version": flower_gpu.__version__,
+            "version": __version__,
             "python": sys.executable,
             "uptime_s": time.time() - self._began,
             "calls": self._calls,
@@ -308,12 +301,10 @@ class Server:
         """Let go, in a fork, of everything that is the server's, except the descriptors in ``keep``."""
         self._loop.leave()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        own = {self._listener.fileno()}
-        if self._listener.fileno() not in keep:
-            self._listener.detach()  # or the object would close the number once more, another file's by then
+        # Detached: or the objects would close the numbers once more, other files' by then.
+        own = {self._listener.detach()}
         for session in self._sessions.values():
-            own |= {session.connection.fileno(), session.folder, session.imported}
-            session.connection.detach()
+            own |= {session.connection.detach(), session.folder, session.imported}
         if self._learning.running is not None:
             own.add(self._learning.running.report)
             self._learning.running = None
@@ -341,14 +332,13 @@ class Server:
         self._orphans.add(pid)
         return pid
 
-    # Growth: one imports what workers had to import, and takes this server's place if that did no harm
-
     def _grow(self) -> None:
+        """Derive one that imports what workers had to, and takes this one's place if that did no harm."""
         names = self._learning.wanted()
         if not names or self._learning.running is not None or self._draining:
             return
         report, write = os.pipe2(os.O_CLOEXEC)
-        parent, listener = os.getpid(), self._listener
+        parent, listener = os.getpid(), self._listener.fileno()
         callers = {fd: session.caller for fd, session in self._sessions.items() if session.stays}
 
         def begin() -> None:
@@ -362,14 +352,14 @@ class Server:
                 return
             for fd, caller in callers.items():
                 self._sessions[fd] = Session(socket.socket(fileno=fd), caller, stays=True)
-            self.open(listener)
+            self.open(socket.socket(fileno=listener))
             end_with_parent(None)
             os.write(write, b"null")
             os.close(write)
             self.serve()
 
         try:
-            pid = self._derive({listener.fileno(), write, *callers}, begin)
+            pid = self._derive({listener, write, *callers}, begin)
         except OSError:  # no more processes now: after another worker
             os.close(report)
             return
