@@ -121,20 +121,6 @@ def say_pid_and_hang(file: str) -> NoReturn:
         time.sleep(600)
 
 
-def load_with_workers() -> tuple[int, list[int]]:
-    """Read a data set with two DataLoader workers that stay; return this process and theirs."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    data = TensorDataset(torch.arange(64, dtype=torch.float32))
-    loader = DataLoader(data, batch_size=8, num_workers=2, persistent_workers=True)
-    iterator = iter(loader)
-    total = sum(float(batch.sum()) for (batch,) in iterator)
-    assert total == 64 * 63 / 2
-    kept.append(iterator)  # nobody ends them
-    return os.getpid(), [worker.pid for worker in iterator._workers]
-
-
 def say_family_and_hang() -> None:
     """Start a program and fork a child, say who they are, and hang."""
     children = [leave_group_of_children(program) for program in (True, False)]
@@ -147,11 +133,6 @@ def wait_for(file: str) -> bool:
     while not Path(file).exists():
         time.sleep(0.01)
     return True
-
-
-def leave_a_session(seconds: float) -> None:
-    """Leave a program that no group is, and that ends by itself."""
-    subprocess.Popen(["sleep", str(seconds)], start_new_session=True, stdout=subprocess.DEVNULL)
 
 
 def imported_by(*names: str) -> int:

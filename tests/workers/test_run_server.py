@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
 from run_server_lines import Caller, descriptors_of, left_of, settled
 
-from flower_gpu.errors import WorkerDiedError, WorkerStartError, WorkerTimeoutError
-from flower_gpu.workers.call import Call
+from flower_gpu.errors import WorkerTimeoutError
 from flower_gpu.workers.forkserver import client
 
 pytestmark = [
@@ -93,11 +91,6 @@ def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.Mo
     caller.lines[0].retire()  # which waits no longer
 
 
-def test_a_worker_that_closed_its_output_has_no_other_call(caller: Caller) -> None:
-    assert caller.run("tasks_run_server:close_stdout_object", calls=5) == 42
-    assert not caller.lines[0].has_worker
-
-
 def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
     others = [caller.line() for _ in range(3)]
     try:
@@ -112,55 +105,37 @@ def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
             caller.lines.remove(line)
 
 
-def test_output_of_many_pipes_full(caller: Caller) -> None:
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-        assert caller.run("tasks_run_server:write", 10_000_000, calls=2) == 10_000_000
-
-
-def test_output_goes_to_the_caller(caller: Caller, capsys: pytest.CaptureFixture[str]) -> None:
-    caller.run("builtins:print", "from the worker", calls=2)
-    caller.run("builtins:print", "once more", calls=2)
+def test_output(caller: Caller, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("from the worker", "once more"):
+        caller.run("builtins:print", text, calls=2)
     assert capsys.readouterr().out == "from the worker\nonce more\n"
-
-
-def test_closed_stdout_in_the_caller(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open(os.devnull, "w") as closed:
-        pass
-    for stream in (closed, None):
+    with open(os.devnull, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
+        assert caller.run("tasks_run_server:write", 10_000_000, calls=2) == 10_000_000
+    for closed in (stream, None):
+        monkeypatch.setattr(sys, "stdout", closed)
         assert caller.run("tasks_run_server:write", 1000) == 1000
+    assert caller.run("tasks_run_server:close_stdout_object", calls=5) == 42
+    assert not caller.lines[0].has_worker
 
 
-def test_many_events_keep_their_order(caller: Caller) -> None:
+def test_events(caller: Caller) -> None:
+    """They keep their order, may be long, and come from threads and children as well."""
     seen: list[dict[str, Any]] = []
-    assert caller.run("tasks_run_server:chatter", 5000, 10, on_event=without_phases(seen), calls=2) == 5000
-    assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(5000))
-
-
-def test_events_of_threads_and_children(caller: Caller) -> None:
-    seen: list[dict[str, Any]] = []
-    count = caller.run("tasks_run_server:chatter_everywhere", 200, on_event=without_phases(seen))
-    assert len(seen) == count == 1000
-
-
-def test_large_event(caller: Caller) -> None:
-    """It is no reason to lose the call."""
-    assert caller.run("tasks_run_server:chatter", 3, 300_000, on_event=lambda _: None, timeout_s=20) == 3
-
-
-def test_event_with_what_json_has_not(caller: Caller) -> None:
-    seen: list[dict[str, Any]] = []
-    caller.run("tasks_run_server:send_a_path", on_event=without_phases(seen))
+    on_event = without_phases(seen)
+    assert caller.run("tasks_run_server:chatter", 2000, 10, on_event=on_event, calls=2) == 2000
+    assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(2000))
+    seen.clear()
+    assert caller.run("tasks_run_server:chatter_everywhere", 200, on_event=on_event) == len(seen) == 1000
+    assert caller.run("tasks_run_server:chatter", 3, 300_000, on_event=on_event, timeout_s=20) == 3
+    seen.clear()
+    caller.run("tasks_run_server:send_a_path", on_event=on_event)
     assert seen == [{"event": "saved", "path": "/somewhere"}]
 
 
 def test_large_environment(caller: Caller) -> None:
-    value = "x" * 300_000
-    try:
-        found = caller.run("os:getenv", "LARGE", env={"LARGE": value}, timeout_s=20)
-    except WorkerStartError:  # it may be refused, but not be waited for
-        return
-    assert found == value
+    value = "x" * 100_000
+    assert caller.run("os:getenv", "LARGE", env={"LARGE": value}, timeout_s=20) == value
 
 
 @pytest.mark.parametrize("where", ["on_event", "on_start"])
@@ -176,42 +151,22 @@ def test_error_in_a_callback_ends_the_worker(where: str, caller: Caller) -> None
         assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=20) == (number,)
 
 
-def test_killed_from_outside(caller: Caller) -> None:
-    def kill_soon() -> None:
-        assert wait_until(lambda: bool(caller.pids))
-        os.kill(caller.pids[0], signal.SIGTERM)
-
-    thread = threading.Thread(target=kill_soon)
-    thread.start()
-    with pytest.raises(WorkerDiedError, match=r"killed by SIGTERM \(15\)") as caught:
-        caller.run("time:sleep", 600)
-    thread.join()
-    assert caught.value.exitcode == -signal.SIGTERM
-
-
 def test_many_lines_at_once(caller: Caller) -> None:
     """Each gets its own replies, and in the end nobody has more open than before."""
-    wrong: list[Any] = []
     lines = [caller.line() for _ in range(8)]
 
-    def use(number: int) -> None:
-        for call in range(20):
-            try:
-                answer = caller.run("plain_tasks:echo", number, call, line=lines[number], calls=1 + call % 4)
-            except BaseException as error:
-                answer = error
-            if answer != (number, call):
-                wrong.append(answer)
+    def use(number: int) -> list[Any]:
+        return [
+            caller.run("plain_tasks:echo", number, call, line=lines[number], calls=1 + call % 4)
+            for call in range(10)
+        ]
 
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(len(lines))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(lines)) as pool:
+        found = list(pool.map(use, range(len(lines))))
     for line in lines:
         line.close()
         caller.lines.remove(line)
-    assert wrong == []
+    assert found == [[(number, call) for call in range(10)] for number in range(len(lines))]
 
 
 def test_no_room_for_descriptors(write_script: Callable[[str], Path], run_script: Callable[..., Any]) -> None:
@@ -248,8 +203,3 @@ def test_no_room_for_descriptors(write_script: Callable[[str], Path], run_script
         server.close()
     """
     assert run_script(script).stdout == "errors True\nleft 0\n"
-
-
-def test_call_that_is_preloaded_elsewhere_is_not_run_twice(caller: Caller) -> None:
-    call = Call("plain_tasks:answer", preload=[("plain_tasks:answer", {})])
-    assert caller.lines[0].run(call) == 42

@@ -39,7 +39,6 @@ PACKAGES = {
         """,
     "grown_fails": f'{_OF_WORKERS}raise RuntimeError("not here")\n',
     "grown_crashes": f"{_OF_WORKERS}os.kill(PID, 11)\n",
-    "grown_exits": f"{_OF_WORKERS}raise SystemExit(3)\n",
 }
 
 
@@ -137,7 +136,7 @@ def test_own_modules_are_left_to_workers(caller: Caller) -> None:
     assert caller.server_pid() == first
 
 
-@pytest.mark.parametrize("name", ["grown_thread", "grown_fails", "grown_crashes", "grown_exits"])
+@pytest.mark.parametrize("name", ["grown_thread", "grown_fails", "grown_crashes"])
 def test_what_cannot_be_there_is_left_to_workers(
     name: str, caller: Caller, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,15 +154,7 @@ def test_what_cannot_be_there_is_left_to_workers(
         assert found == caller.pids[-1]
 
 
-def test_others_are_there_next_to_what_cannot(caller: Caller, grown: Callable[[int], int]) -> None:
-    first = caller.server_pid()
-    caller.run("tasks_run_server:imported_by", "grown_thread", "grown_plain")
-    second = grown(first)
-    assert caller.run("tasks_run_server:imported_by", "grown_plain") == second
-    assert caller.run("tasks_run_server:imported_by", "grown_thread") == caller.pids[-1]
-
-
-@pytest.mark.parametrize("name", ["grown_thread", "grown_fails", "no_such_library"])
+@pytest.mark.parametrize("name", ["grown_thread", "no_such_library"])
 def test_named_from_the_start(name: str, caller: Caller) -> None:
     """An app's file may name what is never imported, or fails."""
     other = Caller("spawn", modules=("grown_other", name, "grown_plain"))
