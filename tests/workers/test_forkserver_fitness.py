@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -15,7 +13,7 @@ from unittest.mock import patch
 
 import forkservers
 import pytest
-from forkservers import Client, until_only
+from forkservers import Client
 from processes import wait_until
 
 from flower_gpu.workers.forkserver import client, control, fitness
@@ -253,10 +251,9 @@ class TestInherited:
 
     def test_nothing_of_the_one_that_started_the_server(self, python: str) -> None:
         """Its limits, signals and umask are for its own workers."""
-        with forkservers.own_servers(light=True):
-            with Client(python) as starter:
-                starter.do(
-                    """
+        with forkservers.own_servers(light=True), Client(python) as starter:
+            starter.do(
+                """
                     import resource, signal
                     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
                     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -266,15 +263,11 @@ class TestInherited:
                     os.umask(0o777)
                     os.chdir("/usr")
                     """
-                )
-                starter.call("tasks_forkserver:server")
-                with Client(python) as other:
-                    forked = other.call("tasks_forkserver:inherited")
-                    assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
-                    server = until_only(lambda status: True).pid if len(control.status()) == 1 else None
-            for status in control.status():
-                os.kill(status.pid, signal.SIGTERM)
-                assert wait_until(lambda pid=status.pid: not Path(f"/proc/{pid}").exists()), server
+            )
+            starter.call("tasks_forkserver:server")
+            with Client(python) as other:
+                forked = other.call("tasks_forkserver:inherited")
+                assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
 
     def test_main_is_not_run_again(self, python: str) -> None:
         with Client(python) as caller:

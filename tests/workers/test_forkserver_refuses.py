@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -309,43 +308,27 @@ class TestOtherUsers:
         return subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
-class TestUnsafeFolders:
-    @pytest.fixture(params=["named", "own"])
-    def unsafe(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
-        parent = Path(tempfile.mkdtemp(prefix="flower-gpu-test-"))
-        path = parent / f"flower-gpu-{os.getuid()}"
-        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(path if request.param == "named" else parent))
-        yield path
-        shutil.rmtree(parent)
+UNSAFE: dict[str, Callable[[Path], object]] = {
+    "others can write": lambda path: (path.mkdir(), path.chmod(0o770)),
+    "a link": lambda path: path.symlink_to(tempfile.mkdtemp(dir=path.parent)),
+    "a link to nothing": lambda path: path.symlink_to(path.parent / "nowhere"),
+    "a file": lambda path: path.touch(),
+    "somebody else's": lambda path: (path.mkdir(mode=0o700), os.chown(path, STRANGER, STRANGER)),
+}
 
-    @pytest.mark.parametrize("mode", [0o770, 0o707])
-    def test_others_can_write(self, unsafe: Path, mode: int) -> None:
-        unsafe.mkdir()
-        unsafe.chmod(mode)
-        self.check_refused(unsafe)
 
-    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)  # a user may name a link
-    def test_a_link(self, unsafe: Path, folder: Path) -> None:
-        unsafe.symlink_to(folder)
-        self.check_refused(unsafe)
-
-    @pytest.mark.parametrize("unsafe", ["own"], indirect=True)
-    def test_a_link_to_nothing(self, unsafe: Path) -> None:
-        unsafe.symlink_to(unsafe.parent / "nowhere")
-        self.check_refused(unsafe)
-
-    def test_a_file(self, unsafe: Path) -> None:
-        unsafe.touch()
-        self.check_refused(unsafe)
-
-    @needs_root
-    def test_of_somebody_else(self, unsafe: Path) -> None:
-        unsafe.mkdir(mode=0o700)
-        os.chown(unsafe, STRANGER, STRANGER)
-        self.check_refused(unsafe)
-
-    @staticmethod
-    def check_refused(path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=needs_root if name == "somebody else's" else ())
+        for name, make in UNSAFE.items()
+    ],
+)
+def test_an_unsafe_folder(make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="flower-gpu-test-") as parent:
+        path = Path(parent, f"flower-gpu-{os.getuid()}")
+        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", parent)
+        make(path)
         before = sorted(path.iterdir()) if path.is_dir() else []
         with pytest.raises(
             WorkerStartError, match="must be a folder of this user that nobody else"
