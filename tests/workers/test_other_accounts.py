@@ -33,7 +33,7 @@ SOCKETS = 4
 
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
-    with forkservers.own_servers() as found:
+    with forkservers.own_servers(light=True) as found:
         yield found.parent  # others may enter that
 
 
