@@ -58,7 +58,7 @@ def held(pid: int) -> Held:
 @pytest.fixture(scope="module")
 def server() -> Iterator[int]:
     """A server that has settled, and a caller whose caches are warm."""
-    with forkservers.own_servers():
+    with forkservers.own_servers(light=True):
         call_in_threads(THREADS * 5)
         for _ in range(50):
             call()
