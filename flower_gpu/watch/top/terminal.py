@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import termios
 import time
 import tty
-from contextlib import suppress
-from types import FrameType, TracebackType
+from contextlib import ExitStack, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.watch.top.view import Frame
@@ -18,6 +19,7 @@ from flower_gpu.watch.top.watcher import Watcher
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.live import Live
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ESCAPE: Final = b"\x1b"  # what cursor keys begin with
@@ -56,33 +58,35 @@ class Terminal:
     """
 
     def __init__(self) -> None:
+        from rich.console import Console
+
         self.ended_by: int | None = None
         self.is_quit = False
         self._is_suspended = False
         self._keyboard = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
-        self._handlers: dict[int, Any] = {}
-        self._attributes: list[Any] | None = None
-        self._live: Any = None
-        self._wake = (-1, -1)
-        self._wake_before = -1
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._screen = ExitStack()  # gives the screen back
+        self._all = ExitStack()  # gives all back
 
     def __enter__(self) -> Terminal:
-        from rich.console import Console
-
-        self._console = Console(file=sys.stdout, highlight=False)
-        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
-        try:
-            self._catch_signals()
+        with ExitStack() as stack:
+            self._wake, ours = socket.socketpair()
+            for end in (stack.enter_context(self._wake), stack.enter_context(ours)):
+                end.setblocking(False)
+            before = signal.set_wakeup_fd(ours.fileno(), warn_on_full_buffer=False)
+            stack.callback(signal.set_wakeup_fd, before)
+            handlers = dict.fromkeys(_ENDING, self._on_end)
+            handlers |= {signal.SIGWINCH: self._on_change, signal.SIGTSTP: self._on_stop}
+            for number, handler in handlers.items():
+                if number not in _ENDING or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    stack.callback(signal.signal, number, signal.signal(number, handler))
+            stack.callback(lambda: self._screen.close())
             self._take_screen()
-        except BaseException:
-            self._give_back()
-            raise
+            self._all = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
-        self._give_back()
+    def __exit__(self, *error: object) -> None:
+        self._all.close()
 
     @property
     def has_keys(self) -> bool:
@@ -113,14 +117,11 @@ class Terminal:
 
     def wait(self, seconds: float) -> bool:
         """Wait for a key or a signal; tell whether there was one, so that all should be drawn anew."""
-        poll = select.poll()
-        poll.register(self._wake[0], select.POLLIN)
-        if self.has_keys:
-            poll.register(self._keyboard, select.POLLIN)
-        ready = {number for number, _ in poll.poll(max(0.0, min(seconds, _MAX_WAIT_S)) * 1000)}
-        if self._wake[0] in ready:
+        sources = [self._wake.fileno(), *([self._keyboard] if self.has_keys else [])]
+        ready, _, _ = select.select(sources, [], [], max(0.0, min(seconds, _MAX_WAIT_S)))
+        if self._wake.fileno() in ready:
             with suppress(BlockingIOError):
-                os.read(self._wake[0], 4096)
+                self._wake.recv(4096)
         if self._keyboard in ready:
             self._read_keys()
         if self._is_suspended and not self.is_over:
@@ -139,14 +140,6 @@ class Terminal:
 
     # Signals only note what is to be done: what they interrupt may be halfway through an escape sequence.
 
-    def _catch_signals(self) -> None:
-        self._wake_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        for number in _ENDING:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._handlers[number] = signal.signal(number, self._on_end)
-        self._handlers[signal.SIGWINCH] = signal.signal(signal.SIGWINCH, self._on_change)
-        self._handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop)
-
     def _on_end(self, number: int, frame: FrameType | None) -> None:
         self.ended_by = self.ended_by or number
 
@@ -159,7 +152,7 @@ class Terminal:
     def _suspend(self) -> None:
         """Stop as Ctrl-Z asks for, with the terminal as it was; take it again when this goes on."""
         self._is_suspended = False
-        self._leave_screen()
+        self._screen.close()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, handler)
@@ -168,8 +161,10 @@ class Terminal:
     def _take_screen(self) -> None:
         from rich.live import Live
 
+        # In their turn: the screen is left first.
         if self.has_keys:
-            self._attributes = termios.tcgetattr(self._keyboard)
+            before = termios.tcgetattr(self._keyboard)
+            self._screen.callback(_set_attributes, self._keyboard, before)
             tty.setcbreak(self._keyboard, termios.TCSANOW)
         self._live = Live(
             console=self._console,
@@ -178,38 +173,19 @@ class Terminal:
             redirect_stdout=False,
             redirect_stderr=False,
         )
+        self._screen.callback(_leave, self._live)
         self._live.start()
 
-    def _leave_screen(self) -> None:
-        live, self._live = self._live, None
-        attributes, self._attributes = self._attributes, None
-        with suppress(OSError):  # nobody is there any more who would see it
-            if live is not None:
-                live.stop()
-            sys.stdout.flush()
-        if attributes is not None:
-            with suppress(termios.error):
-                termios.tcsetattr(self._keyboard, termios.TCSANOW, attributes)
 
-    def _give_back(self) -> None:
-        try:
-            self._leave_screen()
-        finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers.clear()
-            if self._wake[1] >= 0:
-                signal.set_wakeup_fd(self._wake_before)
-                os.close(self._wake[0])
-                os.close(self._wake[1])
-                self._wake = (-1, -1)
+def _set_attributes(keyboard: int, attributes: list[Any]) -> None:
+    with suppress(termios.error):
+        termios.tcsetattr(keyboard, termios.TCSANOW, attributes)
 
 
-def _pipe() -> tuple[int, int]:
-    ends = os.pipe()
-    for end in ends:
-        os.set_blocking(end, False)
-    return ends
+def _leave(live: Live) -> None:
+    with suppress(OSError):  # nobody is there any more who would see it
+        live.stop()
+        sys.stdout.flush()
 
 
 def _is_terminal(stream: Any) -> bool:
