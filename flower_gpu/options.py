@@ -297,30 +297,22 @@ def find(
     goes before the code. A value that another place hides is not looked at.
     """
     table = {name: CALL[name] for name in names}
-
-    def in_node_config() -> dict[str, tuple[Any, str]]:
-        found = {}
-        for name, option in table.items():
-            keys = [key for key in option.node_keys if node_config.get(key) is not None]
-            if len(keys) > 1:
-                raise ConfigError(f"{' and '.join(keys)} in the node config say the same twice")
-            if keys:
-                found[name] = node_config[keys[0]], f"{keys[0]} in the node config"
-        return found
-
-    def in_environment() -> dict[str, tuple[Any, str]]:
-        return {
-            name: (value_of(option.variable, environ), option.variable)
-            for name, option in table.items()
-            if option.variable and environ.get(option.variable)
-        }
-
-    def in_code() -> dict[str, tuple[Any, str]]:
-        return {name: (code[name], name) for name in names if code.get(name) is not None}
-
-    is_nodes = all(option.is_nodes for option in table.values())
-    places = (in_environment, in_code) if is_nodes else (in_code, in_environment)
-    return in_node_config() or places[0]() or places[1]()
+    found: dict[str, tuple[Any, str]] = {}
+    for name, option in table.items():
+        keys = [key for key in option.node_keys if node_config.get(key) is not None]
+        if len(keys) > 1:
+            raise ConfigError(f"{' and '.join(keys)} in the node config say the same twice")
+        if keys:
+            found[name] = node_config[keys[0]], f"{keys[0]} in the node config"
+    in_code = {name: (code[name], name) for name in names if code.get(name) is not None}
+    if found or (in_code and not all(option.is_nodes for option in table.values())):
+        return found or in_code
+    in_environment = {
+        name: (value_of(option.variable, environ), option.variable)
+        for name, option in table.items()
+        if option.variable and environ.get(option.variable)
+    }
+    return in_environment or in_code
 
 
 def checked_value(name: str, code: Mapping[str, Any], environ: Mapping[str, str]) -> Any:

@@ -23,53 +23,22 @@ from flower_gpu.workers.threads import cores
 INTERVAL_S: Final = 0.5
 
 
-class GPUSampler:
-    """Writes ``gpu_sample`` lines into a run's trace, from a thread of its own.
-
-    The first is what was there before the run, the last what is there after it. On a host without GPUs
-    there are none.
-    """
-
-    def __init__(self, folder: Path, interval_s: float = INTERVAL_S) -> None:
-        self._folder = folder
-        self._interval_s = interval_s
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Look for the first time, and again and again if there is a GPU."""
-        if self._look():
-            self._thread = threading.Thread(target=self._run, name="flower-gpu-samples", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Look for the last time."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._look()
-            inventory.close()
-
-    def _run(self) -> None:
-        while not self._end.wait(self._interval_s):
-            self._look()
-
-    def _look(self) -> bool:
-        """Write down what is to be seen; tell whether there is a GPU."""
-        found = [gpu for gpu in inventory.take(processes=False).gpus if gpu.uuid]
-        celsius = inventory.temperatures()
-        gpus = [
-            {
-                "uuid": gpu.uuid,
-                "used_bytes": gpu.used_bytes,
-                "utilization_percent": gpu.utilization_percent,
-                "temperature_c": celsius.get(gpu.uuid),
-            }
-            for gpu in found
-        ]
-        if gpus:
-            trace.write_to(self._folder, "gpu_sample", gpus=gpus)
-        return bool(gpus)
+def look_at_gpus(folder: Path) -> bool:
+    """Write a ``gpu_sample`` line into the trace in a folder; tell whether there is a GPU."""
+    found = [gpu for gpu in inventory.take(processes=False).gpus if gpu.uuid]
+    celsius = inventory.temperatures()
+    gpus = [
+        {
+            "uuid": gpu.uuid,
+            "used_bytes": gpu.used_bytes,
+            "utilization_percent": gpu.utilization_percent,
+            "temperature_c": celsius.get(gpu.uuid),
+        }
+        for gpu in found
+    ]
+    if gpus:
+        trace.write_to(folder, "gpu_sample", gpus=gpus)
+    return bool(gpus)
 
 
 class RecordedRun:
@@ -85,8 +54,9 @@ class RecordedRun:
         self.is_elsewhere = is_elsewhere
         self._folder = folder
         self._facts = facts
-        self._sampler = GPUSampler(folder)
         self._began: float | None = None
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Write down that it has begun, and look at the GPUs from now on."""
@@ -103,13 +73,24 @@ class RecordedRun:
             version=flower_gpu.__version__,
             gpus=_gpus(),
         )
-        self._sampler.start()
+        # The first look is what was there before the run, the last what is there after it.
+        if look_at_gpus(self._folder):
+            self._thread = threading.Thread(target=self._look, name="flower-gpu-samples", daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        while not self._end.wait(INTERVAL_S):
+            look_at_gpus(self._folder)
 
     def end(self) -> None:
         """Look at the GPUs a last time, and write down how it has ended."""
         if self._began is None:
             return
-        self._sampler.stop()
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+            look_at_gpus(self._folder)
+            inventory.close()
         seconds = round(time.monotonic() - self._began, 3)
         counts = {"messages": self.messages, "failed": self.failed}
         known = {name: count for name, count in counts.items() if count is not None}
