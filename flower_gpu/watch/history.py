@@ -374,10 +374,7 @@ class History:
         self.out_of_memory.append(OutOfMemory(time, text(event.get("uuid")), then))
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
-        call, pid = text(event.get("call")), whole(event.get("pid")) or 0
-        if not call:  # older traces do not say it of progress; a process does one call at a time
-            return next((one for one in reversed(self._running.values()) if one.pid == pid), None)
-        return self._running.get((call, pid))
+        return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
 
 
 def _drop_oldest(found: dict[Any, Any], most: int) -> None:

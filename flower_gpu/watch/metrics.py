@@ -114,7 +114,6 @@ class Host:
 
     def __init__(self) -> None:
         self._reserve_bytes = reserve_bytes(os.environ)
-        self._ledger: Ledger | None = None
         self._problem = ""
 
     def look(self) -> HostState:
@@ -126,14 +125,11 @@ class Host:
 
     def _leases(self) -> State | None:
         try:
-            if self._ledger is None:
-                folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
-                self._ledger = Ledger(folder, self._reserve_bytes)
-            state = self._ledger.status()
+            folder = replace(LedgerFolder.find(), mutex_wait_s=_MUTEX_WAIT_S)
+            state = Ledger(folder, self._reserve_bytes).status()
             self._problem = ""
             return state
         except (FlowerGPUError, OSError) as error:
-            self._ledger = None  # looked for anew the next time
             if str(error) != self._problem:
                 self._problem = str(error)
                 _log.warning("the ledger cannot be read: %s", error)

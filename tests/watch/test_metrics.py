@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli.command_shell import Shell
-from metrics_exporter import Exporter, Samples, counters, line, run, value
+from metrics_exporter import Exporter, run, value
 from nvml_stub import GIB, Host
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
@@ -29,20 +28,6 @@ pytestmark = pytest.mark.timeout(120)
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
 CAPACITY = 16 * GIB - 256 * 2**20
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell on a machine without GPUs."""
-    made = Shell(tmp_path)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    """Two GPUs of 16 GiB."""
-    return Host(tmp_path / "host")
 
 
 @pytest.fixture
@@ -126,6 +111,10 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
         one.worker("d")
         one.write("task_started", call="d", pid=1, client="3")
         one.write("worker_result", call="d", pid=1, client="3")
+        one.write("lease_granted", call="b", waited_s=0.3)
+        one.write("lease_granted", call="b", waited_s=20)
+        one.write("lease_not_granted", call="c", waited_s=5)
+        one.write("out_of_memory", call="a", then="on the CPU")
         metrics = {"accuracy": 0.5, "nan": float("nan"), "text": "0.5", "flag": True, "list": [1.0]}
         one.write("round_finished", round=1, task="evaluate", metrics=metrics)
         ask = exporter()
@@ -139,6 +128,13 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
         assert value(found, "evaluation", run="one", task="evaluate", metric="accuracy") == 0.5
         assert len([name for name, _ in found if name == "flower_gpu_evaluation"]) == 1
         assert value(found, "evaluation_round", run="one", task="evaluate") == 1
+        assert value(found, "rounds_finished_total") == 1
+        assert value(found, "out_of_memory_total", then="on the CPU") == 1
+        assert value(found, "leases_granted_total") == value(found, "lease_wait_seconds_count") == 2
+        assert value(found, "leases_not_granted_total") == 1
+        assert value(found, "lease_wait_seconds_sum") == 20.3
+        assert value(found, "lease_wait_seconds_bucket", le="0.5") == 1
+        assert value(found, "lease_wait_seconds_bucket", le="+Inf") == 2
         one.write("round_finished", round=2, task="evaluate", metrics={"loss": 0.25})
     # The end of a run comes between two looks: what it has told last is shown once more.
     found = ask()
@@ -146,50 +142,6 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
     assert value(found, "runs", kind="simulate") == 0
     assert [value(found, "workers", phase=phase) for phase in phases] == [0, 0, 0]
     assert not [key for key in ask() if dict(key[1]).get("run")]
-
-
-def test_counters_never_go_down(shell: Shell, exporter: Callable[..., Exporter], tmp_path: Path) -> None:
-    seen: list[Samples] = []
-    with run(shell, tmp_path / "runs" / "one") as one:
-        one.worker("a", "ok")  # before anybody looks
-        one.write("lease_granted", call="b", waited_s=0.3)
-        one.write("lease_granted", call="b", waited_s=20)
-        one.write("lease_not_granted", call="c", waited_s=5)
-        one.write("out_of_memory", call="a", then="on the CPU")
-        one.write("round", round=0, metrics={"loss": 2.0})
-        one.write("round", round=1, metrics={"loss": 1.0})
-        ask = exporter()
-        seen.append(ask())
-        one.worker("b", "died")
-        torn = line({"event": "worker_finished", "call": "z", "outcome": "error"})
-        one.write_text(torn[:30])
-        seen.append(ask())
-        one.write_text(torn[30:])
-    seen += [ask(), ask()]
-    with run(shell, tmp_path / "elsewhere" / "one") as another, run(shell, one.folder) as resumed:
-        another.worker("a", "ok")
-        resumed.write("round", round=1, metrics={})  # done again
-        resumed.write("round", round=2, metrics={})
-        seen.append(ask())
-        labels = {dict(labels)["run"] for name, labels in seen[-1] if name == "flower_gpu_run_info"}
-        assert len(labels) == 2 and "one" in labels
-    seen.append(ask())
-    for before, after in pairwise(seen):
-        assert counters(before).keys() == counters(after).keys()
-        assert all(after[key] >= count for key, count in counters(before).items())
-    finished = {
-        outcome: [value(found, "workers_finished_total", outcome=outcome) for found in seen]
-        for outcome in ("ok", "died", "error")
-    }
-    assert finished == {"ok": [1, 1, 1, 1, 2, 2], "died": [0, 1, 1, 1, 1, 1], "error": [0, 0, 1, 1, 1, 1]}
-    last = seen[-1]
-    assert value(last, "rounds_finished_total") == 2
-    assert value(last, "out_of_memory_total", then="on the CPU") == 1
-    assert value(last, "leases_granted_total") == value(last, "lease_wait_seconds_count") == 2
-    assert value(last, "leases_not_granted_total") == 1
-    assert value(last, "lease_wait_seconds_sum") == 20.3
-    assert value(last, "lease_wait_seconds_bucket", le="0.5") == 1
-    assert value(last, "lease_wait_seconds_bucket", le="+Inf") == 2
 
 
 def test_workers_that_were_killed_with_their_caller_are_gone(

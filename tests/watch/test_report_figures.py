@@ -13,14 +13,13 @@ from report_traces import START, Event, Run, at, history_of
 
 from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, Clock, client_key, client_rows, tries_of
 from flower_gpu.watch.report.figures_rounds import panels_of
-from flower_gpu.watch.report.figures_workers import group, pack, waiting_steps
+from flower_gpu.watch.report.figures_workers import group, pack
 from flower_gpu.watch.report.totals import (
     Holding,
     Totals,
     bands,
     holdings_of,
     leased_steps,
-    occupied_s,
     totals_of,
 )
 from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, RoundPart
@@ -96,11 +95,6 @@ def test_a_lease_whose_holder_was_killed_ends_where_its_memory_is_needed() -> No
     _, _, _, holdings, _ = read(events)
     one, other = holdings[Run().uuids[0]]
     assert one.end_s == other.begin_s > one.begin_s
-
-
-def test_time_with_a_lease_counts_once() -> None:
-    spans = [(0.0, 2.0), (1.0, 1.5), (4.0, 5.0), (1.0, 3.0), (5.0, 5.0)]
-    assert occupied_s([Holding("0", begin, end, 1) for begin, end in spans]) == 4.0
 
 
 # Calls
@@ -184,16 +178,6 @@ def test_a_worker_is_over_with_its_lease() -> None:
     assert (spent(call)[-1], call.outcome) == ((RUNNING, 3.0), "")
 
 
-def test_a_worker_that_died_before_its_task() -> None:
-    events = [
-        *worker_events("1", 0)[:1],
-        at(2, "worker_finished", call="1", pid=5, outcome="died", error="SIGKILL"),
-    ]
-    _, _, [call], _, totals = read(events)
-    assert spent(call) == [(STARTING, 2.0)]
-    assert dict(totals.errors) == {"died: SIGKILL": 1}
-
-
 def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
     started = {"kind": "simulate", "name": "app", "gpus": []}
     events = [
@@ -234,11 +218,6 @@ def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
     most = max((sum(b <= at_s < e for b, e in spans) for at_s, _ in spans), default=0)
     if all(begin < end for begin, end in spans):
         assert len(set(lanes)) == most
-
-
-def test_who_waits_is_counted() -> None:
-    _, _, tries, _, _ = read([*lease_events("1", 0), *lease_events("2", 1), at(9, "progress")])
-    assert waiting_steps(tries) == ([0, 1, 2, 3], [1, 2, 1, 0])
 
 
 # Metrics and names

@@ -26,20 +26,6 @@ PAGE = HERE.parents[1] / "docs/reference/top.md"
 RESERVE = 256 * 2**20
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell on a machine without GPUs."""
-    made = Shell(tmp_path)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    """Two GPUs of 16 GiB."""
-    return Host(tmp_path / "host")
-
-
 def look(shell: Shell, *arguments: str) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(shell("top", "--json", *arguments))
     return told

@@ -90,15 +90,6 @@ def test_a_run_that_begins_again_has_nothing_of_the_one_that_was_killed(trace: T
     assert (history.running, history.leases, history.waiting) == ([], [], [])
 
 
-def test_progress_of_older_traces_names_no_call(trace: Trace) -> None:
-    lines = list(trace.call(0, pid=11))[:4] + list(trace.call(1, pid=12))[:4]
-    trace.write_text("".join(lines))
-    trace.write("progress", pid=11, client="0", desc="epoch 3", n=7, total=9)
-    first, second = read(trace.path.parent).history.running
-    assert first.progress == ("epoch 3", 7, 9)
-    assert second.progress == ("", 0, None)
-
-
 # Long traces ----------------------------------------------------------------------------------------------
 
 

@@ -92,13 +92,6 @@ class Terminal:
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(tmp_path)
-    yield made
-    made.end()
-
-
-@pytest.fixture
 def terminal(shell: Shell) -> Iterator[Terminal]:
     """The view, on a host without GPUs, with its first frame drawn."""
     made = Terminal(shell.env)

@@ -121,13 +121,6 @@ def test_another_accounts_leases_are_named_by_the_account_only() -> None:
     assert text.count("user alice") == 2
 
 
-def test_without_a_gpu_the_reason_is_one_line_and_the_rest_is_there() -> None:
-    shown = texts(snapshot(gpus=(), gpu_problem="no driver is installed"), 80, 24)
-    assert shown[1] == "No GPU: no driver is installed"
-    for section in ("Runs", "Workers", "Waiting"):
-        assert any(line.startswith(section) for line in shown)
-
-
 def test_what_leases_there_are_is_not_known() -> None:
     broken = replace(gpu(), capacity_bytes=None, own_leased_bytes=0, other_leased_bytes=0)
     shown = texts(snapshot(gpus=(broken,), ledger_problem="it has been locked for 1 s"), 80, 24)
