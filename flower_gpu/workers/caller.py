@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
@@ -155,7 +154,7 @@ class _Worker:
         exit_deadline: float | None = None
         if stopped_by is not None:
             self._order = stopped_by.descriptor
-            self._selector.register(self._order, selectors.EVENT_READ, _Ordered(self._on_order))
+            self._selector.register(self._order, selectors.EVENT_READ)
         while True:
             if self._has_result and exit_deadline is None:
                 exit_deadline = deadline = time.monotonic() + _EXIT_GRACE_S
@@ -166,9 +165,6 @@ class _Worker:
                 return True
             if self.is_stopped:
                 return False
-
-    def _on_order(self) -> None:
-        self.is_stopped = not self._has_result
 
     def ask_where_it_is(self) -> None:
         """Have a hung worker write the stacks of its threads into its output."""
@@ -222,7 +218,9 @@ class _Worker:
 
     def _read_once(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
-            if key.data is not None and not key.data.read():
+            if key.fd == self._order:
+                self.is_stopped = not self._has_result
+            if key.fd == self._order or (key.data is not None and not key.data.read()):
                 self._selector.unregister(key.fd)
 
     def _wait_for_exit(self, process: Process) -> None:
@@ -244,24 +242,25 @@ class _Worker:
             self._read_once(remaining)
 
 
-@dataclass(frozen=True)
-class _Ordered:
-    """Looked at like a stream of the worker; says once that it is to be ended."""
-
-    on_order: Callable[[], None]
-
-    def read(self) -> bool:
-        """Take it; there is no more to come."""
-        self.on_order()
-        return False
-
-
 @contextmanager
 def _started(call: Call, prepare: Callable[[], start.Prepared], on_event: Sink | None) -> Iterator[_Worker]:
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
     worker = _Worker()
+    handle = _event_handler(worker, on_event)
     try:
-        _start(worker, call, prepare, _event_handler(worker, on_event))
+        for last in (False, False, True):
+            with deferred_interrupts():
+                prepared = prepare()
+                try:
+                    worker.launch(call, prepared, handle)
+                    break
+                except BaseException as error:
+                    prepared.close()
+                    if not isinstance(error, start.Gone):
+                        raise
+                    if last:  # each time between finding the fork server and using it
+                        text = f"{call.label}: the fork server ended again and again"
+                        raise WorkerStartError(text) from error
         yield worker
     finally:
         with deferred_interrupts():
@@ -269,24 +268,6 @@ def _started(call: Call, prepare: Callable[[], start.Prepared], on_event: Sink |
                 worker.end()
             finally:
                 worker.close()
-
-
-def _start(
-    worker: _Worker, call: Call, prepare: Callable[[], start.Prepared], on_event: Callable[[str], None]
-) -> None:
-    for last in (False, False, True):
-        with deferred_interrupts():
-            prepared = prepare()
-            try:
-                worker.launch(call, prepared, on_event)
-                return
-            except start.Gone as error:  # between finding the fork server and using it
-                prepared.close()
-                if last:
-                    raise WorkerStartError(f"{call.label}: the fork server ended again and again") from error
-            except BaseException:
-                prepared.close()
-                raise
 
 
 def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], None]:

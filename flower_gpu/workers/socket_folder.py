@@ -22,7 +22,6 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
-from flower_gpu.workers.forkserver import sockets
 
 _PARENT = "sockets"
 _NAMES = re.compile(r"\d+-\d+")
@@ -46,7 +45,10 @@ def take() -> None:
     settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     settings["tempdir"] = None
     with suppress(OSError, ConfigError):
-        path = _made() / _own_name(os.getpid())
+        parent = state_folder.made_state_dir() / _PARENT
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
+        path = parent / _own_name(os.getpid())
         _lock = _locked(path)
         name = str(path)
         if len(os.fsencode(name)) > _MAX_BYTES:
@@ -87,13 +89,6 @@ def _parent() -> Path | None:
     with suppress(OSError):
         return path if files.is_own_folder(path, forbidden=0o077) else None
     return None
-
-
-def _made() -> Path:
-    parent = sockets.folder() / _PARENT
-    with suppress(FileExistsError):
-        parent.mkdir(mode=0o700)
-    return parent
 
 
 def _locked(path: Path) -> int:

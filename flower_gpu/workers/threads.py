@@ -90,7 +90,7 @@ def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
     return {**env, VARIABLE: text}
 
 
-def prepare(environ: Mapping[str, str]) -> None:
+def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> None:
     """Do in a process that is about to fork what is too late, or slow, in the fork.
 
     A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
@@ -98,23 +98,21 @@ def prepare(environ: Mapping[str, str]) -> None:
     multiplies matrices, and not before.
 
     ``environ``: the environment variables of the worker that is to be forked.
+    ``pools``: what has been found in this process already.
     """
-    _prepare(_pools(), environ)
+    global _found_before_fork
+    pools = _pools() if pools is None else pools
+    _found_before_fork = (os.getpid(), pools)
+    _adjust([pool for pool in pools if pool.starts_threads], environ)
 
 
 @contextmanager
 def prepared(environ: Mapping[str, str]) -> Iterator[None]:
     """:func:`prepare` for forks within the block; afterwards this process has its own counts again."""
     pools = _pools()
-    with _restored([pool for pool in pools if pool.starts_threads]):
-        _prepare(pools, environ)
+    with restored([pool for pool in pools if pool.starts_threads]):
+        prepare(environ, pools)
         yield
-
-
-def _prepare(pools: list[_Pool], environ: Mapping[str, str]) -> None:
-    global _found_before_fork
-    _found_before_fork = (os.getpid(), pools)
-    _adjust([pool for pool in pools if pool.starts_threads], environ)
 
 
 def apply(environ: Mapping[str, str] = os.environ) -> None:
@@ -143,15 +141,9 @@ def follow(applied: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Give each library that is loaded now its present thread count again at the end of the block."""
-    with _restored(_pools()):
-        yield
-
-
-@contextmanager
-def _restored(pools: list[_Pool]) -> Iterator[None]:
-    before = [(pool, pool.get()) for pool in pools]
+def restored(pools: list[_Pool] | None = None) -> Iterator[None]:
+    """Give libraries, by default all that are loaded, their present thread counts again after the block."""
+    before = [(pool, pool.get()) for pool in (_pools() if pools is None else pools)]
     try:
         yield
     finally:
