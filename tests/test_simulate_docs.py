@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +77,23 @@ def load_data(num_partitions):
     data = [[number] for number in range(num_partitions)]
 """
 
+#: Runs commands one after the other in one process: what it imports once takes a second each time.
+COMMANDS = """
+import json, os, sys
+from pathlib import Path
+from flower_gpu.cli.main import main
+
+first = dict(os.environ)
+for number, (variables, words) in enumerate(json.loads(sys.argv[1])):
+    os.environ.clear()
+    os.environ.update(first | variables)
+    newest = max(Path("runs").iterdir(), key=os.path.getmtime, default=None) if number else None
+    words = [str(newest) if word == "A_RUN" else word for word in words]
+    assert main([*words, *["--no-report"] * (number > 0)]) == 0, words
+    newest = max(Path("runs").iterdir(), key=os.path.getmtime)
+    print((newest / "summary.json").read_text().replace(chr(10), ""))
+"""
+
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
 
 
@@ -99,33 +116,33 @@ def small(text: str) -> str:
     return text
 
 
-@pytest.fixture
-def here(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an app and a file of values."""
-    package = tmp_path / "my-app" / "my_app"
+    here = tmp_path_factory.mktemp("simulate")
+    package = here / "my-app" / "my_app"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "app.py").write_text(APP)
     (package / "task.py").write_text(TASK)
-    (tmp_path / "my-app" / "pyproject.toml").write_text(PYPROJECT)
-    (tmp_path / "values.toml").write_text("learning-rate = 0.25\n")
-    return tmp_path
+    (here / "my-app" / "pyproject.toml").write_text(PYPROJECT)
+    (here / "values.toml").write_text("learning-rate = 0.25\n")
+    return here
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(here: Path) -> Run:
-    """Run a program there to its end."""
+    """Run a Python program there to its end."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
 
     def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-        variables = {}
-        while re.match(r"[A-Z_]+=", words[0]):
-            name, _, value = words[0].partition("=")
-            variables[name], words = value, words[1:]
-        if words[0] == "flower-gpu":
-            words = [sys.executable, "-m", "flower_gpu.cli", *words[1:]]
         done = subprocess.run(
-            words, cwd=here, env=kept | variables, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+            [sys.executable, *words],
+            cwd=here,
+            env=kept,
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
         )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
@@ -137,66 +154,43 @@ def newest(here: Path) -> Path:
     return max((here / "runs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
 
 
-def summary(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "summary.json").read_text())
-    return found
+@pytest.fixture(scope="module")
+def summaries(run: Run) -> dict[str, dict[str, Any]]:
+    """What the commands of the page have left, all but their reports."""
+    given = []
+    for command in commands():
+        words = shlex.split(small(command).replace(A_RUN, "A_RUN"))
+        start = words.index("flower-gpu")
+        given.append((dict(word.split("=") for word in words[:start]), words[start + 1 :]))
+    lines = run(["-c", COMMANDS, json.dumps(given)]).stdout.splitlines()
+    return dict(zip(commands(), map(json.loads, lines), strict=True))
 
 
 @pytest.mark.parametrize("command", commands())
-def test_each_command_of_the_page_runs(command: str, here: Path, run: Run) -> None:
-    words = shlex.split(small(command))
-    resumed = A_RUN in words
-    if resumed:
-        place = words.index(A_RUN)
-        # The run before.
-        run(["flower-gpu", "simulate", "my-app", "--num-supernodes", "3", "-c", "num-server-rounds=1"])
-        words[place] = str(newest(here))
-    run(words)
-    found = summary(newest(here))
+def test_each_command_of_the_page_runs(command: str, summaries: dict[str, dict[str, Any]]) -> None:
+    found = summaries[command]
     assert (found["outcome"], found["failed"]) == ("completed", 0)
-    assert found["resumed_after_round"] == (1 if resumed else None)
-    if "--verify-recycling" in words:
-        assert found["recycling"]["different_clients"] == []  # type: ignore[index]
+    assert found["resumed_after_round"] == (1 if A_RUN in command else None)
+    if "--verify-recycling" in command:
+        assert found["recycling"]["different_clients"] == []
 
 
 def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) -> None:
-    examples = blocks("python")
-    outputs = []
-    for number, example in enumerate(examples):
-        (here / f"example_{number}.py").write_text(small(example))
-        outputs.append(run([sys.executable, f"example_{number}.py"]).stdout)
-    of_script = next(
-        output for example, output in zip(examples, outputs, strict=True) if "client_app)," in example
-    )
-    assert of_script.strip().endswith("[2. 2. 2.]"), "two rounds, each of which adds the mean of 0, 1 and 2"
-    assert "{'w': (3,)}" in outputs[-1]
-
-
-def test_a_seed_gives_the_same_metrics_again_with_any_number_of_workers(here: Path, run: Run) -> None:
-    tables = []
-    for options in (
-        ["--max-workers", "1"],
-        ["--max-workers", "3"],
-        ["--max-workers", "2", "--calls-per-worker", "3"],
-    ):
-        run(["flower-gpu", "simulate", "my-app", "--num-supernodes", "5", "--seed", "7", *options])
-        tables.append((newest(here) / "metrics.csv").read_text())
-    assert len(list(csv.DictReader(tables[0].splitlines()))) == 1
-    assert len({*tables}) == 1
+    examples = [small(example) for example in blocks("python")]
+    (of_script,) = (example for example in examples if "client_app)," in example)
+    examples.remove(of_script)
+    (here / "of_script.py").write_text(of_script)
+    (here / "others.py").write_text("\n".join(examples))
+    output = run(["of_script.py"]).stdout
+    assert output.strip().endswith("[2. 2. 2.]"), "two rounds, each of which adds the mean of 0, 1 and 2"
+    assert "{'w': (3,)}" in run(["others.py"]).stdout
 
 
 def test_the_reference_names_every_file_and_key_of_a_run(here: Path, run: Run) -> None:
     values = "learning-rate=2.0 num-server-rounds=1"
-    options = [
-        "--num-supernodes",
-        "4",
-        "--run-config",
-        values,
-        "--calls-per-worker",
-        "2",
-        "--verify-recycling",
-    ]
-    done = run(["flower-gpu", "simulate", "my-app", *options])
+    options = ["--num-supernodes", "4", "--run-config", values, "--calls-per-worker", "2"]
+    options += ["--verify-recycling"]
+    done = run(["-m", "flower_gpu.cli", "simulate", "my-app", *options])
     assert "  client 1, train in round 1: ValueError: no data" in done.stderr
     folder = newest(here)
     first_column = " ".join(re.findall(r"^\| (.+?) \|", REFERENCE, re.MULTILINE))

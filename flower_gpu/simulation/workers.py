@@ -131,6 +131,6 @@ def _libraries_of(app: AppReference) -> list[str]:
 def _may_use_torch(app: ClientApp | AppReference) -> bool:
     if not isinstance(app, AppReference):
         return True
-    if {name.partition(".")[0] for name in _libraries_of(app)} - _WITHOUT_TORCH:
-        return True  # whoever wrote them may have
-    return any(b"torch" in path.read_bytes() for path in app.folder.rglob("*.py"))
+    names = _libraries_of(app)
+    # Of a library that is not known to do without, whoever wrote it may have used torch.
+    return "flower_gpu.pytorch" in names or bool({name.partition(".")[0] for name in names} - _WITHOUT_TORCH)

@@ -57,6 +57,8 @@ def check_complete(folder: Path) -> int:
 
 
 def check_equal(found: RoundState, expected: RoundState) -> None:
-    """Check that two rounds are the same, also in the order of the arrays."""
+    """Check that two rounds are the same, also in the order of the arrays, which are Flower's own."""
     assert found == expected
+    # Only the bytes of Flower's own arrays are written once for all workers of the next round.
+    assert {type(array) for array in found.arrays.values()} == {Array}
     assert list(found.arrays) == list(expected.arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import sqlite3
 import sys
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_rounds import change_states, check_complete, check_equal, round_state
+from checkpoint_rounds import change_states, check_complete, round_state
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +62,7 @@ def state_files(folder: Path) -> dict[str, int]:
 
 
 @given(round_states, st.dictionaries(st.integers(0, 20), record_dicts, max_size=4))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_a_round_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, expected: RoundState, kept: dict[int, RecordDict]
 ) -> None:
@@ -85,11 +86,6 @@ def test_a_round_comes_back_as_it_was(
         assert contents(resumed.get(partition)) == contents(state)
 
 
-def test_no_checkpoint_is_no_round(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "none", StateStore()).read() is None
-    assert not (tmp_path / "none").exists()
-
-
 def test_random_numbers_go_on_as_they_would_have(tmp_path: Path) -> None:
     random.seed(3)
     np.random.seed(3)
@@ -105,24 +101,6 @@ def test_random_numbers_go_on_as_they_would_have(tmp_path: Path) -> None:
 
 def round_state_with(random_state: dict[str, Any]) -> RoundState:
     return RoundState(1, ArrayRecord(), {}, {}, random_state)
-
-
-def test_the_model_is_made_of_flowers_own_arrays(tmp_path: Path) -> None:
-    """Only their bytes are written once for all workers of the next round."""
-    Checkpoints(tmp_path, StateStore()).write(round_state(1))
-    found = Checkpoints(tmp_path, StateStore()).read()
-    assert found is not None
-    assert {type(array) for array in found.arrays.values()} == {Array}
-
-
-def test_each_round_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoint"
-    for number in range(8):
-        write_rounds(folder, range(number, number + 1))
-        assert len(list(folder.glob("*.model"))) == 1
-        found = Checkpoints(folder, StateStore()).read()
-        assert found is not None
-        check_equal(found, round_state(number))
 
 
 def test_a_state_that_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
@@ -220,7 +198,7 @@ def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(10):
             checkpoints.write(round_state(1))
             resumed = StateStore()
             assert Checkpoints(tmp_path / "checkpoint", resumed).read() is not None
@@ -233,11 +211,6 @@ def test_states_that_change_while_a_round_is_written_are_of_before_or_after(tmp_
 
 
 IDENTITY = {"app": "digits", "number of nodes": 100, "run config": {"lr": 0.1}, "strategy": "FedAvg"}
-
-
-def test_a_run_with_the_same_identity_is_read(tmp_path: Path) -> None:
-    write_rounds(tmp_path, range(1), IDENTITY)
-    assert Checkpoints(tmp_path, StateStore(), dict(IDENTITY)).read() is not None
 
 
 @pytest.mark.parametrize(
@@ -292,6 +265,14 @@ def test_another_process_that_writes_into_the_folder_is_told_and_its_round_stays
     assert check_complete(tmp_path) == 2
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after four rounds."""
+    folder = tmp_path_factory.mktemp("written")
+    write_rounds(folder, range(4))
+    return folder
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -307,8 +288,8 @@ def test_another_process_that_writes_into_the_folder_is_told_and_its_round_stays
         "UPDATE round SET content = replace(content, 'server_round', 'server')",
     ],
 )
-def test_an_index_that_was_changed_is_refused(tmp_path: Path, statement: str) -> None:
-    write_rounds(tmp_path, range(4))
+def test_an_index_that_was_changed_is_refused(tmp_path: Path, statement: str, written: Path) -> None:
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     with contextlib.closing(sqlite3.connect(tmp_path / INDEX_NAME)) as database:
         database.executescript(statement)
     with pytest.raises(ConfigError, match=r"checkpoint\.sqlite is damaged .*--resume"):
@@ -350,10 +331,10 @@ def test_a_damaged_missing_or_short_file_is_named(tmp_path: Path) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_an_index_with_any_other_byte_is_told_or_means_the_same(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, written: Path
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_rounds(folder, range(4))
+    shutil.copytree(written, folder, dirs_exist_ok=True)
     path = folder / INDEX_NAME
     content = bytearray(path.read_bytes())
     used = [place for place, byte in enumerate(content) if byte]  # the rest of a page is not in use
@@ -411,7 +392,7 @@ def test_killed_at_any_time_the_last_round_or_the_one_before_is_there(
     script = """
 last = least = -1
 numbers = random.Random(0)
-for _ in range(15):
+for _ in range(5):
     reader, ready = os.pipe()
     def write_until_killed():
         first, write = writer()
@@ -496,6 +477,7 @@ for limit in (100, 400, 5000, 20_000):
     except FlowerGPUError as error:
         assert "iB" in str(error) or " B " in str(error), error
         assert str(folder.parent) in str(error), error
+        assert "continue from the checkpoint, which is that of the round before" in str(error), error
     else:
         raise AssertionError("written")
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -83,24 +83,6 @@ def test_push_and_pull(new_grid: Callable[..., GridUnderTest]) -> None:
     assert not one.grid._boxes
 
 
-def test_pull_returns_what_is_there(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(2)
-    ids = list(one.grid.push_messages([*one.messages(1, "gate"), *one.messages(1)]))
-    found: list[Message] = []
-    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or found))
-    assert [reply.metadata.reply_to_message_id for reply in found] == [ids[1]]
-    one.handling.gate.set()
-    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or len(found) == 2))
-
-
-def test_an_app_may_ask_for_the_nodes_as_often_as_it_likes(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(1)
-    for _ in range(50):
-        assert list(one.grid.get_node_ids()) == list(one.nodes.ids)
-        assert len(sample_nodes(one.grid, min_available_nodes=4, sample_size=2)[0]) == 2
-    assert len(list(one.grid.send_and_receive(one.messages(1)))) == 1
-
-
 def test_who_waits_for_more_nodes_than_there_are_is_told(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(1)
     for least, sample in ((5, 1), (1, 5)):
@@ -190,14 +172,6 @@ def test_what_is_late_is_given_up(new_grid: Callable[..., GridUnderTest]) -> Non
     assert not one.grid._boxes
 
 
-def test_replies_in_time_are_kept_when_others_are_late(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(2)
-    sent = [*one.messages(1, "wait"), *one.messages(3)]
-    replies = list(one.grid.send_and_receive(sent, timeout=1))
-    assert len(replies) == 3
-    assert len(one.handling.cancelled) == 1
-
-
 def test_no_time_at_all(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(1)
     assert list(one.grid.send_and_receive(one.messages(2, "wait"), timeout=0)) == []
@@ -248,16 +222,6 @@ def test_messages_within_the_loop_over_a_stream(new_grid: Callable[..., GridUnde
     assert in_time(loop) == [2] * 8
 
 
-def test_two_streams_at_once(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(1)
-
-    def alternate() -> int:
-        streams = [one.grid.stream(one.messages(9)) for _ in range(2)]
-        return sum(1 for pair in zip(*streams, strict=True) for _ in pair)
-
-    assert in_time(alternate) == 18
-
-
 def test_threads_without_messages_let_go_of_their_workers(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(2)
     assert until(lambda: one.handling.idles >= 2)
@@ -288,20 +252,3 @@ def test_close_with_a_stream_that_nobody_reads(new_grid: Callable[..., GridUnder
     in_time(one.grid.close)
     stream.close()
     assert not any(thread.is_alive() for thread in one.grid._threads)
-
-
-def test_many_senders(new_grid: Callable[..., GridUnderTest]) -> None:
-    one = new_grid(4)
-    counts: list[int] = []
-
-    def send() -> None:
-        for _ in range(10):
-            counts.append(len(list(one.grid.send_and_receive(one.messages(7)))))
-
-    threads = [threading.Thread(target=send, daemon=True) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert counts == [7] * 60
-    assert not one.grid._boxes

@@ -67,14 +67,6 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workers]]
         one.end()
 
 
-def test_all_that_have_room(workers: Callable[..., Workers]) -> None:
-    some = workers(90)
-    some.memory.learn(4 * GIB)
-    some.start(8)
-    assert until(lambda: some.inside == 8)
-    assert some.memory.waits == 0
-
-
 def test_the_first_one_always_has_room(workers: Callable[..., Workers]) -> None:
     some = workers(0)
     some.memory.learn(4 * GIB)
@@ -114,12 +106,6 @@ def test_those_that_are_gone_take_no_room(workers: Callable[..., Workers]) -> No
         some.leave()
         assert until(lambda: some.inside == 1)
     assert some.memory.waits == 0
-
-
-def test_nobody_waits_before_a_worker_is_known(workers: Callable[..., Workers]) -> None:
-    some = workers(20)
-    some.start(8)
-    assert until(lambda: some.inside == 8)
 
 
 def test_an_error_gives_the_room_back(workers: Callable[..., Workers]) -> None:

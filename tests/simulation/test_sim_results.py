@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -43,12 +40,10 @@ from recorded_apps import (
 
 import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate, trace
-from flower_gpu.errors import ConfigError
 from flower_gpu.flower.evaluate import GPUEvaluate
-from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.simulation.model_file import NPZ, SAFETENSORS, write_model
 from flower_gpu.simulation.reporting import reported_run
-from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
+from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.trace import Event
 
 pytestmark = pytest.mark.timeout(120)
@@ -83,8 +78,6 @@ class Around(FedAvg):
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "FedAvg": FedAvg,
-    "FedAdam": flwr_strategies.FedAdam,
-    "Krum": lambda: flwr_strategies.Krum(num_malicious_nodes=1),
     "FedMedian": flwr_strategies.FedMedian,
     "DifferentialPrivacyServerSideFixedClipping": lambda: (
         flwr_strategies.DifferentialPrivacyServerSideFixedClipping(FedAvg(), 0.1, 10.0, CLIENTS)
@@ -170,23 +163,6 @@ def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() ->
     assert recorded.recorder.model["n"].numpy() == 2
     # 2 threads, twice as many unread: with a list there would be 59.
     assert clients.most_alive < 15
-
-
-def test_a_generator_of_replies_reaches_the_strategy_as_it_is() -> None:
-    seen = []
-
-    class Streaming(FedAvg):
-        def start(self, grid, initial_arrays, num_rounds=1):
-            messages = self.configure_train(1, initial_arrays, ConfigRecord(), grid)
-            return Result(arrays=self.aggregate_train(1, grid.stream(iter(messages)))[0])
-
-        def aggregate_train(self, server_round, replies):
-            assert iter(replies) is replies
-            seen.extend(reply.metadata.src_node_id for reply in replies)
-            return initial_arrays(), MetricRecord({"seen": len(seen)})
-
-    recorded = run_app(lambda grid, context: Streaming().start(grid, initial_arrays()))
-    assert recorded.metrics("train") == {1: {"seen": CLIENTS}}
 
 
 def test_two_starts_in_one_app_are_two_runs() -> None:
@@ -318,18 +294,6 @@ def test_an_own_loop_without_rounds_has_a_phase_for_each_time_it_sends() -> None
     ] * 2
 
 
-def test_the_round_in_a_messages_config_counts_and_aggregation_alone_ends_it() -> None:
-    def main(grid: Any, context: Any) -> None:
-        strategy = FedAvg()
-        content = RecordDict({"arrays": initial_arrays(), "config": ConfigRecord({"server-round": 7})})
-        sent = [Message(content, node_id, "train") for node_id in grid.get_node_ids()]
-        strategy.aggregate_train(7, grid.send_and_receive(sent))
-
-    recorded = run_app(main)
-    assert recorded.metrics("train") == {7: {"score": pytest.approx(12 / 5)}}
-    assert recorded.recorder.model["w"].numpy().tolist() == [1.0] * 3
-
-
 def test_pushed_messages_are_recorded_when_they_are_pulled() -> None:
     def main(grid: Any, context: Any) -> None:
         waiting = set(grid.push_messages(messages_to_all(grid, group_id="4")))
@@ -382,17 +346,6 @@ def test_classes_of_flower_are_as_before_when_the_run_has_ended_or_failed() -> N
     with pytest.raises(RuntimeError, match="the app's own"):
         run_app(fails)
     assert state_of_classes() == before
-
-
-def test_recordings_within_each_other_both_hear_of_it() -> None:
-    outer: list[Event] = []
-    with recorded_rounds(outer.append):
-        inner = run_app(lambda grid, context: FedAvg().start(grid, initial_arrays(), 1))
-        later = len(outer)
-        strategy = FedAvg()
-        strategy.aggregate_train(9, [])
-    assert len(inner.strategies()) == [event["event"] for event in outer].count("strategy_started") == 1
-    assert later == len(outer), "nothing was aggregated"
 
 
 def run_into(folder: ResultFolder, main: Callable[..., Any], **options: Any) -> dict[str, Any]:
@@ -491,33 +444,6 @@ def test_an_own_loop_leaves_a_line_for_each_client(tmp_path: Path) -> None:
     assert json.loads(folder.summary.read_text())["model"] is None
 
 
-def test_a_failed_run_keeps_what_it_had(tmp_path: Path) -> None:
-    folder = ResultFolder.create(tmp_path, {})
-
-    def main(grid: Any, context: Any) -> None:
-        FedAvg().start(grid, initial_arrays(), 1)
-        raise RuntimeError("first line\nsecond line")
-
-    with pytest.raises(RuntimeError):
-        run_into(folder, main)
-    summary = json.loads(folder.summary.read_text())
-    assert (summary["outcome"], summary["error"]) == ("failed", "RuntimeError: first line")
-    assert summary["rounds"] == 1
-    assert (folder.path / summary["model"]).exists()
-
-
-def test_ctrl_c_names_the_folder_and_whether_the_run_can_go_on(tmp_path: Path) -> None:
-    folder = ResultFolder.create(tmp_path, {})
-
-    def main(grid: Any, context: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(SimulationStoppedError) as stopped:
-        run_into(folder, main)
-    assert (stopped.value.folder, stopped.value.can_resume) == (folder.path, False)
-    assert json.loads(folder.summary.read_text())["outcome"] == "interrupted"
-
-
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     folder = ResultFolder.create(tmp_path, {})
     strategy = FedAvg(fraction_evaluate=0.0)
@@ -590,45 +516,6 @@ def test_wherever_the_lines_are_torn_those_of_finished_rounds_stay(
         rows = rows_of(folder.table)
         assert len(rows) == 1 + sum(line["kind"] in ("train", "evaluate") for line in found)
         assert rows[-1]["round"] == "6" and rows[-1]["x"] == "nan"
-
-
-@pytest.mark.timeout(60)
-def test_a_killed_run_keeps_its_lines(tmp_path: Path) -> None:
-    code = """
-import sys, time
-from pathlib import Path
-from flower_gpu import trace
-from flower_gpu.simulation.results import ResultFolder
-folder = ResultFolder.create(Path(sys.argv[1]), {})
-for number in range(5):
-    counts = dict.fromkeys(("clients", "failed", "messages", "seconds"), 1)
-    folder.on_event(trace.make("round_finished", round=number, task="train", **counts, metrics={"loss": 1.0}))
-print(folder.path, flush=True)
-time.sleep(50)
-"""
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        folder = ResultFolder(Path(process.stdout.readline().strip()))
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
-    assert [json.loads(line)["round"] for line in lines_of(folder.metrics)] == list(range(5))
-    assert [row["round"] for row in rows_of(folder.table)] == ["0", "1", "2", "3"], "rounds that are over"
-
-
-def test_a_folder_that_cannot_be_resumed_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder"):
-        ResultFolder.reopen(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"it has no config\.json"):
-        ResultFolder.reopen(tmp_path)
-    folder = ResultFolder.create(tmp_path, {"seed": 3})
-    with pytest.raises(ConfigError, match="it has no checkpoint"):
-        ResultFolder.reopen(folder.path)
-    folder.checkpoint.mkdir()
-    with pytest.raises(ConfigError, match="it has no checkpoint"):
-        ResultFolder.reopen(folder.path)
-    (folder.checkpoint / "checkpoint.sqlite").write_text("{}")
-    assert ResultFolder.reopen(folder.path).read_config() == {"seed": 3}
 
 
 NAMES = st.sampled_from(["file", "layer.0/weight", "ünïcode", "__metadata__", "a b", "."]) | st.text(

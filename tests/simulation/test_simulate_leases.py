@@ -1,8 +1,9 @@
-"""Leases of a simulation whose messages are more than fit, beside other runs of the host."""
+"""Simulations on a host with stub GPUs: who holds which lease and for how long, beside other runs."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from ledger_observer import observed_states
 from nvml_stub import GIB
-from simulations import TIMEOUT_S, Simulation
+from simulations import TIMEOUT_S, Simulation, command
 from stub_host import StubHost, events
 
 from flower_gpu.leases.ledger import State
@@ -23,6 +24,15 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture
 def one_gpu(tmp_path: Path) -> StubHost:
     return StubHost(tmp_path, gpus=1)
+
+
+def most_leases_at_a_time(done: Simulation) -> int:
+    held: set[str] = set()
+    most = 0
+    for event in events(done, "lease_granted", "lease_released"):
+        (held.add if event["event"] == "lease_granted" else held.discard)(event["lease"])
+        most = max(most, len(held))
+    return most
 
 
 def until(host: StubHost, condition: Callable[[State], Any]) -> State:
@@ -40,15 +50,84 @@ def begun(done: Simulation, after: float, before: float) -> Counter[str]:
     return Counter(call["lease"] for call in calls if after < call["time"] < before)
 
 
+def test_a_used_worker_keeps_its_lease_until_the_round_or_its_calls_are_over(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(6, "--num-gpus", "0.5", "--calls-per-worker", "3", "--gpu", "require")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert len(done.calls) == 12
+    pids_of: dict[str, set[int]] = {}
+    for call in done.calls:
+        pids_of.setdefault(call["lease"], set()).add(call["pid"])
+    assert all(len(pids) == 1 for pids in pids_of.values())
+    assert max(Counter(call["lease"] for call in done.calls).values()) == 3
+    granted, released = (
+        Counter(e["lease"] for e in events(done, n)) for n in ("lease_granted", "lease_released")
+    )
+    assert granted == released == Counter(dict.fromkeys(pids_of, 1))
+    assert 1 <= most_leases_at_a_time(done) <= 2
+    first, second = ({call["lease"] for call in part} for part in (done.calls[:6], done.calls[6:]))
+    assert first.isdisjoint(second), "the GPU is empty between rounds"
+    assert one_gpu.status().holders == ()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "in-process"])
+def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: str) -> None:
+    env = {"FLOWER_GPU_START_METHOD": method}
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--gpu", "require"]
+    done = one_gpu.simulate(2, *options, app="leased", **env)
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    notes = one_gpu.notes()
+    assert len(notes) == 2 and all(note["is_in_ledger"] for note in notes)
+    assert {note["descriptor_is_ticket"] for note in notes} == {None if method == "in-process" else True}
+    assert one_gpu.status().holders == ()
+
+
+def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
+    """Though its slot had one for the call before, and would have kept it for the next."""
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "mixed=true"]
+    done = one_gpu.simulate(4, *options, app="leased")
+    assert done.status == 0, done.output
+    notes = one_gpu.notes()
+    assert [note["lease"] is not None for note in notes] == [True, False] * 2
+    assert [note["holders"] for note in notes] == [1, 0] * 2
+
+
+def test_one_call_per_worker_is_one_lease_per_call(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(
+        3, "--num-gpus", "1", "--calls-per-worker", "1", "--run-config", "num-server-rounds=1"
+    )
+    assert done.status == 0, done.output
+    assert len({call["lease"] for call in done.calls}) == len({call["pid"] for call in done.calls}) == 3
+    assert most_leases_at_a_time(done) == 1
+
+
+def test_verifying_needs_no_second_gpu(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(4, "--num-gpus", "1", "--calls-per-worker", "6", "--verify-recycling")
+    assert done.status == 0, done.output
+    assert done.summary["recycling"]["compared"] == 3
+    assert done.summary["recycling"]["different_clients"] == []
+
+
+def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    host = StubHost(tmp_path, gpus=0)
+    done = subprocess.run(
+        command("plain", 3, "--log-dir", str(host.logs), "--gpu", "require"),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 2 and "GPU" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert not host.logs.exists()
+
+
 def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> None:
     """With 16 threads for 4 leases; each worker would have its own for 16 calls."""
-    options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1.5", "--gpu", "require"]
+    options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1", "--gpu", "require"]
 
     def note(state: State) -> tuple[float, int, int]:
         return time.time(), len(state.holders), len(state.waiting)
 
     with observed_states(one_gpu.ledger, note) as looks:
-        done = one_gpu.simulate(64, *options, "--run-config", "seconds=0.3", app="leased")
+        done = one_gpu.simulate(24, *options, "--run-config", "seconds=0.3", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert max(holders for _, holders, _ in looks) == 4
     assert max(waiting for *_, waiting in looks) <= 1
@@ -61,7 +140,7 @@ def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> No
 
 def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
     options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
-    with one_gpu.simulating(24, *options, app="leased", name="first") as first:
+    with one_gpu.simulating(12, *options, app="leased", name="first") as first:
         until(one_gpu, lambda state: len(state.holders) == 2)
         second = one_gpu.simulate(3, *options, app="leased")
         done = first.ended()
@@ -79,7 +158,7 @@ def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
     host = StubHost(tmp_path, gpus=1, name=f"NVIDIA Stub {tmp_path.name}")  # of which nothing is known yet
     options = ["--max-workers", "4", "--gpu", "require", "--lease-timeout-s", "2"]
     with observed_states(host.ledger, lambda state: len(state.holders)) as looks:
-        done = host.simulate(12, *options, "--run-config", "seconds=0.3 take-gib=1.0", app="leased")
+        done = host.simulate(8, *options, "--run-config", "seconds=0.3 take-gib=1.0", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     granted = {event["lease"]: event["alone"] for event in events(done, "lease_granted")}
     calls = Counter(call["lease"] for call in done.calls)
@@ -89,7 +168,7 @@ def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
 
 def test_a_second_try_has_its_lease_for_itself(one_gpu: StubHost) -> None:
     options = ["--gpu-memory", "7GiB", "--gpu", "require", "--run-config", "seconds=0.3 too-much='3'"]
-    done = one_gpu.simulate(16, *options, "--lease-timeout-s", "2", app="leased")
+    done = one_gpu.simulate(8, *options, "--lease-timeout-s", "2", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     (again,) = [event for event in events(done, "lease_requested") if event["memory_bytes"] > 7 * GIB]
     (granted,) = [event for event in events(done, "lease_granted") if event["alone"]]
@@ -110,7 +189,7 @@ def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> 
     host = StubHost(tmp_path, gpus=2)
     options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1"]
     with host.leased(2, "0.5"), observed_states(host.ledger, lambda state: state) as looks:
-        done = host.simulate(24, *options, "--run-config", "seconds=0.4", app="leased")
+        done = host.simulate(16, *options, "--run-config", "seconds=0.3", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert max(len(state.holders) for state in looks) == 1 + 4
     assert max(len(state.waiting) for state in looks) == 1

@@ -89,16 +89,6 @@ def test_changing_what_was_put_or_got_changes_nothing_that_is_stored(tmp_path: P
     assert states.get(0)["config"]["list"] == [1]  # type: ignore[index]
 
 
-def test_arrays_that_were_got_can_be_written_to_each_on_its_own(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 10**9)
-    states.put(0, filled(1, 10_000))
-    array: Any = states.get(0)["arrays"]["a"]  # type: ignore[index]
-    first, second = array.numpy(), array.numpy()
-    first[:] = 2
-    assert set(second) == {1}
-    assert set(states.get(0)["arrays"]["a"].numpy()) == {1}  # type: ignore[index, union-attr]
-
-
 def test_states_beyond_the_limit_are_in_files_the_least_recently_used_first(tmp_path: Path) -> None:
     folder = tmp_path / "late" / "states"
     states = StateStore(folder, 3 * SIZE)
@@ -129,21 +119,6 @@ def test_a_state_beyond_the_limit_by_itself_goes_into_a_file_and_moves_no_other(
         assert states.memory_bytes == SIZE
         assert number_of(states.get(1)) == number
     states.put(1, filled(3))
-    assert names(tmp_path) == []
-
-
-def test_without_a_folder_all_states_stay_in_memory() -> None:
-    states = StateStore()
-    states.put(0, filled(1, 10_000))
-    assert number_of(states.get(0)) == 1
-    assert not states.get(7)
-
-
-def test_an_emptied_state_is_empty_and_takes_nothing(tmp_path: Path) -> None:
-    states = StateStore(tmp_path, 0)
-    states.put(0, filled(1))
-    states.put(0, RecordDict())
-    assert not states.get(0)
     assert names(tmp_path) == []
 
 
@@ -218,22 +193,6 @@ def test_threads_with_different_nodes_lose_nothing(tmp_path: Path, limit: int) -
     assert len(names(tmp_path)) == {0: 24, 3 * SIZE: 21}.get(limit, 0)
     states.close()
     assert names(tmp_path) == [] and states.memory_bytes == 0
-
-
-@pytest.mark.parametrize("limit", [0, SIZE, 10**9])
-def test_threads_with_the_same_nodes_always_get_a_whole_state(tmp_path: Path, limit: int) -> None:
-    states = StateStore(tmp_path, limit)
-    for partition in range(2):
-        states.put(partition, filled(0))
-
-    def work(first: int) -> None:
-        for number in range(first, 300, 6):
-            number_of(states.get(number % 2))
-            states.put(number % 2, filled(number))
-
-    in_threads([lambda first=first: work(first) for first in range(6)])  # type: ignore[misc]
-    assert states.memory_bytes == min(limit // SIZE, 2) * SIZE
-    assert len(names(tmp_path)) == 2 - min(limit // SIZE, 2)
 
 
 def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:

@@ -145,6 +145,6 @@ def server_fn(context):
 
 
 if __name__ == "__main__":
-    backend = {"init_args": {"num_cpus": CLIENTS}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    backend = {"init_args": {"num_cpus": 2}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server, app, CLIENTS, backend_config=backend)
     run_simulation(ServerApp(server_fn=server_fn), client_app, CLIENTS, backend_config=backend)

@@ -41,37 +41,26 @@ def is_there(pid: int) -> bool:
     return False
 
 
-def test_two_simulations_share_a_gpu(new_host: NewHost) -> None:
+def test_simulations_share_a_gpu_and_what_is_ended_leaves_no_worker_and_no_lease(new_host: NewHost) -> None:
     host = new_host(gpus=1)
-    folders = [host.new_folder(name) for name in ("one", "two")]
+    ended, other = host.new_folder("ended"), host.new_folder("other")
     with host.observed() as seen:
-        programs = [start(host, folder, 2, "6GiB") for folder in folders]
-        state = host.until(lambda state: len(state.holders) == len(state.waiting) == 2)
-        assert {os.getpgid(entry.pid) for entry in state.waiting}  # alive
-        for folder in folders:
-            (folder / "go").touch()
-        for program in programs:
-            output = program.succeeded()
-            assert "Received 2 results and 0 failures" in output, output
-    assert max(sum(size for _, size in look.values()) for look in seen) == 12 * GIB, "two of the four fit"
-    granted = [
-        {event["lease"] for event in host.events("lease_granted", folder=folder)} for folder in folders
-    ]
-    assert [len(leases) for leases in granted] == [2, 2] and not granted[0] & granted[1]
+        program = start(host, ended, 3, "4GiB")
+        workers = {note["partition"]: note["pid"] for note in training(ended, 3)}
+        actors = {note["partition"]: note["actor"] for note in notes(ended / "actors.jsonl")}
+        second = start(host, other, 1, "6GiB")
+        state = host.until(lambda state: state.waiting)
+        assert len(state.holders) == 3 and os.getpgid(state.waiting[0].pid)  # alive
 
+        os.kill(actors[0], signal.SIGKILL)  # as Ray itself does when main memory runs short
+        training(other, 1)  # it has the place of the worker that is gone
+        assert [is_there(workers[partition]) for partition in range(3)] == [False, True, True]
 
-def test_what_is_ended_in_the_middle_leaves_no_worker_and_no_lease(new_host: NewHost) -> None:
-    host = new_host(gpus=1)
-    folder = host.new_folder("ended")
-    program = start(host, folder, 3, "4GiB")
-    workers = {note["partition"]: note["pid"] for note in training(folder, 3)}
-    actors = {note["partition"]: note["actor"] for note in notes(folder / "actors.jsonl")}
-    assert len(host.status().holders) == 3
+        program.process.kill()  # the script itself; Ray's processes are others
+        host.until(lambda state: len(state.holders) == 1)
+        assert not any(map(is_there, workers.values()))
 
-    os.kill(actors[0], signal.SIGKILL)  # as Ray itself does when main memory runs short
-    host.until(lambda state: len(state.holders) == 2)
-    assert [is_there(workers[partition]) for partition in range(3)] == [False, True, True]
-
-    program.process.kill()  # the script itself; Ray's processes are others
-    host.until(lambda state: not state.holders)
-    assert not any(map(is_there, workers.values()))
+        (other / "go").touch()
+        output = second.succeeded()
+        assert "Received 1 results and 0 failures" in output, output
+    assert max(sum(size for _, size in look.values()) for look in seen) == 14 * GIB
