@@ -14,5 +14,5 @@
        │ after each round
        ▼
     checkpoint (index in SQLite, states and models as files: record_files)
-    reporting: trace, History, display, summary; results: the files of a run (model_file)
+    reporting: trace, History, display, summary; results: the files of a run
 """

@@ -41,9 +41,8 @@ from recorded_apps import (
 import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate, trace
 from flower_gpu.flower.evaluate import GPUEvaluate
-from flower_gpu.simulation.model_file import NPZ, SAFETENSORS, write_model
 from flower_gpu.simulation.reporting import reported_run
-from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.simulation.results import NPZ, SAFETENSORS, ResultFolder, write_model
 from flower_gpu.trace import Event
 
 pytestmark = pytest.mark.timeout(120)

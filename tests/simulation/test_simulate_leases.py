@@ -189,7 +189,7 @@ def test_a_run_that_goes_on_beside_another_has_no_time_limit(tmp_path: Path) -> 
     host = StubHost(tmp_path, gpus=2)
     options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1"]
     with host.leased(2, "0.5"), observed_states(host.ledger, lambda state: state) as looks:
-        done = host.simulate(16, *options, "--run-config", "seconds=0.3", app="leased")
+        done = host.simulate(24, *options, "--run-config", "seconds=0.3", app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert max(len(state.holders) for state in looks) == 1 + 4
     assert max(len(state.waiting) for state in looks) == 1
