@@ -134,13 +134,10 @@ def _mounts(controller: str | None, proc: Path) -> list[tuple[str, Path]]:
         if kind == ("cgroup2" if controller is None else "cgroup") and (
             controller is None or controller in options.split(",")
         ):
-            root, point = (re.sub(r"\\(\d{3})", _unescaped, text) for text in before.split()[3:5])
+            fields = before.split()[3:5]
+            root, point = (re.sub(r"\\(\d{3})", lambda at: chr(int(at[1], 8)), text) for text in fields)
             found.append((root, Path(point)))
     return found
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return chr(int(match[1], 8))
 
 
 def _up(path: str, root: str, point: Path) -> list[Path]:

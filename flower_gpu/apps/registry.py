@@ -39,7 +39,10 @@ def registered(folder: Path, kind: str, name: str) -> Iterator[bool]:
 
     Yields False if another process of this host has registered this run already.
     """
-    descriptor, path = -1, _folder() / _file_name(folder)
+    descriptor, path = (
+        -1,
+        (_folder() / f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"),
+    )
     run = RunningRun(str(folder), kind, name, os.getpid(), time.time())
     is_first = True
     try:
@@ -116,7 +119,3 @@ def _read(path: Path) -> RunningRun | None:
 
 def _folder() -> Path:
     return state_folder.state_dir() / _FOLDER
-
-
-def _file_name(folder: Path) -> str:
-    return f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"

@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU, GPUProcess, Inventory
+from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import printable
 
 HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
 
@@ -51,30 +52,30 @@ def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
         "driver_version": found.driver_version,
         "problem": found.problem,
         "cuda_visible_devices": variable,
-        "gpus": [_gpu_as_json(gpu, gpu in visible) for gpu in found.gpus],
+        "gpus": [
+            {
+                "index": gpu.index,
+                "uuid": gpu.uuid or None,
+                "name": gpu.name or None,
+                "mig_parent": gpu.mig_parent,
+                "usable": gpu.is_usable,
+                "visible": gpu in visible,
+                "problem": gpu.problem,
+                "total_bytes": gpu.total_bytes,
+                "used_bytes": gpu.used_bytes,
+                "free_bytes": gpu.free_bytes,
+                "reserved_bytes": gpu.reserved_bytes,
+                "utilization_percent": gpu.utilization_percent,
+                "processes": None
+                if gpu.processes is None
+                else [
+                    {"pid": one.pid, "name": one.name or None, "used_bytes": one.used_bytes}
+                    for one in gpu.processes
+                ],
+            }
+            for gpu in found.gpus
+        ],
     }
-
-
-def _gpu_as_json(gpu: GPU, visible: bool) -> dict[str, Any]:
-    return {
-        "index": gpu.index,
-        "uuid": gpu.uuid or None,
-        "name": gpu.name or None,
-        "mig_parent": gpu.mig_parent,
-        "usable": gpu.is_usable,
-        "visible": visible,
-        "problem": gpu.problem,
-        "total_bytes": gpu.total_bytes,
-        "used_bytes": gpu.used_bytes,
-        "free_bytes": gpu.free_bytes,
-        "reserved_bytes": gpu.reserved_bytes,
-        "utilization_percent": gpu.utilization_percent,
-        "processes": None if gpu.processes is None else [_process_as_json(one) for one in gpu.processes],
-    }
-
-
-def _process_as_json(process: GPUProcess) -> dict[str, Any]:
-    return {"pid": process.pid, "name": process.name or None, "used_bytes": process.used_bytes}
 
 
 def as_text(found: Inventory, variable: str | None) -> str:
@@ -121,8 +122,7 @@ def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
         used = _UNKNOWN if process.used_bytes is None else format_bytes(process.used_bytes)
         # A command line may contain anything, and a terminal obeys some of it.
         program = process.name.rpartition("/")[2] or "(no such process here)"
-        name = "".join(letter if letter.isprintable() else "?" for letter in program)
-        yield f"{_MARGIN}{used:>10}  pid {process.pid:<8} {name}"
+        yield f"{_MARGIN}{used:>10}  pid {process.pid:<8} {printable(program)}"
 
 
 def _memory(gpu: GPU) -> str:

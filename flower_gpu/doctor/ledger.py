@@ -17,6 +17,7 @@ from flower_gpu.leases import tickets
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry
+from flower_gpu.printable import printable
 from flower_gpu.workers import state_folder
 
 _VARIABLE = "FLOWER_GPU_LEDGER_DIR"
@@ -92,7 +93,11 @@ def only_one(found: Inventory) -> Iterator[Found]:
     uuids = {gpu.uuid for gpu in found.gpus}
     clean = True
     for root, user in _other_ledgers(own).items():
-        ours = [entry for entry in _alive(root) if uuids & _uuids(entry)]
+        ours = [
+            entry
+            for entry in _alive(root)
+            if uuids & ({part.uuid for part in entry.parts} | {option.uuid for option in entry.options})
+        ]
         todo = f"start all that share these GPUs with {_VARIABLE}={own}"
         if ours:
             number = "1 lease or request is" if len(ours) == 1 else f"{len(ours)} leases or requests are"
@@ -132,7 +137,7 @@ def _program(process: OtherProcess) -> str:
     named = next((name for name in _FLOWER if process.runs(name)), "")
     if not named and _VARIABLE in (process.environ or {}):
         named = process.command[0].rpartition("/")[2]
-    return "".join(letter if letter.isprintable() else "?" for letter in named)
+    return printable(named)
 
 
 def _alive(root: Path) -> list[Entry]:
@@ -140,10 +145,6 @@ def _alive(root: Path) -> list[Entry]:
     with suppress(OSError):  # not ours to look at
         return [entry for entry in tickets.Reader().read(LedgerFolder(root).all()) if entry.is_alive()]
     return []
-
-
-def _uuids(entry: Entry) -> set[str]:
-    return {part.uuid for part in entry.parts} | {option.uuid for option in entry.options}
 
 
 def _private(root: Path) -> str:

@@ -114,7 +114,7 @@ def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, by
         client_rows(tries),
         pictures,
         folder=str(run_dir.absolute()),
-        is_going_on=_is_going_on(run_dir),
+        is_going_on=any(Path(run.folder).resolve() == run_dir.resolve() for run in registry.running()),
     )
     return text, {picture.name: picture.png for picture in pictures} if png else {}
 
@@ -210,12 +210,9 @@ def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
 
 def _rounds(history: History) -> list[dict[str, Any]]:
     """Return the rows of the table of rounds: what was sent, and what came of it."""
-    parts = sorted(history.rounds, key=lambda one: (one.round or 0, _place(one.task), one.task))
+    places = {task: place for place, task in enumerate(_TASKS)}
+    parts = sorted(history.rounds, key=lambda one: (one.round or 0, places.get(one.task, -1), one.task))
     return [{"part": one, "metrics": _metrics(one)} for one in parts]
-
-
-def _place(task: str) -> int:
-    return _TASKS.index(task) if task in _TASKS else -1
 
 
 def _metrics(part: RoundPart) -> str:
@@ -226,11 +223,6 @@ def _metrics(part: RoundPart) -> str:
     if len(part.metrics) > _MOST_METRICS:
         shown.append(f"{len(part.metrics) - _MOST_METRICS} more")
     return ", ".join(shown) or _UNKNOWN
-
-
-def _is_going_on(run_dir: Path) -> bool:
-    folder = run_dir.resolve()
-    return any(Path(run.folder).resolve() == folder for run in registry.running())
 
 
 @contextmanager

@@ -193,7 +193,10 @@ def _worker_table(
         _figures("pid", 9, ["-" if row.pid is None else str(row.pid) for row in rows]),
     ]
     if has_leases or snapshot.gpus:
-        used = [(_gib(row.used_bytes), _too_much(row)) for row in rows]
+        used = [
+            (_gib(row.used_bytes), "red" if (row.used_bytes or 0) > (row.lease_bytes or 0) else "")
+            for row in rows
+        ]
         columns += [
             _figures("gpu", 3 if len(snapshot.gpus) > 1 else 8, [_numbers(row) or "-" for row in rows]),
             _figures("share", 1, [_gib(row.lease_bytes) for row in rows]),
@@ -223,10 +226,6 @@ def _phase(row: WorkerRow, *, is_short: bool) -> str:
     progress = f"{row.progress} {row.progress_done}{_of(row.progress_total)}".strip()
     # A worker that makes progress is running.
     return progress if is_short else f"{row.phase} {progress}"
-
-
-def _too_much(row: WorkerRow) -> str:
-    return "red" if (row.used_bytes or 0) > (row.lease_bytes or 0) else ""
 
 
 def _gib(nbytes: int | None) -> str:

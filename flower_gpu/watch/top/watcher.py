@@ -72,7 +72,11 @@ class Watcher:
 
     def take(self) -> Snapshot:
         """Look at the GPUs and the ledger, and return them with the runs as they were read last."""
-        state, problem = self._status()
+        state, problem = None, self._ledger.folder.reason
+        try:
+            state = self._ledger.status()
+        except GPUError as error:
+            problem = str(error)
         reports = {entry.id: entry.reported() for entry in (state.holders if state else ())}
         self._note(state, reports)
         seen = snapshot.Seen(
@@ -92,7 +96,7 @@ class Watcher:
             host=platform.node(),
             account=account_name(os.getuid()),
             gpu_problem=seen.inventory.problem,
-            ledger_problem=problem or self._ledger.folder.reason,
+            ledger_problem=problem,
             gpus=snapshot.gpu_rows(seen, pids),
             runs=tuple(snapshot.run_row(seen, run) for run in runs),
             workers=workers,
@@ -102,12 +106,6 @@ class Watcher:
     def close(self) -> None:
         """Give the driver back."""
         inventory.close()
-
-    def _status(self) -> tuple[State | None, str | None]:
-        try:
-            return self._ledger.status(), None
-        except GPUError as error:
-            return None, str(error)
 
     def _note(self, state: State | None, reports: dict[str, tuple[int, dict[str, int]]]) -> None:
         """Keep labels, which never change, and the most that each worker has reported."""
