@@ -78,7 +78,8 @@ def _data_file(text: str) -> Path:
 
 def _options() -> tuple[Parser, Options]:
     known = list(WAYS)
-    parser = Parser("gpu", __doc__, ["steps", *_SHARED], quick={})
+    quick, full = {"batch": 2, "side": 32}, {"batch": 32, "side": 224}
+    parser = Parser("gpu", __doc__, ["steps", *_SHARED], quick=quick, full=full)
     limits = ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items())
     parser.add_argument("--limit", type=positive, metavar="SECONDS",
                         help=f"time for each part but steps; default: {limits}")  # fmt: skip
@@ -89,9 +90,9 @@ def _options() -> tuple[Parser, Options]:
                         "or jpeg and offsets; default: generated ones")  # fmt: skip
     parser.add_argument("--ways", type=partial(chosen, known), default=known, metavar="WAY,WAY",
                         help=f"of steps: some of {', '.join(known)}; default: all")  # fmt: skip
-    parser.add_argument("--batch", type=positive, default=32, metavar="N",
+    parser.add_argument("--batch", type=positive, metavar="N",
                         help="of steps: images per step; default: 32")  # fmt: skip
-    parser.add_argument("--side", type=positive, default=224, metavar="PIXELS",
+    parser.add_argument("--side", type=positive, metavar="PIXELS",
                         help="of steps: of an image; default: 224")  # fmt: skip
     # A simulated GPU shows nothing but that the script works.
     parser.add_argument("--device", choices=("cuda", "stub"), default="cuda", help=argparse.SUPPRESS)

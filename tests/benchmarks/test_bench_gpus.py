@@ -29,8 +29,7 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
 
 
 def test_the_gpu_benchmark_runs_all_of_its_parts_on_a_simulated_gpu(figures: Figures) -> None:
-    options = "--device", "stub", "--quick", "--runs", 1, "--batch", 2, "--side", 32
-    result = figures("gpu", *options, "--ways", "ours-spawn")
+    result = figures("gpu", "--device", "stub", "--quick", "--runs", 1, "--ways", "ours-spawn")
     [row] = result["steps"]
     parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
     assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
