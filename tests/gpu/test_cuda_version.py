@@ -59,9 +59,9 @@ def test_a_call_without_cuda_says_what_to_change(
     (tmp_path / "ledger").mkdir()
     done = run_script(
         """
+        import torch
         from flower_gpu import run_in_worker
         def use():
-            import torch
             return str(torch.device("cpu"))
         for _ in range(2):
             print(run_in_worker(use, gpu_memory="4GiB", start_method="fork"))
