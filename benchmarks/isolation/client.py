@@ -11,7 +11,7 @@ from benchmarks.isolation.client_caller import WAYS
 from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError, Member, members, new_state_folder
 
-_QUICK = ("in-process", "ours-forkserver")
+_QUICK = ("in-process",)  # the imports of others take long, and their calls are those of the part calls
 _TIMEOUT_S = 300.0
 _SAME_LOSS = 0.05  # threads change the last bits, and the epoch carries them on
 

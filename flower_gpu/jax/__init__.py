@@ -9,15 +9,10 @@ if TYPE_CHECKING:
     from flower_gpu.jax.weights import get_weights as get_weights
     from flower_gpu.jax.weights import set_weights as set_weights
 
-_HOME = {
-    "get_weights": "weights",
-    "set_weights": "weights",
-}
-
 __all__ = ["get_weights", "set_weights"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return getattr(import_module(f"{__name__}.weights"), name)
