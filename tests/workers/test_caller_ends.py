@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -108,12 +107,13 @@ def read_pids(process: subprocess.Popen[str], lines: int = 1) -> list[int]:
     return pids
 
 
-def test_ctrl_c(start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]) -> None:
-    """To the caller alone; at a terminal the whole group gets it."""
+@pytest.mark.parametrize("to", ["group", "caller"])
+def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subprocess.Popen[str]]) -> None:
+    """A terminal sends it to the whole group."""
     process = caller(INTERRUPTED, start_method)
     (worker,) = read_pids(process)
     assert worker != process.pid
-    process.send_signal(signal.SIGINT)
+    (os.killpg if to == "group" else os.kill)(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == -signal.SIGINT
     assert errors.count("Traceback") == 1
@@ -122,37 +122,6 @@ def test_ctrl_c(start_method: str, run: Run, caller: Callable[..., subprocess.Po
     assert not is_running(worker)  # not only soon, but before the caller has ended
     (finished,) = run.events("worker_finished")
     assert finished["outcome"] == "cancelled"
-
-
-def test_ctrl_c_at_a_terminal(start_method: str, write_script: Callable[[str], Path]) -> None:
-    script = write_script(INTERRUPTED)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        plain = {**os.environ, "PYTHON_COLORS": "0"}  # Python 3.13 colours tracebacks on a terminal
-        os.execve(sys.executable, [sys.executable, str(script), start_method], plain)
-    try:
-        output = b""
-        while b"pids " not in output or not output.endswith(b"\n"):
-            output += os.read(terminal, 1000)
-        worker = int(output.split()[1])
-        os.write(terminal, b"\x03")
-        while True:
-            try:
-                data = os.read(terminal, 1000)
-            except OSError:  # the terminal's other end is closed
-                break
-            if not data:
-                break
-            output += data
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    finally:
-        os.close(terminal)
-    text = output.decode()
-    assert status == -signal.SIGINT
-    assert text.count("Traceback") == 1
-    assert text.rstrip().endswith("KeyboardInterrupt")
-    assert "in busy_in_the_worker" not in text
-    assert not is_running(worker)
 
 
 def test_ctrl_c_during_many_short_calls(

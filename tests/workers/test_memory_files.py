@@ -77,40 +77,11 @@ def test_no_seal_on_other_files(tmp_path: Path) -> None:
         assert not memory.seal(other.fileno())
 
 
-def test_a_private_map_does_not_write_into_the_file(file: int) -> None:
-    memory.seal(file)
-    first, second = memory.Map(file, SIZE), memory.Map(file, SIZE)
-    first.view[0] = 7
-    assert (first.view[0], second.view[0], memory.read(file, 1, 0)[0]) == (7, 1, 1)
-
-
-def test_where_something_lies(file: int) -> None:
-    found = memory.Map(file, SIZE)
-    assert found.offset_of(found.address, SIZE) == 0
-    assert found.offset_of(found.address + 5, 10) == 5
-    assert found.offset_of(found.address - 1, 10) is None
-    assert found.offset_of(found.address + SIZE - 9, 10) is None
-
-
 def test_what_cannot_be_mapped(file: int) -> None:
     with pytest.raises(OSError, match="cannot map"):
         memory.Map(-1, SIZE)
     with pytest.raises(OSError, match="cannot map"):
         memory.Map(file, 1 << 60)
-
-
-def test_a_file_of_another_process(file: int) -> None:
-    found = memory.open_of(os.getpid(), file, memory.identity(file))
-    try:
-        assert memory.identity(found) == memory.identity(file)
-        with pytest.raises(OSError):
-            os.pwrite(found, b"2", 0)
-        memory.seal(file)
-        private = memory.Map(found, SIZE)
-        private.view[0] = 7
-        assert memory.read(file, 1, 0)[0] == 1
-    finally:
-        os.close(found)
 
 
 def test_another_file_of_another_process(file: int) -> None:

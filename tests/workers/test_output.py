@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,26 +54,6 @@ def tail_of(text: str) -> str:
     take(text.encode())
     take(b"")
     return str(tail)
-
-
-def test_tail_keeps_the_last_lines() -> None:
-    assert tail_of("") == ""
-    assert tail_of("one\ntwo") == "one\ntwo"
-    assert tail_of("\n".join(map(str, range(2000)))).splitlines() == [str(n) for n in range(1970, 2000)]
-
-
-def test_tail_of_a_bar_is_its_last_state() -> None:
-    assert tail_of("\r 10%\r 20%\nwindows\r\n\r 30%\r") == " 20%\nwindows\n 30%"
-
-
-def test_tail_of_an_endless_line_stays_short() -> None:
-    tail = Tail()
-    take = tail.reader()
-    for _ in range(100):
-        take(b"x" * 100_000)
-    take(b"the end\n")
-    assert str(tail).endswith("xthe end")
-    assert len(str(tail)) == 500
 
 
 STACKS = """\
@@ -124,19 +104,6 @@ def test_drain_is_bounded() -> None:
     assert received[-1] == 0  # the unfinished line is flushed
 
 
-def test_stream_reads_without_waiting() -> None:
-    read, write = os.pipe()
-    received: list[bytes] = []
-    stream = Stream(read, received.append)
-    assert stream.read()  # nothing yet, but not the end
-    os.write(write, b"one")
-    assert stream.read()
-    os.close(write)
-    assert not stream.read()
-    os.close(read)
-    assert received == [b"one"]
-
-
 class Unwritable(io.StringIO):
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -152,21 +119,6 @@ def test_echo_to_a_stream_that_cannot_be_written(error: Exception) -> None:
     for target in (Unwritable(error), None):
         echo(target, tail)(b"a line\n")
     assert str(tail) == "a line\na line"
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "no such encoding"])
-def test_echo_to_any_encoding(encoding: str) -> None:
-    class Target(io.StringIO):
-        pass
-
-    target = Target()
-    Target.encoding = encoding  # type: ignore[assignment,misc]
-    tail = Tail()
-    take: Callable[[bytes], None] = echo(target, tail)
-    for byte in "é\n".encode():  # also when a character comes in two pieces
-        take(bytes([byte]))
-    assert str(tail) == "é"
-    assert target.getvalue() == {"ascii": "\\xe9\n", "utf-8": "é\n", "no such encoding": ""}[encoding]
 
 
 def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import random
 import signal
 import struct
 import traceback
@@ -277,22 +276,3 @@ def test_when_nothing_can_be_mapped_any_more(call: Call, monkeypatch: pytest.Mon
     transport.write_reply(reply_only(np.zeros(300_000)), call.reply)
     monkeypatch.setattr(memory, "Map", fails)
     assert (transport.read_reply(call.reply, call.request) == 1).all()
-
-
-def test_threads(call: Call) -> None:
-    """The same arrays, written by several threads at a time."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    sent = [np.full(random.randrange(10_000, 200_000), float(number)) for number in range(5)]
-
-    def once(_: int) -> bool:
-        this = Call()
-        try:
-            transport.write_request((None, (sent,), {}), this.request)
-            arrived = transport.read_request(this.request)[1][0]
-            return all((ours == theirs).all() for ours, theirs in zip(arrived, sent, strict=True))
-        finally:
-            this.close()
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(once, range(20)))

@@ -71,11 +71,6 @@ def test_workers_share_the_cores(concurrency: int) -> None:
     assert threads == 1 or threads * concurrency <= cores()
 
 
-def test_alone_a_worker_has_all_cores() -> None:
-    assert planned_threads({}) == planned_threads({"FLOWER_GPU_CONCURRENCY": ""}) == cores()
-    assert WorkerSettings.resolve({}).threads == cores()
-
-
 @given(
     st.integers(1, 2**31 - 1), st.lists(st.integers(1, 99)), st.integers(1, 99), st.sampled_from(["", " "])
 )
@@ -226,27 +221,17 @@ def test_number_set_in_torch_by_the_caller(torch_of_the_caller: Any, run: Run) -
     assert threads[-5:] == [cores() + 1] * 3 + [1, cores()]
 
 
-def test_call_in_process_restores_the_number(torch_of_the_caller: Any) -> None:
+def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:
     import tasks_threads
 
     torch_of_the_caller.set_num_threads(cores() + 1)
     before = tasks_threads.count_threads()
-    env = {"OMP_NUM_THREADS": "1"}
-    inside = run_in_worker("tasks_threads:count_threads", start_method="in-process", env=env)
-    assert set(inside.values()) == {1}
-    assert tasks_threads.count_threads() == before
-    assert run_in_worker("tasks_threads:set_in_torch", 3, start_method="in-process") == 3
-    assert tasks_threads.count_threads() == before
-
-
-def test_call_by_fork_leaves_the_callers_number(torch_of_the_caller: Any, run: Run) -> None:
-    import tasks_threads
-
-    before = tasks_threads.count_threads()
-    env = {"OMP_NUM_THREADS": "1"}
-    inside = run_in_worker("tasks_threads:count_threads", start_method="fork", env=env)
-    assert set(inside.values()) == {1}
-    assert tasks_threads.count_threads() == before
+    for method in ("in-process", "fork"):
+        call = {"start_method": method, "env": {"OMP_NUM_THREADS": "1"}}
+        assert set(run_in_worker("tasks_threads:count_threads", **call).values()) == {1}
+        assert tasks_threads.count_threads() == before
+        assert run_in_worker("tasks_threads:set_in_torch", 3, start_method=method) == 3
+        assert tasks_threads.count_threads() == before
     tasks_threads.compute()
 
 
