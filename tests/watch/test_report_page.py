@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(170)
 
 #: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
-CUTS = 5  # of which each gives a whole page with pictures
+CUTS = 3  # of which each gives a whole page with pictures
 
 
 class Page(HTMLParser):
@@ -249,9 +249,8 @@ def test_what_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         capsys.readouterr().err,
     )
     write(tmp_path / "run", RICH.events()[:5])
-    for output in ("no/where.html", "run"):
-        with pytest.raises(ConfigError, match="--output"):
-            report.write_report(tmp_path / "run", tmp_path / output)
+    with pytest.raises(ConfigError, match="--output"):
+        report.write_report(tmp_path / "run", tmp_path / "no/where.html")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["trace.jsonl"]
 
 
@@ -317,3 +316,41 @@ assert "matplotlib.pyplot" not in sys.modules
     env = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "matplotlib")}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+# At the end of a run
+
+TESTS = Path(__file__).parents[1]
+COMMANDS = {
+    "launch": ["launch", str(TESTS / "launch/tiny_app"), "--engine", "start-client", "--rounds", "1"],
+    "simulate": ["simulate", str(TESTS / "simulation/apps/plain"), "--num-supernodes", "2"],
+}
+
+
+@pytest.mark.parametrize(("command", "options"), [("launch", []), ("simulate", ["--no-report"])])
+def test_a_run_ends_with_a_report(command: str, options: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "flower_gpu.cli",
+            *COMMANDS[command],
+            *options,
+            "--log-dir",
+            str(tmp_path),
+        ],
+        env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    [folder] = tmp_path.iterdir()
+    told = re.findall(r"(?m)^report +(\S+)$", done.stdout + done.stderr)
+    if options:
+        assert told == [] and not (folder / "report.html").exists()
+    else:
+        assert told == [str(folder / "report.html")]
+        page = (folder / "report.html").read_text()
+        assert f"flower-gpu {command}" in page
+        assert re.search(r'class="outcome completed">completed, after', page)
