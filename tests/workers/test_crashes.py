@@ -80,28 +80,6 @@ def test_exception_class_of_main(start_method: str, run_script: Callable[..., An
     assert done.stdout == "from main 5 True True\n"
 
 
-def test_exception_of_torch_leaves_torch_unimported(run_script: Callable[..., Any]) -> None:
-    done = run_script(
-        """
-        import sys
-        from flower_gpu import run_in_worker
-        from flower_gpu.errors import WorkerTaskError
-
-        def task():
-            import torch
-            raise torch.OutOfMemoryError("no memory on the card")
-
-        try:
-            run_in_worker(task, start_method="spawn")
-        except WorkerTaskError as error:
-            print(error)
-            assert "in task" in str(error.__cause__)
-        assert "torch" not in sys.modules
-        """
-    )
-    assert "raised torch.OutOfMemoryError: no memory on the card" in done.stdout
-
-
 def test_killed_from_outside(start_method: str, run: Run) -> None:
     def kill_soon() -> None:
         assert wait_until(lambda: bool(run.pids()))

@@ -173,7 +173,7 @@ def test_lines_of_a_worker(
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         if with_flower or "flwr" in sys.modules:
             pytest.skip("whether flwr is imported is decided in this process")
-    call("tasks_log:log", "3", 2, start_method, with_flower)
+    call("plain_tasks:log", "3", 2, start_method, with_flower)
     assert lines(capfd.readouterr().err) == expected("client 3, round 2: ")
     assert events.log_prefix() == ""
 
@@ -193,19 +193,19 @@ def test_lines_of_a_worker(
 def test_what_is_in_front(
     client: str | None, server_round: int | None, prefix: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    call("tasks_log:log", client, server_round, "forkserver")
+    call("plain_tasks:log", client, server_round, "forkserver")
     # Not as a template: the prefix may look like one.
     wanted = [message.replace("{}", prefix).replace("{{", "{").replace("}}", "}") for message in MESSAGES]
     assert lines(capfd.readouterr().err) == wanted
 
 
 def test_a_worker_of_a_worker_is_of_the_same_client(capfd: pytest.CaptureFixture[str]) -> None:
-    call("tasks_log:log_in_a_worker_of_this_one", "3", 2, "spawn")
+    call("plain_tasks:log_in_a_worker_of_this_one", "3", 2, "spawn")
     assert lines(capfd.readouterr().err) == expected("client 3, round 2: ")
 
 
 def test_what_cannot_be_a_text_does_not_end_the_task() -> None:
-    assert call("tasks_log:log_what_has_no_text", "3", 2, "forkserver") == "went on"
+    assert call("plain_tasks:log_what_has_no_text", "3", 2, "forkserver") == "went on"
 
 
 @pytest.fixture
@@ -221,10 +221,10 @@ def test_a_worker_that_is_used_again_names_each_client(
     line = caller.line()
     for client in (3, 4):
         line.begin()
-        line.run(Call("tasks_log:log", log_prefix=f"client {client}, round 1: "), calls=3)
+        line.run(Call("plain_tasks:log", log_prefix=f"client {client}, round 1: "), calls=3)
         assert lines(capfd.readouterr().err) == expected(f"client {client}, round 1: ")
     line.begin()
-    assert line.run(Call("tasks_log:filters"), calls=3) == {"flwr": 1, "flwr.flower_gpu": 1}
+    assert line.run(Call("plain_tasks:filters"), calls=3) == {"flwr": 1, "flwr.flower_gpu": 1}
 
 
 SCRIPT = """

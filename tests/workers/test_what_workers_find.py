@@ -51,18 +51,9 @@ def test_script_without_a_main_guard_runs_once(run_script: RunScript) -> None:
     assert done.stderr == ""
 
 
-def test_lambdas_and_closures(start_method: str, run: Run) -> None:
+def test_tasks_of_all_kinds(start_method: str, run: Run) -> None:
     offset = 40
 
-    def add(x: int) -> int:
-        return x + offset
-
-    assert run_in_worker(lambda x: add(x), 2, start_method=start_method) == 42
-    returned = run_in_worker(lambda: lambda x: x + offset, start_method=start_method)
-    assert returned(2) == 42
-
-
-def test_a_callable_object_and_a_method(start_method: str, run: Run) -> None:
     class Adder:
         def __init__(self, by: int) -> None:
             self.by = by
@@ -70,6 +61,9 @@ def test_a_callable_object_and_a_method(start_method: str, run: Run) -> None:
         def __call__(self, x: int) -> int:
             return x + self.by
 
+    assert run_in_worker(lambda x: x + offset, 2, start_method=start_method) == 42
+    returned = run_in_worker(lambda: lambda x: x + offset, start_method=start_method)
+    assert returned(2) == 42
     assert run_in_worker(Adder(2), 40, start_method=start_method) == 42
     assert run_in_worker("os:path.basename", "/folder/name", start_method=start_method) == "name"
 
