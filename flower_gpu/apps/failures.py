@@ -43,6 +43,14 @@ _FRAME: Final = re.compile(r'^ *File "(?P<path>[^"\n]+)", line (?P<line>\d+)', r
 _TYPE: Final = re.compile(r"^(?P<type>[\w.]+)(:|$)")
 _NUMBER: Final = re.compile(r"\d+")
 _LIBRARIES: Final = ("/site-packages/", "/dist-packages/", "<frozen ")
+_PREFIXES: Final = tuple(
+    f"{folder}/"
+    for folder in {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        str(Path(flower_gpu.__file__).parent),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -217,23 +225,13 @@ def _place(traceback: str) -> str | None:
     frames = [(found["path"], found["line"]) for found in _FRAME.finditer(traceback)]
     if not frames:
         return None
-    own = [frame for frame in frames if not _is_of_library(frame[0])]
+    own = [
+        (path, line)
+        for path, line in frames
+        if not path.startswith(_PREFIXES) and not any(part in path for part in _LIBRARIES)
+    ]
     path, line = (own or frames)[-1]
     return f"{path}:{line}"
-
-
-def _is_of_library(path: str) -> bool:
-    return any(part in path for part in _LIBRARIES) or path.startswith(_PREFIXES)
-
-
-_PREFIXES: Final = tuple(
-    f"{folder}/"
-    for folder in {
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        str(Path(flower_gpu.__file__).parent),
-    }
-)
 
 
 def _lines(text: str) -> list[str]:
