@@ -102,7 +102,8 @@ def set_up(setup: str | None) -> AbstractContextManager[Any]:
     return made if isinstance(made, AbstractContextManager) else nullcontext()
 
 
-#: Functions with their keyword arguments, in a form that can travel.
+#: Functions of the user's with their keyword arguments, in a form that can travel. They run once where
+#: workers are forked from, so that all find what they load.
 Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
 # What this very process has loaded, for calls that run in it.

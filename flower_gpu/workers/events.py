@@ -193,7 +193,9 @@ _prefix = _Prefix()
 
 
 def begin_log_lines(text: str) -> None:
-    """Put a text in front of all that follows, in the place of the one before.
+    """Put a text in front of all log lines that follow, in the place of the one before.
+
+    Flower's and ours say then whose they are; loggers of the task's own are left alone.
 
     ``text``: such as ``"client 3, round 2: "``; empty: nothing.
     """
