@@ -30,7 +30,7 @@ _SIMULATION_TIMEOUT_S = 1800.0
 
 
 def main() -> int:
-    quick = {"sizes": [0.1], "runs": 1, "clients": 2, "rounds": 1, "actors": 2}
+    quick = {"sizes": [0.1], "runs": 1, "clients": 2, "rounds": 1, "actors": 1}
     cores = len(os.sched_getaffinity(0))
     full = {"sizes": [1.0, 45.0], "runs": 15, "clients": 20, "rounds": 5, "actors": cores}
     parser = Parser("mod", __doc__, list(_PARTS), quick=quick, full=full)

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.shared import memory, table
-from benchmarks.shared.driver import Figures, Options, Parser, in_turn, positive, positives, run
+from benchmarks.shared.driver import Figures, Options, Parser, chosen, in_turn, positive, positives, run
 from benchmarks.shared.processes import BenchmarkError, descendants, end_descendants, new_state_folder
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
@@ -39,6 +39,8 @@ def main() -> int:
     add = parser.add_argument
     add("--supernodes", type=positives, metavar="N,N",
         help="how many; default: 6, for no-op also 12, for memory 12")  # fmt: skip
+    add("--ways", type=partial(chosen, _WAYS), default=list(_WAYS), metavar="WAY,WAY",
+        help="flower, ours; default: both")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="of each run; default: 3")
     add("--runs", type=positive, default=3, metavar="N", help="of each way; default: 3")
     parts = {part: partial(_part, part) for part in _SUPERNODES}
@@ -48,15 +50,15 @@ def main() -> int:
 def _part(part: str, options: Options, figures: Figures) -> None:
     for count in options.supernodes or _SUPERNODES[part]:
         if part == "memory":
-            figures["memory"] += _memory(count)
+            figures["memory"] += _memory(count, options.ways)
         else:
             figures["rows"] += _measure(part, count, options)
 
 
 def _measure(app: str, count: int, options: Options) -> list[dict[str, Any]]:
     """Run an app in both ways in turn, several times."""
-    measured: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
-    for _, way in in_turn(_WAYS, options.runs):
+    measured: dict[str, list[tuple[float, float]]] = {way: [] for way in options.ways}
+    for _, way in in_turn(options.ways, options.runs):
         measured[way].append(_run(app, way, count, options.rounds))
     rows = []
     for way, values in measured.items():
@@ -75,10 +77,10 @@ def _measure(app: str, count: int, options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _memory(count: int) -> list[dict[str, Any]]:
+def _memory(count: int, ways: list[str]) -> list[dict[str, Any]]:
     """Measure what SuperNodes take that wait for a message."""
     rows = []
-    for way in _WAYS:
+    for way in ways:
         with tempfile.TemporaryDirectory(prefix="fgpu-nodes-") as name:
             new_state_folder()
             with _federation(way, count, _environment(name), Path(name)) as nodes:
@@ -228,7 +230,7 @@ def _wait(is_so: Any, problem: str) -> None:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    flower = next(row for row in rows if row["way"] == "flower")
+    flower = rows[0]  # without it, ours is compared with itself
     table.show(
         f"{flower['app']}, {flower['supernodes']} SuperNodes, {flower['rounds']} rounds",
         ("way", "total", "CPU per message", "faster", "less CPU", "runs"),
