@@ -110,31 +110,20 @@ class TestVariables:
             caller.do(f"sys.path.append({str(tmp_path)!r})")
             assert [caller.call("restless_task:value", start_method="auto") for _ in range(2)] == [True, True]
 
-    def test_set_by_a_library(self, learned: str) -> None:
-        with Client(learned) as caller:
-            assert caller.call("tasks_forkserver:variables", "SETS_ITSELF") == ["by the library"]
-            mine = {"SETS_ITSELF": "mine"}
-            assert caller.call("tasks_forkserver:variables", "SETS_ITSELF", env=mine) == ["mine"]
-
-    @pytest.mark.parametrize("name", ["SETS_AND_READS", "HAS_DEFAULT"])
-    def test_set_and_read_by_a_library(self, learned: str, name: str) -> None:
-        """That is no reason to import it again."""
-        library = name.lower()
-        with Client(learned) as caller:
-            value, was_loaded = caller.call("tasks_forkserver:attribute", library, "VALUE")
-            assert (value, was_loaded) == (caller.call("tasks_forkserver:variables", name)[0], True)
-            assert (
-                value == caller.call("tasks_forkserver:attribute", library, "VALUE", start_method="spawn")[0]
-            )
-
-    def test_default_of_a_library_and_value_of_a_caller(self, learned: str) -> None:
-        with Client(learned, {"HAS_DEFAULT": "mine"}) as caller:
-            for _ in range(2):
-                assert caller.call("tasks_forkserver:attribute", "has_default", "VALUE")[0] == "mine"
-
-    def test_a_copy_of_all_variables_is_no_use_of_one(self, learned: str) -> None:
+    def test_set_by_libraries(self, learned: str) -> None:
+        """What they set and read is no reason to import them again; a caller's own value goes first."""
+        variable, value_of = "tasks_forkserver:variables", "tasks_forkserver:attribute"
         with Client(learned, {"SOMETHING_ELSE": "1"}) as caller:
-            assert caller.call("tasks_forkserver:attribute", "lists_variables", "VALUE")[1]
+            assert caller.call(variable, "SETS_ITSELF") == ["by the library"]
+            assert caller.call(variable, "SETS_ITSELF", env={"SETS_ITSELF": "mine"}) == ["mine"]
+            for name in ("SETS_AND_READS", "HAS_DEFAULT"):
+                found = caller.call(value_of, name.lower(), "VALUE")
+                assert found == [caller.call(variable, name)[0], True]
+                assert found[0] == caller.call(value_of, name.lower(), "VALUE", start_method="spawn")[0]
+            # Nor is a copy of all variables a use of one.
+            assert caller.call(value_of, "lists_variables", "VALUE")[1]
+        with Client(learned, {"HAS_DEFAULT": "mine"}) as caller:
+            assert [caller.call(value_of, "has_default", "VALUE")[0] for _ in range(2)] == ["mine"] * 2
 
     def test_all_of_them(self, python: str) -> None:
         """Python's and the C library's, as a fresh process has them: with odd bytes, and none unset."""
@@ -166,18 +155,15 @@ class TestShadows:
                 assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
                 assert plain.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
 
-    def test_in_the_working_directory(self, learned: str, tmp_path: Path) -> None:
+    def test_where_it_lies(self, learned: str, tmp_path: Path) -> None:
+        """One behind the library is never found; one in the working directory is before it."""
         (tmp_path / "reads_variable").mkdir()
         (tmp_path / "reads_variable" / "__init__.py").write_text("VALUE = 'own'\n")
         with Client(learned) as caller:
-            caller.do(f"os.chdir({str(tmp_path)!r}); assert '' in sys.path")
-            assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
-
-    def test_behind_the_library(self, learned: str, tmp_path: Path) -> None:
-        (tmp_path / "reads_variable.py").write_text("VALUE = 'never found'\n")
-        with Client(learned) as caller:
             caller.do(f"sys.path.append({str(tmp_path)!r})")
             assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["none", True]
+            caller.do(f"os.chdir({str(tmp_path)!r}); assert '' in sys.path")
+            assert caller.call("tasks_forkserver:attribute", "reads_variable", "VALUE") == ["own", False]
 
     def test_a_single_file_that_calls_itself_a_package(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

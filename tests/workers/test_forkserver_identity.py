@@ -11,7 +11,6 @@ from pathlib import Path
 
 import forkservers
 import pytest
-from forkservers import Client, only_server
 
 from flower_gpu.workers.forkserver import client, identity
 
@@ -71,53 +70,31 @@ def installed(site: Path) -> None:
     forkservers.install(site, "another", "")
 
 
-def updated(site: Path) -> None:
-    (site / "package-1.0.dist-info").rename(site / "package-1.1.dist-info")
-
-
-def installed_again(site: Path) -> None:
-    """The same version, as of a development build."""
-    shutil.rmtree(site / "package")
-    shutil.rmtree(site / "package-1.0.dist-info")
-    forkservers.install(site, "package", "VALUE = 1\n")
-
-
 def removed(site: Path) -> None:
     shutil.rmtree(site / "package")
     shutil.rmtree(site / "package-1.0.dist-info")
 
 
-def copied_by_hand(site: Path) -> None:
-    (site / "copied").mkdir()
-    (site / "copied" / "__init__.py").touch()
+def installed_again(site: Path) -> None:
+    """The same version, as of a development build."""
+    removed(site)
+    forkservers.install(site, "package", "VALUE = 1\n")
 
 
-def replaced_by_hand(site: Path) -> None:
-    (site / "package" / "__init__.py").write_text("VALUE = 2\n")
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "installed": installed,
+    "updated": lambda site: (site / "package-1.0.dist-info").rename(site / "package-1.1.dist-info"),
+    "installed again": installed_again,
+    "removed": removed,
+    "copied by hand": lambda site: (site / "namespace" / "__init__.py").touch(),
+    "replaced by hand": lambda site: (site / "package" / "__init__.py").write_text("VALUE = 2\n"),
+    "a single module": lambda site: (site / "single.py").write_text("VALUE = 2\n"),
+    "editable": lambda site: (site / "editable.pth").write_text("/elsewhere\n"),
+}
 
 
-def single_module_replaced(site: Path) -> None:
-    (site / "single.py").write_text("VALUE = 2\n")
-
-
-def editable_installed_elsewhere(site: Path) -> None:
-    (site / "editable.pth").write_text("/elsewhere\n")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        installed,
-        updated,
-        installed_again,
-        removed,
-        copied_by_hand,
-        replaced_by_hand,
-        single_module_replaced,
-        editable_installed_elsewhere,
-    ],
-)
-def test_a_change_of_packages_is_one(site: Path, change: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_change_of_packages_is_one(site: Path, change: Callable[[Path], object]) -> None:
     before = name(site)
     folder_ns = site.stat().st_mtime_ns
     change(site)
@@ -156,20 +133,3 @@ def test_a_change_of_this_package_is_one(tmp_path: Path) -> None:
     with (tmp_path / "flower_gpu" / "options.py").open("a") as file:
         file.write("# edited\n")
     assert its_name() != before
-
-
-@pytest.mark.timeout(120)
-def test_one_server_before_and_after_bytecode_is_written(tmp_path: Path) -> None:
-    python = forkservers.make_environment(tmp_path / "venv", {})
-    site = forkservers.site_packages(tmp_path / "venv")
-    (site / "single.py").write_text("VALUE = 1\n")
-    writing = {"PYTHONDONTWRITEBYTECODE": ""}
-    with forkservers.own_servers(light=True), Client(python, writing) as first:
-        first.call("tasks_forkserver:server")
-        name_before = only_server().name
-        assert first.call("tasks_forkserver:attribute", "single", "VALUE")[0] == 1
-        assert (site / "__pycache__").is_dir()
-        with Client(python, writing) as second:
-            for caller in (first, second):
-                assert caller.call("tasks_forkserver:attribute", "single", "VALUE")[0] == 1
-        assert only_server().name == name_before  # perhaps a successor, which has learned the module

@@ -174,14 +174,8 @@ class TestLibraries:
             assert callers[1].call("tasks_forkserver:loaded_before", *names) == [True] * 4
             only_server()
 
-    def test_what_it_learned_is_kept_for_the_next_server(self, python: str) -> None:
-        with Client(python) as caller:
-            learn(caller, "harmless")
-            (server,) = control.stop(wait_s=20)
-            assert caller.call("tasks_forkserver:loaded_before", "harmless") == [True]
-            assert only_server().pid != server
-
-    def test_modules_of_the_user_are_not_learned(self, python: str, tmp_path: Path) -> None:
+    def test_what_it_learned_is_kept_for_the_next_server(self, python: str, tmp_path: Path) -> None:
+        """Modules of the user are not among it."""
         (tmp_path / "own_module.py").write_text("import harmless\n")
         (tmp_path / "own_package").mkdir()
         (tmp_path / "own_package" / "__init__.py").touch()
@@ -192,6 +186,9 @@ class TestLibraries:
                 assert found[:2] == [False, False]
             learn(caller, "harmless")
             assert not {"own_module", "own_package", "tasks_forkserver"} & set(only_server().libraries)
+            (server,) = control.stop(wait_s=20)
+            assert caller.call("tasks_forkserver:loaded_before", "harmless") == [True]
+            assert only_server().pid != server
 
     @pytest.mark.parametrize("library", ["touches_cuda", "starts_thread", "crashes"])
     def test_one_that_does_harm_is_not_learned(self, library: str, python: str, driver: str) -> None:
@@ -221,8 +218,6 @@ class TestLibraries:
             assert caller.call("tasks_forkserver:server") == server
             until_only(lambda status: "hangs" in status.refused)
             assert caller.call("tasks_forkserver:server") == server
-
-    def test_it_ends_while_it_tries_one_that_hangs(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:uses", "hangs") == [False]
             (server,) = control.stop()

@@ -152,13 +152,9 @@ class TestWhatIsLoaded:
         for number in (1, 2, 1, 2):
             preload = ["loading_task:load", {"number": number}]
             assert caller.call("loading_task:number", preload=preload) == number
+            caller.call("loading_task:change", preload=preload)  # of its own only
         assert len(lines(folder)) == 2
         assert caller.call("loading_task:number") is None  # without
-
-    def test_a_worker_changes_its_own_only(self, start: Callable[..., Client]) -> None:
-        caller = start()
-        caller.call("loading_task:change", preload="loading_task:load")
-        assert caller.call("loading_task:number", preload="loading_task:load") == 1
 
     def test_an_edited_module_is_loaded_anew(self, start: Callable[..., Client], folder: Path) -> None:
         caller = start()
