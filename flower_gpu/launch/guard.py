@@ -1,7 +1,7 @@
 """Ends what a killed launcher leaves behind; run as a program, it imports nothing of this package.
 
-The kernel kills the launcher's services with it (see ``service.py``), but not what Flower has detached from
-them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that
+The kernel kills the launcher's services with it (see ``supervisor.py``), but not what Flower has detached
+from them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that
 belongs to a run carries the run's folder in its environment, and is found by that.
 """
 

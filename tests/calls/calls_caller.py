@@ -112,23 +112,6 @@ def evaluate(**options: Any) -> Any:
     return evaluate_fn(1, [np.zeros(3, np.float32)], {})
 
 
-def status() -> dict[str, Any]:
-    """Return what the ledger says, to whoever takes its mutex."""
-    state = Ledger().status()
-    holders = [
-        {
-            "pid": entry.pid,
-            "user": entry.user,
-            "label": entry.label(),
-            "alone": any(part.alone for part in entry.parts),
-            "parts": {part.uuid: part.memory_bytes for part in entry.parts},
-            "used": entry.reported()[1],
-        }
-        for entry in state.holders
-    ]
-    return {"holders": holders, "waiting": [entry.label() for entry in state.waiting]}
-
-
 def footprints() -> list[Any]:
     found = Footprints().entries()
     return [[key.task, key.weights, list(key.sizes), one.peak_bytes] for key, one in found.items()]
@@ -174,7 +157,6 @@ _COMMANDS = {
         app,
         as_start_client,
         evaluate,
-        status,
         footprints,
         environment,
         nvml_fails_once_granted,
@@ -200,7 +182,7 @@ def answer_to(command: str, arguments: list[Any], options: dict[str, Any]) -> di
 def become(user: int) -> None:
     """Go on as another account."""
     folder = os.environ.pop("FLOWER_GPU_RUN_DIR")
-    status()
+    Ledger().status()
     pytorch.installed_version()
     # What that account may have no right to read is imported before.
     for package in (calls, gpu, isolation):

@@ -18,11 +18,14 @@ import nvml_stub
 from nvml_stub import GIB
 from phases import PHASES
 
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
 FOLDER = Path(__file__).parent
 WAIT_S = 60  # for what should take an instant; the machine may be busy
 
-#: Start methods with a process of its own for each call.
-METHODS = ["spawn", "fork", "forkserver"]
+#: Start methods by which a worker inherits what its caller has, or is sent what it needs.
+METHODS = ["fork", "forkserver"]
 
 
 class CallError(Exception):
@@ -149,7 +152,6 @@ class CallsHost:
             "OMP_NUM_THREADS": "1",
         }
         self._started: list[Caller] = []
-        self._observer: Caller | None = None
         self._pids: list[int] = []
 
     def add_gpu(self) -> str:
@@ -165,10 +167,20 @@ class CallsHost:
         return caller
 
     def status(self) -> Any:
-        """What the ledger says, to a process of its own."""
-        if self._observer is None:
-            self._observer = self.start()
-        return self._observer("status")
+        """What the ledger says, to whoever takes its mutex."""
+        state = Ledger(LedgerFolder(self.ledger)).status()
+        holders = [
+            {
+                "pid": entry.pid,
+                "user": entry.user,
+                "label": entry.label(),
+                "alone": any(part.alone for part in entry.parts),
+                "parts": {part.uuid: part.memory_bytes for part in entry.parts},
+                "used": entry.reported()[1],
+            }
+            for entry in state.holders
+        ]
+        return {"holders": holders, "waiting": [entry.label() for entry in state.waiting]}
 
     def holders(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.status()["holders"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from launched import REPOSITORY, Launch, Launched
-
-from flower_gpu import trace
 
 CLIENTS, ROUNDS = 2, 3
 
@@ -39,8 +36,7 @@ def check(done: Launched, train: str, initial: str, start_method: str) -> None:
     found = re.findall(r"client has (\[.*\])", done.logs())
     assert found == ["[]"] * CLIENTS * ROUNDS
 
-    events = trace.read(done.folder / "trace.jsonl")
-    workers: list[dict[str, Any]] = [event for event in events if event["event"] == "worker_started"]
+    workers = done.events("worker_started")
     assert sorted((event["client"], event["task"]) for event in workers) == sorted(
         [(str(client), train) for client in range(CLIENTS)] * ROUNDS
         + [("server", "evaluate")] * (ROUNDS + 1)

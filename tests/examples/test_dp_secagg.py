@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from launched import REPOSITORY, Launch
 
-from flower_gpu import trace
-
 APP = REPOSITORY / "examples" / "dp-secagg"
 
 sys.path.insert(0, str(APP))
 from dp_secagg import task  # noqa: E402
 
-CLIENTS, ROUNDS, CLIPPING_NORM = 3, 2, 2.0
+CLIENTS, ROUNDS, CLIPPING_NORM = 3, 1, 2.0
 SETTINGS = {"local-epochs": 3, "batch-size": 32, "learning-rate": 0.3, "seed": 42}
 
 
@@ -47,11 +45,11 @@ def test_the_masked_sum_is_the_sum_and_only_training_takes_a_worker(launch: Laun
     assert done.code == 0, done.output + done.logs()
 
     rounds = done.result["rounds"]
-    assert [entry["round"] for entry in rounds] == [1, 2]
+    assert [entry["round"] for entry in rounds] == [*range(1, ROUNDS + 1)]
     for seen, foretold in zip(rounds, expected(), strict=True):
         assert seen["loss"] == pytest.approx(foretold["loss"], abs=1e-3)
         assert seen["accuracy"] == pytest.approx(foretold["accuracy"], abs=0.01)
-    assert rounds[-1]["accuracy"] > 0.7
+    assert rounds[-1]["accuracy"] > 0.5, "chance is 0.1"
 
     log = done.log("run")
     assert log.count("Secure aggregation completed.") == ROUNDS
@@ -61,7 +59,6 @@ def test_the_masked_sum_is_the_sum_and_only_training_takes_a_worker(launch: Laun
         assert of_client.count("fixedclipping_mod: parameters are clipped by value: 2.0000") == ROUNDS
         assert of_client.count("Receiving: train message") == 4 * ROUNDS, "SecAgg+ has four stages"
 
-    events = trace.read(done.folder / "trace.jsonl")
-    workers = [(event["client"], event["task"]) for event in events if event["event"] == "worker_started"]
+    workers = [(event["client"], event["task"]) for event in done.events("worker_started")]
     trained = [(str(client), "train") for client in range(CLIENTS)] * ROUNDS
     assert sorted(workers) == sorted([*trained, *[("server", "evaluate")] * (ROUNDS + 1)])

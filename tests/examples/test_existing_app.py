@@ -1,14 +1,13 @@
-"""The one-line change of examples/existing-app: the same app with it and without it."""
+"""The one-line change of examples/existing-app: the same app with it, and without it in one process."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from launched import REPOSITORY, Launch
-
-from flower_gpu import trace
 
 APP = REPOSITORY / "examples" / "existing-app"
 
@@ -36,23 +35,45 @@ def copy_without_the_change(folder: Path) -> Path:
     return app
 
 
+#: Runs the app in one process: its server, and its clients one after the other.
+HERE = """
+import sys, tomllib
+from pathlib import Path
+from flwr.app import Context, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from existing_app import client_app, server_app
+
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+config = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+config |= {"num-server-rounds": 2, "fraction-evaluate": 0.0, "save-model-to": sys.argv[1]}
+
+def context(node):
+    return Context(1, node, {"partition-id": node, "num-partitions": 2}, RecordDict(), config)
+
+class Grid:
+    contexts = [context(0), context(1)]
+
+    def get_node_ids(self):
+        return [0, 1]
+
+    def send_and_receive(self, messages, timeout=None):
+        return [client_app.app(one, self.contexts[one.metadata.dst_node_id]) for one in messages]
+
+server_app.main(Grid(), context(0))
+"""
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_the_one_line_change_changes_no_weights(launch: Launch, tmp_path: Path) -> None:
-    state = {}
-    for name, app, fraction in (
-        ("with", APP, 1.0),
-        ("without", copy_without_the_change(tmp_path), 0.0),  # evaluation changes no weights
-    ):
-        file = tmp_path / f"{name}.pt"
-        config = f'save-model-to="{file}" fraction-evaluate={fraction}'
-        done = launch(app, "--rounds", "2", "--run-config", config)
-        assert done.code == 0, done.output + done.logs()
-        started = [event for event in trace.read(done.folder / "trace.jsonl") if "pid" in event]
-        tasks = sorted(event["task"] for event in started if event["event"] == "worker_started")
-        assert tasks == (["evaluate"] * 4 + ["train"] * 4 if name == "with" else [])
-        state[name] = torch.load(file)
-        done.folder.rename(tmp_path / f"run-{name}")  # the fixture wants to find one only
+    files = {name: tmp_path / f"{name}.pt" for name in ("with", "without")}
+    done = launch(APP, "--rounds", "2", "--run-config", f'save-model-to="{files["with"]}"')
+    assert done.code == 0, done.output + done.logs()
+    tasks = sorted(event["task"] for event in done.events("worker_started"))
+    assert tasks == ["evaluate"] * 4 + ["train"] * 4
+    app = copy_without_the_change(tmp_path)
+    subprocess.run([sys.executable, "-c", HERE, files["without"]], cwd=app, check=True, timeout=200)
+    state = {name: torch.load(file) for name, file in files.items()}
 
     assert state["with"].keys() == state["without"].keys() == task.Net().state_dict().keys()
     for key, tensor in state["with"].items():

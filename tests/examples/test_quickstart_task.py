@@ -1,7 +1,6 @@
 """The quickstart's data, models, training and evaluation, called directly; the settings are the app's own."""
 
 import hashlib
-import io
 import os
 import pickle
 import subprocess
@@ -78,7 +77,7 @@ def test_client_and_server_processes_never_import_torch():
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-@pytest.mark.parametrize(("clients_per_round", "sampled"), [(0, 6), (4, 4), (6, 6)])
+@pytest.mark.parametrize(("clients_per_round", "sampled"), [(0, 6), (4, 4)])
 def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, clients_per_round, sampled):
     from flwr.common import Context, RecordDict, parameters_to_ndarrays
     from quickstart import server_app
@@ -100,7 +99,7 @@ def test_server_waits_for_all_clients_and_samples_as_many_as_asked(monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(num_partitions=st.integers(1, 16), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_partitions, seed, data):
     parts = partitions(labels, num_partitions, partition=kind, seed=seed)
@@ -111,12 +110,6 @@ def test_partitions_are_disjoint_complete_and_repeatable(kind, labels, num_parti
     assert task.partition(labels, app_settings(again, num_partitions, **changed)) == parts[again]
 
 
-@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-def test_another_seed_gives_other_partitions(kind, labels):
-    one, other = (partitions(labels, 3, partition=kind, seed=seed) for seed in (1, 2))
-    assert all(set(a) != set(b) for a, b in zip(one, other, strict=True))
-
-
 def test_iid_partitions_have_equal_sizes_and_dirichlet_partitions_favour_labels(labels):
     def largest_share(parts):
         return np.mean([np.bincount(labels[part], minlength=10).max() / len(part) for part in parts])
@@ -125,11 +118,6 @@ def test_iid_partitions_have_equal_sizes_and_dirichlet_partitions_favour_labels(
     assert {len(part) for part in iid} <= {len(labels) // 10, len(labels) // 10 + 1}
     dirichlet = partitions(labels, 10, partition="dirichlet", dirichlet_alpha=0.1)
     assert largest_share(iid) < 0.25 < largest_share(dirichlet)
-
-
-def test_alpha_may_be_a_whole_number(labels):
-    whole = partitions(labels, 3, partition="dirichlet", dirichlet_alpha=1)
-    assert whole == partitions(labels, 3, partition="dirichlet", dirichlet_alpha=1.0)
 
 
 def test_partitioning_needs_no_files_and_no_network(tmp_path):
@@ -275,13 +263,6 @@ def test_the_same_call_gives_the_same_bits_and_another_call_others():
         assert not any(np.array_equal(a, b) for a, b in zip(first[0], other[0], strict=True))
 
 
-def test_clients_with_the_same_data_shuffle_it_differently(monkeypatch):
-    monkeypatch.setattr(task, "partition", lambda labels, settings: list(range(100)))
-    weights = task.initial_weights(app_settings())
-    first, other = (fit(weights, partition_id=number, local_epochs=1)[0] for number in (0, 1))
-    assert not np.array_equal(first[0], other[0])
-
-
 @pytest.mark.parametrize("batch_size", [71, 100])  # a last batch of one example; less than one batch
 def test_resnet18_trains_on_partitions_of_any_size(batch_size):
     changed = {"model": "resnet18", "batch_size": batch_size, "local_epochs": 1}
@@ -321,24 +302,3 @@ def test_the_defaults_reach_95_percent_of_the_held_out_digits():
             for arrays in zip(*clients, strict=True)
         ]
     assert evaluate(weights)[1]["accuracy"] >= 0.95
-
-
-@pytest.mark.skipif(not CIFAR10.exists(), reason="the images are not beside the repository")
-def test_the_same_code_trains_on_real_cifar10_images(monkeypatch):
-    def load_data(settings, train):  # what a user puts in its place
-        from PIL import Image
-
-        with np.load(CIFAR10) as file:
-            offsets, jpeg, labels = file["offsets"], file["jpeg"], file["labels"]
-        chosen = range(800) if train else range(800, 1200)
-        files = [jpeg[offsets[i] : offsets[i + 1]].tobytes() for i in chosen]
-        images = np.stack([np.asarray(Image.open(io.BytesIO(content))) for content in files])
-        return torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels[chosen]).long()
-
-    monkeypatch.setattr(task, "load_data", load_data)
-    weights = task.initial_weights(app_settings())
-    trained, num_examples, _ = fit(weights, num_partitions=1)
-    assert num_examples == 800
-    (loss_before, _), (loss, metrics) = evaluate(weights), evaluate(trained)
-    assert loss < loss_before
-    assert metrics["accuracy"] > 0.2  # chance is 0.1

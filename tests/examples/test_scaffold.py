@@ -14,8 +14,6 @@ from flwr.supercore.task_identity import TaskIdentity
 from launched import REPOSITORY, Launch
 from torch.nn.functional import cross_entropy
 
-from flower_gpu import trace
-
 APP = REPOSITORY / "examples" / "scaffold"
 
 sys.path.insert(0, str(APP))
@@ -149,21 +147,20 @@ def test_scaffold_is_ahead_of_fedavg_where_clients_differ_that_much() -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_the_state_of_clients_comes_back_from_their_workers_round_after_round(launch: Launch) -> None:
-    options = ("--start-method", "forkserver", "--clients", "3", "--rounds", "3")
+    options = ("--start-method", "forkserver", "--clients", "3", "--rounds", "2")
     done = launch(APP, *options, "--run-config", "client-momentum=0.9")
     assert done.code == 0, done.output + done.logs()
-    assert done.result["rounds"][-1]["accuracy"] > 0.6, "each client has seen four of the ten digits at most"
+    assert done.result["rounds"][-1]["accuracy"] > 0.4, "each client has seen four of the ten digits at most"
 
     log = done.log("run")
-    assert "rounds that clients trained, by what they kept: [3, 3, 3]" in log
+    assert "rounds that clients trained, by what they kept: [2, 2, 2]" in log
     largest, apart = re.search(r"server's largest ([\d.]+), clients' mean differs by (\S+)", log).groups()
     assert float(apart) < 1e-6 < 1e-3 < float(largest)
 
-    events = trace.read(done.folder / "trace.jsonl")
-    workers = [(event["client"], event["task"]) for event in events if event["event"] == "worker_started"]
+    workers = [(event["client"], event["task"]) for event in done.events("worker_started")]
     assert sorted(workers) == sorted(
-        [(client, "train") for client in "012"] * 3
+        [(client, "train") for client in "012"] * 2
         + [(client, "query") for client in "012"]
-        + [("server", "evaluate")] * 4
+        + [("server", "evaluate")] * 3
         + [("server", "scaffold.task:initial_weights")]
     )

@@ -1,122 +1,55 @@
-"""Both strategies against real clients; the Grid and the client proxies here call them directly."""
+"""Both strategies: server-side evaluation in workers; the client proxies here call real clients directly."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import flower_tasks
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.server import Server
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam
-from flwr.supercore.task_identity import TaskIdentity
+from flwr.serverapp.strategy import FedAdam, Result
+from streaming_grid import PlainTestGrid
 
 from flower_gpu import FedAvg, GPUClient, LegacyFedAvg, gpu_evaluate
 from flower_gpu.flower.strategy import mean_over_examples
 
 
-class DirectGrid(Grid):
-    """Three nodes; node i trains on 10 * i examples and adds i. Remembers what was asked of them."""
-
-    run: Any = None
-
-    def __init__(self, failing: Iterable[int] = ()) -> None:
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
-        self.asked: list[str] = []
-        self.failing = set(failing)
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
-
-    def get_node_ids(self) -> list[int]:
-        return [1, 2, 3]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: Any = None) -> list[Message]:
-        return [self._reply(message) for message in messages]
-
-    def _reply(self, message: Message) -> Message:
-        self.asked.append(message.metadata.message_type)
-        node = message.metadata.dst_node_id
-        message.metadata.__dict__["_message_id"] = f"message-{len(self.asked)}"
-        if node in self.failing:
-            return Message(Error(code=1, reason="out of luck"), reply_to=message)
-        arrays = {
-            key: Array(np.asarray(array.numpy() + node, dtype=array.dtype))
-            for key, array in message.content["arrays"].items()
-        }
-        metrics = MetricRecord({"num-examples": 10 * node, "loss": 1.0 / node})
-        return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
-
-
-def initial() -> ArrayRecord:
-    return ArrayRecord({"w": Array(np.zeros((2, 2), np.float32)), "batches": Array(np.array(5, np.int64))})
-
-
-EXPECTED = (10 * 1 + 20 * 2 + 30 * 3) / 60  # what a round adds to every weight
+def start(strategy: Any, evaluate_fn: Any, num_rounds: int = 2) -> Result:
+    arrays = ArrayRecord({"w": Array(np.zeros((2, 2), np.float32))})
+    return strategy.start(PlainTestGrid([1, 2, 3]), arrays, num_rounds=num_rounds, evaluate_fn=evaluate_fn)
 
 
 @pytest.mark.parametrize("method", ["fork", "in-process"])
-def test_message_api_round_trip(method: str) -> None:
-    grid = DirectGrid()
-    evaluate = gpu_evaluate("flower_tasks:evaluate_message", start_method=method)
-    result = FedAvg(min_train_nodes=3, min_available_nodes=3).start(
-        grid, initial(), num_rounds=2, evaluate_fn=evaluate
-    )
-    assert set(grid.asked) == {"train"} and len(grid.asked) == 6
-    assert np.allclose(result.arrays["w"].numpy(), 2 * EXPECTED)
-    batches = result.arrays["batches"].numpy()
-    assert batches.dtype == np.int64 and batches == round(round(5 + EXPECTED) + EXPECTED)
-    assert result.train_metrics_clientapp[1]["loss"] == pytest.approx((10 / 1 + 20 / 2 + 30 / 3) / 60)
+def test_server_side_evaluation_runs_in_workers(method: str) -> None:
+    result = start(FedAvg(), gpu_evaluate("flower_tasks:evaluate_message", start_method=method))
     per_round = result.evaluate_metrics_serverapp
-    assert list(per_round) == [0, 1, 2] and per_round[2]["loss"] == pytest.approx(2 * EXPECTED)
+    assert list(per_round) == [0, 1, 2]
+    assert per_round[2]["loss"] == pytest.approx(result.arrays["w"].numpy().mean())
     assert per_round[1]["per-class"] == [0.1, 0.2]
+    assert result.evaluate_metrics_clientapp == {}
     pids = {record["pid"] for record in per_round.values()}
     assert len(pids) == (1 if method == "in-process" else 3)
     assert (os.getpid() in pids) == (method == "in-process")
 
 
-def test_message_api_function_is_wrapped_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_wrapped_and_other_strategies_take_what_wraps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", "fork")
-    result = FedAvg(min_train_nodes=3).start(
-        DirectGrid(), initial(), num_rounds=1, evaluate_fn=flower_tasks.evaluate_message
-    )
-    assert result.evaluate_metrics_serverapp[1]["pid"] != os.getpid()
-
-
-def test_message_api_failing_client_does_not_stop_the_round() -> None:
-    result = FedAvg(min_train_nodes=3).start(
-        DirectGrid(failing=[3]), initial(), num_rounds=1, evaluate_fn=_no_result
-    )
-    assert np.allclose(result.arrays["w"].numpy(), (10 + 40) / 30)
-
-
-def _no_result(server_round: int, arrays: ArrayRecord) -> None:
-    return None
-
-
-def test_other_strategies_take_the_isolated_evaluation() -> None:
-    grid = DirectGrid()
-    evaluate = gpu_evaluate(flower_tasks.evaluate_message, num_rounds=1, start_method="fork")
-    strategy = FedAdam(fraction_evaluate=0.0, min_train_nodes=3)
-    arrays = ArrayRecord({"w": Array(np.zeros((2, 2), np.float32))})
-    result = strategy.start(grid, arrays, num_rounds=1, evaluate_fn=evaluate)
-    assert result.evaluate_metrics_serverapp[1]["pid"] != os.getpid()
+    for strategy, evaluate in (
+        (FedAvg(), flower_tasks.evaluate_message),
+        (FedAdam(fraction_evaluate=0.0), gpu_evaluate(flower_tasks.evaluate_message)),
+    ):
+        result = start(strategy, evaluate, num_rounds=1)
+        assert result.evaluate_metrics_serverapp[1]["pid"] != os.getpid()
+    assert start(FedAvg(), lambda *_: None, num_rounds=1).evaluate_metrics_serverapp == {}
 
 
 class DirectProxy(ClientProxy):

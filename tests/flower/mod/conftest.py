@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from flwr.supercore.task_identity import TaskIdentity
-from launched import Launch, launcher
 
 _IDENTITY = {"_task_id": 11, "_run_id": 12, "_node_id": 13}
 
@@ -21,8 +19,3 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("FLOWER_GPU_CLIENT", "FLOWER_GPU_START_METHOD", "FLOWER_GPU_TIMEOUT_S"):
         monkeypatch.delenv(name, raising=False)
     yield
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    return launcher(tmp_path)

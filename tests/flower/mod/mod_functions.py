@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import nvml_stub
-from flwr.app import Array, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from mod_messages import answer
 
@@ -36,6 +36,13 @@ def where(received: Message, context: Context) -> Message:
 
 def special(received: Message, context: Context) -> Message:
     return answer(received, pid=os.getpid(), kind="the special one")
+
+
+def adds_ten(received: Message, context: Context) -> Message:
+    """Change all weights by 10, and tell where."""
+    arrays = {key: Array(np.asarray(value.numpy() + 10)) for key, value in received.content["arrays"].items()}
+    metrics = MetricRecord({"num-examples": 1, "pid": os.getpid()})
+    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=received)
 
 
 def writes_to_another(received: Message, context: Context) -> Message:
@@ -165,11 +172,12 @@ def fails(received: Message, context: Context) -> Any:
         from flower_gpu.errors import WeightsError
 
         raise WeightsError("model has 3 arrays, got 2")
-    if how == "interrupts its client":
+    if how in ("interrupts its client", "kills its client"):
         trace = Path(os.environ["FLOWER_GPU_RUN_DIR"], "trace.jsonl")
         while not trace.exists() or str(os.getpid()) not in trace.read_text():
             time.sleep(0.01)
-        os.kill(received.content["config"]["client"], signal.SIGINT)
+        number = signal.SIGINT if how.startswith("interrupts") else signal.SIGKILL
+        os.kill(received.content["config"]["client"], number)
         time.sleep(600)
     if how == "another node's":
         reply = Message(received.content, reply_to=received)

@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
-#: Start methods with a process of its own for each call.
-WORKERS = ["fork", "forkserver", "spawn"]
-#: Those of them that cost little; where a new interpreter shows nothing else.
-FORKED = ["fork", "forkserver"]
-#: Those in which the call runs in the client's own process.
-HERE = ["inline", "in-process"]
+#: A worker that inherits what its client has, one that it is sent to, and a call in the client's own process.
+WORKERS = ["fork", "forkserver"]
+EVERYWHERE = [*WORKERS, "in-process"]
 
 
 def message(kind: str = "train", config: Mapping[str, Any] | None = None) -> Message:

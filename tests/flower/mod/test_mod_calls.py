@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,22 +11,17 @@ from typing import Any
 import mod_functions as functions
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod, arrays_size_mod, fixedclipping_mod, message_size_mod
 from flwr.common import EvaluateIns, FitIns, GetParametersIns, GetPropertiesIns, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
-from mod_messages import FORKED, HERE, WORKERS, context, message, told
+from launched import events_of
+from mod_messages import EVERYWHERE, context, message, told
 
-from flower_gpu import ClientCallError, gpu_mod, trace
+from flower_gpu import ClientCallError, gpu_mod
 
 pytestmark = pytest.mark.timeout(120)
-
-EVERYWHERE = [*WORKERS, *HERE]
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    path = folder / trace.FILE_NAME
-    return [event for event in trace.read(path) if event["event"] == name] if path.exists() else []
 
 
 @pytest.mark.parametrize("method", EVERYWHERE)
@@ -37,7 +33,7 @@ def test_each_kind_of_message_is_handled_in_a_worker_of_its_own(
     for register in (app.train(), app.evaluate(), app.query()):
         register(functions.where)
     app.train("special")(functions.special)
-    kinds = ["train", "train.special", *(["evaluate", "query"] if method != "spawn" else [])]
+    kinds = ["train", "train.special", "evaluate", "query"]
     pids = []
     for kind in kinds:
         sent = message(kind)
@@ -48,19 +44,18 @@ def test_each_kind_of_message_is_handled_in_a_worker_of_its_own(
         assert (reply.metadata.dst_node_id, reply.metadata.message_type) == (13, kind)
         assert (reply.metadata.run_id, reply.metadata.reply_to_message_id) == (12, sent.metadata.message_id)
         pids.append(found["pid"])
-    if method in HERE:
+    if method == "in-process":
         assert set(pids) == {os.getpid()}
     else:
         assert os.getpid() not in pids and len(set(pids)) == len(pids)
-    started = events(tmp_path, "worker_started")
+    started = events_of(tmp_path, "worker_started")
     assert [(one["client"], one["task"], one["start_method"]) for one in started] == [
         ("3", kind, method) for kind in kinds
     ]
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_a_worker_is_for_flower_who_its_client_is(method: str) -> None:
-    app = ClientApp(mods=[gpu_mod(start_method=method)])
+def test_a_worker_is_for_flower_who_its_client_is() -> None:
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(functions.writes_to_another)
     found = app(message(), context()).content["told"]
     assert found == {"src_task_id": 11, "run_id": 12, "src_node_id": 13, "dst_node_id": 77}
@@ -75,7 +70,7 @@ def test_with_and_without_brackets_alike(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert told(app(message(), context()))["pid"] != os.getpid()
     told_of = [
         {k: v for k, v in one.items() if k not in ("time", "pid", "call")}
-        for one in events(tmp_path, "worker_started")
+        for one in events_of(tmp_path, "worker_started")
     ]
     assert len(told_of) == 2 and told_of[0] == told_of[1]
 
@@ -92,17 +87,20 @@ def test_a_client_without_partition_has_its_nodes_number(
     named = ClientApp(mods=[gpu_mod(start_method="fork", name="mine")])
     named.query()(functions.special)
     named(message("query"), context())
-    assert [one["client"] for one in events(tmp_path, "worker_started")] == ["13", "of the launcher", "mine"]
+    assert [one["client"] for one in events_of(tmp_path, "worker_started")] == [
+        "13",
+        "of the launcher",
+        "mine",
+    ]
 
 
-@pytest.mark.parametrize("method", FORKED)
 def test_a_mod_of_the_function_goes_before_that_of_the_app(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
 
     def which(name: str) -> Any:
-        return gpu_mod(start_method=method, env={"MOD_TEST_WHICH": name}, name=name)
+        return gpu_mod(start_method="forkserver", env={"MOD_TEST_WHICH": name}, name=name)
 
     def between(received: Message, of: Context, call_next: Any) -> Message:
         reply: Message = call_next(received, of)
@@ -116,15 +114,18 @@ def test_a_mod_of_the_function_goes_before_that_of_the_app(
     replies = {kind: app(message(kind), context()) for kind in ("train", "evaluate", "query")}
     found = {kind: told(reply)["which"] for kind, reply in replies.items()}
     assert found == {"train": "function", "evaluate": "app", "query": "innermost"}
-    assert [one["client"] for one in events(tmp_path, "worker_started")] == ["function", "app", "innermost"]
+    assert [one["client"] for one in events_of(tmp_path, "worker_started")] == [
+        "function",
+        "app",
+        "innermost",
+    ]
     # What is between them runs where the last of them begins.
     assert replies["train"].content["between"]["pid"] == os.getpid()
     assert replies["evaluate"].content["between"]["pid"] == told(replies["evaluate"])["pid"]
 
 
-@pytest.mark.parametrize("method", FORKED)
 def test_one_that_cannot_be_seen_from_outside_goes_straight_through(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mod of the user's that calls another ``gpu_mod`` in it."""
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
@@ -135,14 +136,14 @@ def test_one_that_cannot_be_seen_from_outside_goes_straight_through(
         reply.content["around"] = ConfigRecord({"pid": os.getpid()})
         return reply
 
-    app = ClientApp(mods=[gpu_mod(start_method=method, name="outer"), around])
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver", name="outer"), around])
     app.train()(functions.where)
     reply = app(message(), context())
     assert reply.content["around"]["pid"] == told(reply)["pid"] != os.getpid()
-    assert [one["client"] for one in events(tmp_path, "worker_started")] == ["outer"]
+    assert [one["client"] for one in events_of(tmp_path, "worker_started")] == ["outer"]
 
 
-@pytest.mark.parametrize("method", [*FORKED, "in-process"])
+@pytest.mark.parametrize("method", ["forkserver", "in-process"])
 def test_a_client_fn(method: str) -> None:
     ins = FitIns(ndarrays_to_parameters([np.zeros(3)]), {"round": 4})
     app = ClientApp(functions.client_fn, mods=[gpu_mod(start_method=method)])
@@ -190,7 +191,7 @@ def test_a_lifespan_is_there_for_the_function(method: str, tmp_path: Path) -> No
     pid = told(app(message(), of))["pid"]
     here = os.getpid()
     lines = log.read_text().splitlines()
-    if method in ("forkserver", "spawn"):
+    if method == "forkserver":
         assert lines == [f"begin {here}", f"begin {pid}", f"end {pid}", f"end {here}"]
     else:
         assert lines == [f"begin {here}", f"end {here}"]
@@ -206,7 +207,7 @@ def test_a_lifespan_that_breaks_in_the_worker_only(tmp_path: Path) -> None:
         app(message(), context({"log": str(tmp_path / "log")}))
 
 
-@pytest.mark.parametrize("method", WORKERS)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_functions_of_a_script(method: str, run_script: Callable[..., Any]) -> None:
     """As in a notebook: they are nowhere to be imported from. The script does not run again."""
     done = run_script(
@@ -271,3 +272,29 @@ def test_a_reply_that_is_an_error_message_is_passed_on() -> None:
     reply = app(message(), of)
     assert (reply.error.code, reply.error.reason) == (9, "not today")
     assert of.state["seen"] == {"it": 1}
+
+
+def test_flowers_own_mods_outside_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """An update of norm 20 is clipped to 4 by one mod, to 2 by the next one."""
+    # Nearly no noise: it is to be seen that all of them have had their part.
+    local_dp = LocalDpMod(clipping_norm=4.0, sensitivity=1e-6, epsilon=10.0, delta=1e-5)
+    mods = [message_size_mod, arrays_size_mod, fixedclipping_mod, local_dp]
+    app = ClientApp(mods=[*mods, gpu_mod(start_method="forkserver")])
+    app.train()(functions.adds_ten)
+    arrays = ArrayRecord({"w": Array(np.zeros(4, np.float32))})
+    config = ConfigRecord({"clipping_norm": 2.0})
+    sent = Message(RecordDict({"arrays": arrays, "config": config}), dst_node_id=13, message_type="train")
+    with caplog.at_level("INFO", "flwr"):
+        logging.getLogger("flwr").addHandler(caplog.handler)
+        reply = app(sent, context())
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    assert np.linalg.norm(reply.content["arrays"]["w"].numpy()) == pytest.approx(2.0, abs=1e-3)
+    assert reply.content["metrics"]["pid"] != os.getpid()
+    for words in (
+        "Incoming message size: ",
+        "Incoming `ArrayRecord` size statistics:",
+        "Outgoing message size: ",
+        "LocalDpMod: parameters are clipped by value: 4.0000.",
+        "fixedclipping_mod: parameters are clipped by value: 2.0000.",
+    ):
+        assert words in caplog.text, words

@@ -10,7 +10,7 @@ from typing import Any
 import mod_functions as functions
 import pytest
 from flwr.clientapp import ClientApp
-from mod_messages import FORKED, HERE, WORKERS, context, message
+from mod_messages import EVERYWHERE, WORKERS, context, message
 
 import flower_gpu
 from flower_gpu import errors, gpu_mod, trace
@@ -29,7 +29,7 @@ def fail(how: str, method: str = "forkserver", **options: Any) -> BaseException:
     return caught.value
 
 
-@pytest.mark.parametrize("method", [*WORKERS, *HERE])
+@pytest.mark.parametrize("method", EVERYWHERE)
 def test_an_exception_of_the_function_names_the_client(method: str) -> None:
     error = fail("value", method)
     assert type(error) is flower_gpu.ClientCallError and isinstance(error, flower_gpu.FlowerGPUError)
@@ -39,43 +39,37 @@ def test_an_exception_of_the_function_names_the_client(method: str) -> None:
         assert "in fails" in str(error.__cause__.__cause__), "the worker's traceback"
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_an_exception_that_cannot_be_passed_on_is_told_in_words(method: str) -> None:
-    error = fail("unpicklable", method)
+def test_an_exception_that_cannot_be_passed_on_is_told_in_words() -> None:
+    error = fail("unpicklable")
     assert type(error) is flower_gpu.WorkerTaskError
     assert str(error) == "train of client 3 raised mod_functions.UnpicklableError: with a lock, and more"
 
 
-@pytest.mark.parametrize("method", ["fork", "in-process"])
-def test_an_exception_without_a_text_is_told_by_its_name(method: str) -> None:
-    assert str(fail("mute", method)) == "train of client 3: MuteError"
+def test_an_exception_without_a_text_is_told_by_its_name() -> None:
+    assert str(fail("mute")) == "train of client 3: MuteError"
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_a_killed_worker(method: str) -> None:
-    error = fail("kill", method)
+def test_a_killed_worker() -> None:
+    error = fail("kill")
     assert isinstance(error, flower_gpu.WorkerDiedError) and error.exitcode == -9
     assert str(error).startswith("train of client 3: the worker (pid ")
     assert "was killed by SIGKILL (9)" in str(error) and "last words" in str(error)
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_a_function_that_exits(method: str) -> None:
-    error = fail("exit", method)
+def test_a_function_that_exits() -> None:
+    error = fail("exit")
     assert isinstance(error, flower_gpu.WorkerDiedError) and error.exitcode == 3
     assert "train of client 3" in str(error) and "exited with code 3" in str(error)
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_one_that_takes_too_long(method: str) -> None:
-    error = fail("sleep", method, timeout_s=1.5)
+def test_one_that_takes_too_long() -> None:
+    error = fail("sleep", timeout_s=1.5)
     assert isinstance(error, flower_gpu.WorkerTimeoutError)
     assert "train of client 3: no" in str(error) and "within timeout_s=1.5" in str(error)
     if "no result" in str(error):  # and not only no worker, on a very busy machine
         assert "mod_functions.py" in str(error), "where it was"
 
 
-@pytest.mark.parametrize("method", ["forkserver", "in-process"])
 @pytest.mark.parametrize(
     ("how", "what"),
     [
@@ -87,15 +81,14 @@ def test_one_that_takes_too_long(method: str) -> None:
         ("a message of its own", "a Message that is no reply to it: return Message(content,"),
     ],
 )
-def test_what_is_no_reply(how: str, what: str, method: str) -> None:
-    error = fail(how, method)
+def test_what_is_no_reply(how: str, what: str) -> None:
+    error = fail(how)
     assert type(error) is flower_gpu.InvalidResultError
     assert str(error).startswith(f"train of client 3: the function returned {what}")
 
 
-@pytest.mark.parametrize("method", ["fork", "in-process"])
-def test_a_long_error_of_its_own_is_cut(method: str) -> None:
-    app = ClientApp(mods=[gpu_mod(start_method=method)])
+def test_a_long_error_of_its_own_is_cut() -> None:
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(functions.fails)
     reply = app(message(config={"how": "its own error"}), context())
     assert reply.error.code == 77 and len(reply.error.reason) < errors.MOST_CHARACTERS + 100
@@ -116,7 +109,7 @@ def test_keyboard_interrupt_passes() -> None:
     assert str(error) == "train of client 3 raised KeyboardInterrupt: "
 
 
-@pytest.mark.parametrize("method", FORKED)
+@pytest.mark.parametrize("method", WORKERS)
 def test_ctrl_c_at_the_client_ends_its_worker(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

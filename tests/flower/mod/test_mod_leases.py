@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mod_host import ModHost, events_of
+from launched import events_of
+from mod_host import ModHost
 from nvml_stub import GIB
+from waiting import until
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
@@ -205,7 +208,22 @@ print(json.dumps(result))
     assert "no lease within lease_timeout_s=0.3" in texts[0]
     assert "20.0 GiB" in texts[1] and "3 GPUs" in texts[2] and "there is no GPU 7" in texts[3]
     assert events_of(host.run_dir, "worker_started") == []
-    assert not host.holders()
+    assert not host.status().holders
+
+
+def test_a_client_process_that_is_killed_leaves_neither_worker_nor_lease(
+    host: ModHost, run_script: Callable[..., Any]
+) -> None:
+    script = """
+        import os
+        from mod_scripts import ask, mod_functions
+        how = {"how": "kills its client", "client": os.getpid()}
+        ask(function=mod_functions.fails, config=how, gpu_memory="2GiB")
+    """
+    assert run_script(script, env=host.env, check=False).returncode == -signal.SIGKILL
+    [event] = events_of(host.run_dir, "worker_started")
+    until(lambda: not (Path(f"/proc/{event['pid']}").exists() or host.status().holders), "all of it is gone")
+    assert events_of(host.run_dir, "worker_finished", "lease_released") == [], "nobody was left to say it"
 
 
 def test_out_of_memory_is_tried_again_with_the_state_as_it_was(run: Run, host: ModHost) -> None:

@@ -6,16 +6,15 @@ import mod_ranks
 import pytest
 from flwr.app import MetricRecord
 from flwr.clientapp import ClientApp
-from mod_messages import FORKED, context, message, told
+from mod_messages import context, message, told
 
 from flower_gpu import InvalidResultError, gpu_mod
 
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_one_reply_and_one_state_of_all_ranks(method: str) -> None:
-    app = ClientApp(mods=[gpu_mod(start_method=method)])
+def test_one_reply_and_one_state_of_all_ranks() -> None:
+    app = ClientApp(mods=[gpu_mod(start_method="forkserver")])
     app.train()(mod_ranks.train)
     own = context()
     own.state["calls"] = MetricRecord({"number": 6})

@@ -24,7 +24,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 )
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.compat.common.recorddict_compat import fitins_to_recorddict
-from mod_host import events_of
+from launched import events_of
 
 from flower_gpu import gpu_mod
 
@@ -37,10 +37,10 @@ CLIPPING, TARGET, MOD, MOST = 4.0, 1 << 16, 1 << 32, 10.0
 class Client:
     """One node with its state, as its SuperNode keeps it."""
 
-    def __init__(self, node: int, method: str) -> None:
+    def __init__(self, node: int) -> None:
         self.node = node
         self.context = Context(12, node, {"partition-id": node}, RecordDict(), {})
-        mods = [secaggplus_mod, gpu_mod(start_method=method)]
+        mods = [secaggplus_mod, gpu_mod(start_method="forkserver")]
         self.app = ClientApp(functions.client_fn, mods=mods)
 
     def __call__(self, stage: str, content: RecordDict | None = None, **configs: Any) -> ConfigRecord:
@@ -52,12 +52,9 @@ class Client:
         return found
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_only_the_stage_that_trains_has_a_worker(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_stage_that_trains_has_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
-    clients = {node: Client(node, method) for node in NODES}
+    clients = {node: Client(node) for node in NODES}
     sizes = {Key.SAMPLE_NUMBER: 2, Key.SHARE_NUMBER: 2, Key.THRESHOLD: 2}
     ranges = {
         Key.CLIPPING_RANGE: CLIPPING,

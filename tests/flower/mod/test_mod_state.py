@@ -11,7 +11,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import HealthCheck, given, settings
-from mod_messages import FORKED, HERE, WORKERS, answer, context, message, told
+from mod_messages import EVERYWHERE, answer, context, message, told
 from mod_strategies import plain, record_dicts
 
 from flower_gpu import ClientCallError, gpu_mod
@@ -39,7 +39,7 @@ def app_of(function: Any, method: str, *outer: Any) -> ClientApp:
     return app
 
 
-@pytest.mark.parametrize("method", [*WORKERS, *HERE])
+@pytest.mark.parametrize("method", EVERYWHERE)
 def test_every_change_is_there_in_the_next_call(method: str) -> None:
     of = context(state=state())
     held, records = of.state, dict(of.state)
@@ -61,7 +61,7 @@ def test_every_change_is_there_in_the_next_call(method: str) -> None:
     assert of.state is held
     # Flower's order of records is that of a dict: what was removed and added is the last one.
     assert list(of.state) == ["numbers", "arrays", "retyped", "new"]
-    assert (len(set(pids)) == 2) == (method in WORKERS)
+    assert (len(set(pids)) == 2) == (method != "in-process")
     assert held["numbers"] == {"calls": 2, "pid": pids[1]} and held["numbers"] is records["numbers"]
     assert seen == [(1, True), (2, True)]
     momentum, other = held["arrays"]["momentum"].numpy(), held["arrays"]["other"].numpy()
@@ -73,21 +73,19 @@ def test_every_change_is_there_in_the_next_call(method: str) -> None:
     assert type(held["new"]["bool"]) is bool
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_another_state_in_its_place_is_taken_over_too(method: str) -> None:
+def test_another_state_in_its_place_is_taken_over_too() -> None:
     of = context(state=state())
     held = of.state
-    app_of(functions.reassigns, method)(message(), of)
+    app_of(functions.reassigns, "forkserver")(message(), of)
     assert of.state is held and list(held) == ["other"] and held["other"]["pid"] != os.getpid()
 
 
-@pytest.mark.parametrize("method", FORKED)
-def test_after_a_failed_call_it_is_what_it_was(method: str) -> None:
+def test_after_a_failed_call_it_is_what_it_was() -> None:
     of, sent = context(state=state()), message()
     held, before = of.state, plain(of.state)
     records = dict(of.state)
     with pytest.raises(ClientCallError, match="ValueError: after it has changed everything"):
-        app_of(functions.spoils_and_fails, method)(sent, of)
+        app_of(functions.spoils_and_fails, "fork")(sent, of)
     assert of.state is held and plain(held) == before
     assert all(held[name] is record for name, record in records.items())
     assert list(sent.content["arrays"]) == ["weight", "count"]

@@ -10,20 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ledger_observer import observed
+from launched import StubHost
 from live_processes import processes_with, wait_until
-from nvml_stub import Host
 
-from flower_gpu import trace
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
-from flower_gpu.leases.ledger import Ledger, State
-from flower_gpu.leases.ledger_folder import LedgerFolder
 
 APP = Path(__file__).parent / "unchanged_app"
 
@@ -54,11 +50,11 @@ class Federation:
 
     def __init__(self, folder: Path, gpus: int = 2) -> None:
         self.folder = folder
-        self.host = Host(folder / "host", gpus=gpus)
-        self.ledger, self.state = folder / "ledger", folder / "state"
+        self.host = StubHost(folder / "host", gpus=gpus)
+        self.state = folder / "state"
         self._processes: list[Process] = []
         self.pauses, self.trace, self._tmp = folder / "pauses", folder / "trace", folder / "tmp"
-        for made in (self.ledger, self.state, self.pauses, self.trace, self._tmp, folder / "flwr"):
+        for made in (self.state, self.pauses, self.trace, self._tmp, folder / "flwr"):
             made.mkdir(mode=0o700)
         self.port = ports.free_ports(1)[0]
         config = f'[superlink.here]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
@@ -71,10 +67,8 @@ class Federation:
             "FLWR_HOME": str(folder / "flwr"),
             "FLWR_TELEMETRY_ENABLED": "0",
             "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "FLOWER_GPU_STATE_DIR": str(self.state),
             "FLOWER_GPU_SERVER_IDLE_S": "10",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",  # there is no GPU to CUDA, only to NVML
             "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
         }
 
@@ -144,23 +138,13 @@ class Federation:
     def _flower(self) -> tuple[str, ...]:
         return ("--insecure", "--superlink", f"127.0.0.1:{self.port}")
 
-    def observed(self) -> AbstractContextManager[list[dict[str, dict[str, int]]]]:
-        """Look all the time at who holds how much of which GPU, by lease."""
-        return observed(
-            self.ledger,
-            lambda holders: {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in holders},
-        )
-
     def holders(self) -> list[str]:
         """Who holds a lease now."""
-        return [one.id for one in self._status().holders]
+        return [one.id for one in self.host.status().holders]
 
     def waiting(self) -> list[str]:
         """Who waits for a lease now."""
-        return [one.id for one in self._status().waiting]
-
-    def _status(self) -> State:
-        return Ledger(LedgerFolder(self.ledger)).status()
+        return [one.id for one in self.host.status().waiting]
 
     def processes(self) -> dict[int, str]:
         """Every process that has this host in its environment."""
@@ -288,11 +272,6 @@ def gone(processes: Callable[[], dict[int, str]], timeout_s: float = 20.0) -> di
     while (left := processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return left
-
-
-def events_of(folder: Path, *names: str) -> list[dict[str, Any]]:
-    """Return these events of a trace, in their order."""
-    return [event for event in trace.read(folder / trace.FILE_NAME) if event["event"] in names]
 
 
 def sights(log: str) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and Ctrl-C for each of the processes of SuperNodes, in the middle of a round."""
+"""SIGKILL, SIGTERM and Ctrl-C for processes of SuperNodes, in the middle of a round."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from launched import events_of
 from live_processes import is_running, processes_with, wait_until
-from supernode_host import Federation, Message, events_of, logs_of, results_of
+from supernode_host import Federation, Message, logs_of, results_of
 
 pytestmark = [
     pytest.mark.e2e,
@@ -62,20 +63,13 @@ def fork_servers(fed: Federation) -> list[int]:
     ]
 
 
-def assert_only_state_is_left(fed: Federation) -> set[str]:
-    """Check that there are no leases, and no files but those of two folders; returns these files."""
-    assert not fed.holders()
-    left = fed.files()
-    assert not {path for path in left if not path.startswith(("state/", "ledger/"))}
-    return left
-
-
 def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path) -> None:
+    """And Ctrl-C and SIGTERM leave nothing, while others go on."""
     with Federation(tmp_path) as fed:
         fed.env["FLOWER_GPU_SERVER_IDLE_S"] = "600"  # no fork server ends only because nobody has used it
         launcher = fed.supernodes(3, *SIZE)
         other = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
-        run = fed.run(num_clients=4, num_server_rounds=3, pause_folder=str(fed.pauses))
+        run = fed.run(num_clients=4, num_server_rounds=4, pause_folder=str(fed.pauses))
 
         # Round 1: a worker, then the fork servers. What runs does not need them.
         messages = all_held(fed, 1, 4)
@@ -115,7 +109,9 @@ def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path
         until_gone(messages[3], "its message")
         until_leases(fed, 1)
         assert all(map(is_running, messages[0])), "what others have started goes on"
-        again = fed.supernodes(1, *SIZE, flower=("--node-config", "partition-id=3"))
+        single = fed.runs / "single"
+        single.mkdir()
+        again = fed.supernode(*SIZE, node_config="partition-id=3", env={"FLOWER_GPU_RUN_DIR": str(single)})
 
         fed.let_go(2)
         fed.let_go(3)
@@ -124,45 +120,26 @@ def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path
         assert sum("stopped responding" in reason for reason in reasons) == 1, reasons
         assert sum("Node Unavailable" in reason for reason in reasons) == 2, reasons
         assert results_of(run, 3) == ("4 results and 0 failures", [])
-        assert run.wait(60) == 0
 
-        for process in (launcher, again):
-            process.send(signal.SIGTERM)
-            assert process.wait(30) == 0
-            assert not processes_with("FLOWER_GPU_RUN_DIR", logs_of(fed, process))
-        wait_until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
-        left = assert_only_state_is_left(fed)
-        # Tickets of the dead are taken away by those who come after them.
-        assert {path for path in left if path.startswith("ledger/")} == {"ledger/flower-gpu-leases.mutex"}
-        assert len(events_of(logs_of(fed, launcher), "worker_started")) == 3 + 3 + 3
-
-
-def test_ctrl_c_and_sigterm_leave_nothing_and_others_go_on(tmp_path: Path) -> None:
-    with Federation(tmp_path) as fed:
-        folders = [fed.runs / name for name in ("2", "3")]
-        for folder in folders:
-            folder.mkdir(parents=True)
-        nodes = {
-            **{n: fed.supernodes(1, *SIZE, flower=("--node-config", f"partition-id={n}")) for n in (0, 1)},
-            **{
-                n: fed.supernode(
-                    *SIZE, node_config=f"partition-id={n}", env={"FLOWER_GPU_RUN_DIR": str(folder)}
-                )
-                for n, folder in zip((2, 3), folders, strict=True)
-            },
-        }
-        folders = [*(logs_of(fed, nodes[n]) for n in (0, 1)), *folders]
-        fed.run(num_clients=4, pause_folder=str(fed.pauses))
-        messages = all_held(fed, 1, 4)
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)
-        for client, (number, folder) in enumerate(zip(numbers, folders, strict=True)):
+        # Round 4: SIGTERM for a SuperNode, Ctrl-C for a launcher with its SuperNodes.
+        messages = all_held(fed, 4, 4)
+        ends = (
+            (again, signal.SIGTERM, single, (3,)),
+            (launcher, signal.SIGINT, logs_of(fed, launcher), (0, 1, 2)),
+        )
+        for process, number, folder, clients in ends:
             assert processes_with("FLOWER_GPU_RUN_DIR", folder)
-            nodes[client].send(number)
-            assert nodes[client].wait(30) == 0
+            process.send(number)
+            assert process.wait(30) == 0
             wait_until(lambda at=folder: not processes_with("FLOWER_GPU_RUN_DIR", at), "nothing is left")
-            until_gone(messages[client], "its message")
-            until_leases(fed, 3 - client)
-            others = [pid for other in range(client + 1, 4) for pid in messages[other]]
-            assert all(map(is_running, others)), f"the others of {client} go on"
+            until_gone([pid for client in clients for pid in messages[client]], "each message")
+            until_leases(fed, 3 if process is again else 0)
+            others = (0, 1, 2) if process is again else ()
+            assert all(is_running(pid) for client in others for pid in messages[client]), "others go on"
         wait_until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
-        assert_only_state_is_left(fed)
+        assert all(path.startswith("state/") for path in fed.files())
+        # Tickets of the dead are taken away by those who come after them.
+        assert [path.name for path in fed.host.ledger.rglob("*") if path.is_file()] == [
+            "flower-gpu-leases.mutex"
+        ]
+        assert len(events_of(logs_of(fed, launcher), "worker_started")) == 3 * 4

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import events_of, most_at_a_time
 from live_processes import wait_until
 from nvml_stub import GIB
-from supernode_host import APP, Federation, Message, events_of, logs_of, results_of, sights
+from supernode_host import APP, Federation, Message, logs_of, results_of, sights
 
 from flower_gpu.calls.settings import RESERVE_BYTES
 
@@ -48,15 +49,6 @@ def workers_of(trace: Path) -> list[dict[str, Any]]:
     return events_of(trace, "worker_started", "worker_finished")
 
 
-def most_at_a_time(events: Iterable[dict[str, Any]]) -> int:
-    """Return how many of these workers there were at a time: each starts after its lease, and ends before."""
-    running = most = 0
-    for event in events:
-        running += 1 if event["event"] == "worker_started" else -1
-        most = max(most, running)
-    return most
-
-
 def is_in_line(message: Message) -> bool:
     """Tell whether a message waits for others of `--max-concurrent`."""
     with suppress(OSError):  # its process has ended
@@ -83,12 +75,13 @@ def test_the_app_knows_nothing_of_flower_gpu() -> None:
 
 def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) -> None:
     """Two leases fit on a GPU, so one of the five messages has to wait; four of them end badly."""
-    with Federation(tmp_path) as fed, fed.observed() as looks:
+    with Federation(tmp_path) as fed, fed.host.observed() as looks:
         nodes = fed.supernodes(5, "--gpu-memory", "6GiB", "--timeout-s", TIMEOUT_S)
         run = fed.run(
             num_clients=5,
             num_server_rounds=2,
             rounds_without_gpu="2",
+            fraction_evaluate=1.0,
             bugs="1/1=raise 1/2=hang 1/3=exit 1/4=kill",
             pause_folder=str(fed.pauses),
         )
@@ -100,14 +93,15 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
         assert run.wait(150) == 0
         trace = logs_of(fed, nodes)
 
-        def seen() -> list[dict[str, Any]]:
-            return [sight for log in trace.glob("*.log") for sight in sights(log.read_text())]
-
-        assert [len([one for one in seen() if one["round"] == each]) for each in (1, 2)] == [5, 5]
-        assert_saw_their_leases([one for one in seen() if one["round"] == 1], trace)
-        assert {one["CUDA_VISIBLE_DEVICES"] for one in seen() if one["round"] == 2} == {""}
+        seen = [sight for log in trace.glob("*.log") for sight in sights(log.read_text())]
+        first, second = ([one for one in seen if one["round"] == number] for number in (1, 2))
+        assert [one["kind"] for one in first].count("train") == len(first) - 5 == 5
+        assert_saw_their_leases(first, trace)
+        assert_saw_their_leases([one for one in second if one["kind"] == "evaluate"], trace)
+        trained = [one["CUDA_VISIBLE_DEVICES"] for one in second if one["kind"] == "train"]
+        assert trained == [""] * 5
         granted = events_of(trace, "lease_granted")
-        assert len(granted) == 5, "none in the round without GPUs"
+        assert len(granted) == 5 + 2 * 5, "none for training in the round without GPUs"
         assert {gpu["index"] for event in granted for gpu in event["gpus"]} == {0, 1}
         for finished in events_of(trace, "worker_finished"):
             for gpu in finished.get("gpus", ()):
@@ -124,19 +118,8 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
         assert len(re.findall("train of client", text)) == 4
         assert results_of(run, 2) == ("5 results and 0 failures", [])
 
-        # The same app with a mod that wants both GPUs for itself.
-        before = len(granted)
-        run = fed.run(with_gpu_mod(tmp_path / "app"), num_clients=5, fraction_evaluate=1.0)
-        assert run.wait(120) == 0
-        assert results_of(run, 1) == ("5 results and 0 failures", [])
-        assert results_of(run, 1, "evaluate") == ("5 results and 0 failures", [])
-        granted = events_of(trace, "lease_granted")
-        leases = {(event["task"], event["client"]): event for event in granted[before:]}
-        assert len(leases) == len(granted) - before == 10
-        last = {(one["kind"], str(one["partition"])): one for one in seen()}
-        assert last.keys() == leases.keys()
-        for message, lease in leases.items():
-            assert_held_to(lease, last[message])
+        for number in (1, 2):
+            assert results_of(run, number, "evaluate")[0] == "5 results and 0 failures"
         wait_until(lambda: fed.users_of_fork_servers() == 5, "each SuperNode has the fork server stay")
 
         assert not fed.holders()
@@ -147,6 +130,7 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
 
 
 def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> None:
+    """And before what the app asks for: this one has a mod that wants two GPUs."""
     with Federation(tmp_path) as fed:
         cpu = fed.supernodes(2, "--gpu", "never", "--max-concurrent", "1")
         options = {
@@ -160,6 +144,7 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
             for client in options
         }
         run = fed.run(
+            with_gpu_mod(tmp_path / "app"),
             num_clients=5,
             num_server_rounds=2,
             rounds_with_gpu="1",

@@ -15,20 +15,14 @@ app = ClientApp(mods=[gpu_mod(gpu_memory="2GiB", resources={3: {"gpu_memory": "3
 
 @app.train()
 def train(message, context):
-    partition, what = context.node_config["partition-id"], context.run_config["what"]
+    partition = context.node_config["partition-id"]
     rounds = context.state.setdefault("rounds", MetricRecord({"count": 0}))
     rounds["count"] += 1
-    if what == "fail" and message.content["config"]["server-round"] == 1:
+    if message.content["config"]["server-round"] == 1:
         fail(partition)
-    if what == "kill the client":
-        print(f"worker {os.getpid()}", flush=True)
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(600)
-    lease = Lease.from_environment(os.environ)
-    for share in lease.shares:
+    for share in Lease.from_environment(os.environ).shares:
         nvml_stub.allocate(share.uuid, share.memory_bytes)
-    if what == "use":
-        time.sleep(1.5)  # others would come meanwhile, if they were let
+    time.sleep(1.5)  # others would come meanwhile, if they were let
     arrays = {key: Array(np.asarray(value.numpy() + 1)) for key, value in message.content["arrays"].items()}
     content = {
         "arrays": ArrayRecord(arrays),
@@ -36,6 +30,11 @@ def train(message, context):
         "who": ConfigRecord({"partition": partition}),
     }
     return Message(RecordDict(content), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message, context):
+    raise RuntimeError("a client was asked to evaluate")
 
 
 def fail(partition):
