@@ -248,8 +248,10 @@ class Checkpoints:
             if database.in_transaction:
                 database.execute("ROLLBACK")
             content = _round(database)
-            self._serial = 0 if content is None else content["serial"]  # the error may come after the commit
-            self._delete_unused(database)
+            serial = 0 if content is None else content["serial"]
+            if serial == self._serial:  # else the error came after the commit, and maybe before the sync
+                self._delete_unused(database)
+            self._serial = serial
             if content is None:
                 self._index.unlink()
         self.close()
