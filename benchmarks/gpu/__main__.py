@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
 from benchmarks.gpu import cap, memory, oversubscribe, steps, throughput
 from benchmarks.gpu.caller import WAYS
 from benchmarks.gpu.setting import MB, QUICK, Setting, Sizes, gpu, part_folder
-from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, run
+from benchmarks.shared.driver import Figures, Options, Parser, chosen, json_file, positive, run
 
 _SHARED: dict[str, ModuleType] = {
     "memory": memory,
@@ -35,7 +36,8 @@ def main() -> int:
     parser, options = _options()
     figures: Figures = {"device": options.device, "quick": options.quick}
     parts = {"steps": _steps, **{part: partial(_share, part) for part in _SHARED}}
-    return run(parser, options, parts, figures, around=_on_gpu(options, figures))
+    around, after = _on_gpu(options, figures), partial(_draw, options)
+    return run(parser, options, parts, figures, around=around, after=after)
 
 
 @contextmanager
@@ -69,6 +71,22 @@ def _share(part: str, options: Options, figures: Figures) -> None:
     module.check(figures[part])
 
 
+def _draw(options: Options, figures: Figures) -> None:
+    if options.plot:
+        from benchmarks.gpu import plot
+
+        plot.draw(figures, options.plot)
+
+
+def _plot_file(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("plots need matplotlib: pip install matplotlib")
+    path = json_file(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} does not end in .png, .svg or .pdf")
+    return path
+
+
 def _data_file(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
@@ -81,6 +99,8 @@ def _options() -> tuple[Parser, Options]:
     quick, full = {"batch": 2, "side": 32}, {"batch": 32, "side": 224}
     parser = Parser("gpu", __doc__, ["steps", *_SHARED], quick=quick, full=full)
     limits = ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items())
+    parser.add_argument("--plot", type=_plot_file, metavar="FILE",
+                        help="also draw them (.png, .svg, .pdf); needs matplotlib")  # fmt: skip
     parser.add_argument("--limit", type=positive, metavar="SECONDS",
                         help=f"time for each part but steps; default: {limits}")  # fmt: skip
     parser.add_argument("--runs", type=positive, metavar="N",

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the GPU tests and benchmarks on a host that has torch and no network, and leaves logs and figures in
+# Runs the GPU tests and benchmarks on a host that has torch and no network, and leaves logs, figures and plots in
 # one folder. benchmarks/README.md says how.
 set -uo pipefail
 
@@ -73,6 +73,7 @@ if [[ -n $parts ]]; then
   [[ $parts == all ]] || options+=(--only "$parts")
   [[ $device != stub ]] || options+=(--quick)
   [[ -z $data ]] || options+=(--data "$data")
+  if "$python" -c 'import matplotlib' 2>/dev/null; then options+=(--plot "$out/gpu.png"); fi
   "$python" -m benchmarks.gpu "${options[@]}" 2>&1 | tee "$out/gpu.log" || status=1
   if [[ $parts == all && $device == cuda ]]; then
     "$python" -m benchmarks.ranks --device cuda --json "$out/ranks.json" 2>&1 | tee "$out/ranks.log" || status=1

@@ -83,6 +83,7 @@ def run(
     figures: Figures,
     *,
     around: AbstractContextManager[object] | None = None,
+    after: Callable[[Figures], object] = lambda _: None,
 ) -> int:
     """Run the parts, each with nothing left of the one before, and write the figures down after each.
 
@@ -96,6 +97,8 @@ def run(
         What the parts add to, and ``machine``.
     around : context manager, optional
         What all parts need. If it cannot be had, nothing is measured.
+    after : callable, optional
+        Gets the figures after each part.
 
     Returns
     -------
@@ -112,6 +115,7 @@ def run(
                 _run_part(parser, name, partial(parts[name], options, figures), failed)
                 if options.json:
                     options.json.write_text(json.dumps({**figures, "failed": failed}, indent=1) + "\n")
+                after(figures)
     except BenchmarkError as error:
         return _refuse(parser, f"{error}; nothing measured")
     except KeyboardInterrupt:

@@ -28,8 +28,13 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
     assert "no NVIDIA GPU" in done.stderr
 
 
-def test_the_gpu_benchmark_runs_all_of_its_parts_on_a_simulated_gpu(figures: Figures) -> None:
-    result = figures("gpu", "--device", "stub", "--quick", "--runs", 1, "--ways", "ours-spawn")
+def test_the_gpu_benchmark_runs_and_draws_all_of_its_parts_on_a_simulated_gpu(
+    figures: Figures, tmp_path: Path
+) -> None:
+    picture = tmp_path / "gpu.png"
+    options = "--device", "stub", "--quick", "--runs", 1, "--ways", "ours-spawn", "--plot", picture
+    result = figures("gpu", *options)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     [row] = result["steps"]
     parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
     assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
