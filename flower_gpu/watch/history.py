@@ -220,7 +220,9 @@ class History:
         self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
 
     def _on_strategy_resumed(self, time: float, event: Mapping[str, Any]) -> None:
-        self.resumed_round = whole(event.get("round"))
+        self.resumed_round = after = whole(event.get("round"))
+        if after is not None:  # what had finished of later rounds is done again
+            self._parts = {key: part for key, part in self._parts.items() if (key[0] or 0) <= after}
 
     def _on_all_failed(self, time: float, event: Mapping[str, Any]) -> None:
         self.all_failed = self.all_failed or text(event.get("reason"))

@@ -250,3 +250,17 @@ def test_clients_are_sorted_as_people_do() -> None:
         "client-9",
         "client-10",
     ]
+
+
+def test_a_round_that_a_resumed_run_does_again_counts_once() -> None:
+    def finished(when: float, number: int, failed: int) -> Event:
+        return at(when, "round_finished", round=number, task="train", messages=4, failed=failed, seconds=1.0)
+
+    history = history_of(
+        [
+            *(finished(1, 1, 0), finished(2, 2, 3)),
+            at(3, "strategy_resumed", round=1),
+            finished(4, 2, 1),
+        ]
+    )
+    assert [(part.round, part.messages, part.failed) for part in history.rounds] == [(1, 4, 0), (2, 4, 1)]
