@@ -66,7 +66,8 @@ class MessageHandler:
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._running: dict[str, Slot] = {}
-        self._sent: Counter[str] = Counter()
+        self._sent: Counter[str] = Counter()  # of the newest round
+        self._round = 0
         self._verification = verification
         self._memory = HostMemory()
         self._resolved: CallSettings | None = None
@@ -78,7 +79,11 @@ class MessageHandler:
         slot = self._slot()
         with self._lock:
             # The same numbers whatever came before, so that a run that goes on has the same ones, too.
-            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {round_of(message)}"
+            number = round_of(message)
+            if number is not None and number > self._round:
+                self._round = number
+                self._sent.clear()
+            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {number}"
             seed = seed_of(f"{place} {self._sent[place]}")
             self._sent[place] += 1
             slot.begin()

@@ -312,8 +312,8 @@ SPAWN = StartMethod("spawn", spawn)
 FORK = StartMethod("fork", fork, copies_caller=True)
 INLINE = StartMethod("inline", is_own_process=False, copies_caller=True, keeps_settings=True)
 IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
-#: How the fork server of one run starts workers. Nobody can ask for it by this name, which traces have.
-OF_RUN = StartMethod("zygote", from_server=True, tells_start=False)
+#: How the fork server of one run starts workers. It has its name in traces only: no option takes it.
+OF_RUN = StartMethod("run-forkserver", from_server=True, tells_start=False)
 
 #: All of them, by name; but for the last one what a user may ask for (``flower_gpu.options.START_METHODS``).
 METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, INLINE, IN_PROCESS, OF_RUN)}

@@ -107,7 +107,7 @@ def test_what_a_run_does(shell: Shell, exporter: Callable[..., Exporter], tmp_pa
         one.worker("a")
         one.worker("b")
         one.write("task_started", call="b", pid=1, client="3")
-        one.worker("c", start_method="zygote", round=2)
+        one.worker("c", start_method="run-forkserver", round=2)
         one.worker("d")
         one.write("task_started", call="d", pid=1, client="3")
         one.write("worker_result", call="d", pid=1, client="3")
