@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_shell import Shell
+from cli.command_shell import Shell
 from nvml_stub import Host
 
 

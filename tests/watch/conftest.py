@@ -1,24 +1,4 @@
-"""A shell, and a host with stub GPUs."""
+"""The shell and the host with stub GPUs of the tests of commands."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-from cli.command_shell import Shell
-from nvml_stub import Host
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell on a machine without GPUs."""
-    made = Shell(tmp_path)
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Host:
-    """Two GPUs of 16 GiB."""
-    return Host(tmp_path / "host")
+from cli.conftest import host as host
+from cli.conftest import shell as shell
