@@ -117,7 +117,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     options = ("--clients", "2", "--node-config", 'gpu="never"')
-    more = ("--clients", "5", "--rounds", "1", "--gpu", "never", "--port", str(port), "--timeout-s", "60")
+    more = ("--clients", "5", "--rounds", "1", "--gpu", "never", "--port", str(port))
     with ThreadPoolExecutor() as threads:
         beside = threads.submit(launcher(folders[0]), NUMPY_APP, *options, env=host.env)
         here = launcher(folders[1])(NUMPY_APP, "--engine", "start-client", *more, env=host.env)
@@ -139,7 +139,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
         "ValueError: the data are gone",
         "fit of client 1: the worker (pid ",
         "was killed by SIGKILL",
-        "fit of client 4: no result within timeout_s=60",
+        "fit of client 4: no result within timeout_s=15",
     ):
         assert words in log, words
     outcomes = {one["client"]: one["outcome"] for one in here.events("worker_finished")}
