@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,11 +25,3 @@ def processes_with(name: str, folder: Path) -> dict[int, str]:
             if value == str(folder) or value.startswith(f"{folder}{os.sep}"):
                 found[process.pid] = " ".join(process.cmdline()) + " "
     return found
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
-    """Wait for a condition; the limit is far above what it takes, it only ends a test that hangs."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"after {timeout_s:.0f} s still not: {what}"
-        time.sleep(0.02)

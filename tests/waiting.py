@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: object = "", timeout_s: float = 60.0) -> T:
+def until(condition: Callable[[], T], what: object = "", timeout_s: float = 120.0) -> T:
     """Wait until a condition gives something true, and return that; fail after more than enough time."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

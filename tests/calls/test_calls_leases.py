@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from calls_host import GIB, METHODS, CallsHost, is_gone, value_of
-from live_processes import wait_until
+from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,7 +87,7 @@ def test_a_lease_is_free_when_its_worker_is_killed(calls_host: CallsHost, method
     assert calls_host.holders() == []
     *forks, program = pids
     assert all(is_gone(pid) for pid in forks)
-    wait_until(lambda: is_gone(program), "the end of the program")
+    until(lambda: is_gone(program), "the end of the program")
     [finished] = calls_host.trace("worker_finished")
     assert finished["outcome"] == "died"
     assert calls_host.trace("out_of_memory") == []

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import COMMAND, PlanOn, processes_of
-from live_processes import wait_until
 from nvml_stub import Host
+from waiting import until
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 
@@ -120,4 +120,4 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=30)
-    wait_until(lambda: not processes_of(log_dir), "every process of the run is gone")
+    until(lambda: not processes_of(log_dir), "every process of the run is gone")

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from live_processes import processes_with, wait_until
+from live_processes import processes_with
+from waiting import until
 
 COMMAND = (sys.executable, "-P", "-m", "flower_gpu.cli", "launch")
 
@@ -21,5 +22,5 @@ def processes_of(folder: Path) -> list[int]:
 
 def read_pids(path: Path) -> list[int]:
     """Read the pids a service has written, once they are there."""
-    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
+    until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
     return [int(word) for word in path.read_text().split()]

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from launch_helpers import processes_of, read_pids
-from live_processes import is_running, wait_until
+from live_processes import is_running
+from waiting import until
 
 from flower_gpu.launch import ports, supervisor
 from flower_gpu.launch.supervisor import Service, tail
@@ -107,7 +108,7 @@ def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
         process.kill()
         process.communicate()
     try:
-        wait_until(lambda: not processes_of(tmp_path), "every process of the run is gone")
+        until(lambda: not processes_of(tmp_path), "every process of the run is gone")
     finally:  # a test that fails leaves nothing either
         pids = [int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()]
         for pid in filter(is_running, pids):
@@ -143,7 +144,7 @@ def test_second_ctrl_c_does_not_wait(start_launcher: StartLauncher, tmp_path: Pa
     launcher = start_launcher("stubborn", "polite", grace_s=100_000)
     (stubborn,), (polite,) = (read_pids(tmp_path / f"{name}.pids") for name in ("stubborn", "polite"))
     launcher.send_signal(signal.SIGINT)
-    wait_until(lambda: not is_running(polite), "the launcher is stopping")
+    until(lambda: not is_running(polite), "the launcher is stopping")
     assert is_running(stubborn)
     launcher.send_signal(signal.SIGINT)
     _, err = launcher.communicate(timeout=60)
@@ -156,7 +157,7 @@ def test_killed_launcher_takes_everything_with_it(start_launcher: StartLauncher,
     pids = [pid for name in ("stubborn", "detaching") for pid in read_pids(tmp_path / f"{name}.pids")]
     guard = guard_of(launcher)
     launcher.kill()
-    wait_until(lambda: not any(map(is_running, [*pids, guard])), "all are gone")
+    until(lambda: not any(map(is_running, [*pids, guard])), "all are gone")
 
 
 def test_services_die_with_the_launcher_without_the_guard(
@@ -166,7 +167,7 @@ def test_services_die_with_the_launcher_without_the_guard(
     pids = [pid for name in ("stubborn", "polite") for pid in read_pids(tmp_path / f"{name}.pids")]
     os.kill(guard_of(launcher), signal.SIGKILL)
     launcher.kill()
-    wait_until(lambda: not any(map(is_running, pids)), "the kernel has killed them")
+    until(lambda: not any(map(is_running, pids)), "the kernel has killed them")
 
 
 def test_processes_that_were_there_before_stay(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from file_tables import files_in, files_in_table
 from launch_helpers import COMMAND, processes_of
-from live_processes import is_running, wait_until
+from live_processes import is_running
+from waiting import until
 
 from flower_gpu import trace
 
@@ -44,7 +45,7 @@ def wait_for_a_worker(tmp_path: Path) -> Path:
             "worker_started" in file.read_text() for file in tmp_path.glob(f"runs/*/{trace.FILE_NAME}")
         )
 
-    wait_until(started, "a client trains", TIMEOUT_S)
+    until(started, "a client trains", TIMEOUT_S)
     return only_run(tmp_path)
 
 
@@ -252,7 +253,7 @@ def test_nothing_survives_the_launcher(
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
         assert "Traceback" not in err
     else:
-        wait_until(lambda: not any(map(is_running, pids)), "all are gone")
+        until(lambda: not any(map(is_running, pids)), "all are gone")
 
 
 def test_superlink_reports_a_failed_server_app(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_processes import is_running, wait_until
+from live_processes import is_running
+from waiting import until
 
 from flower_gpu import RankError, run_in_worker
 from flower_gpu.errors import WorkerTimeoutError
@@ -39,7 +40,7 @@ def nothing_left(tmp_path: Path) -> Callable[[int], None]:
     def check(count: int) -> None:
         pids = pids_in(tmp_path)
         assert len(pids) >= count
-        wait_until(lambda: not any(map(is_running, pids)), "ranks are gone")
+        until(lambda: not any(map(is_running, pids)), "ranks are gone")
         assert memory_files() == []
         assert run_in_worker("ranks_tasks:who", num_gpus=2)["total"] == 3
 

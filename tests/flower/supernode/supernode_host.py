@@ -16,7 +16,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from launched import StubHost
-from live_processes import processes_with, wait_until
+from live_processes import processes_with
+from waiting import until
 
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import script_folders
@@ -78,7 +79,7 @@ class Federation:
             *("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port)),
             "--disable-runtime-dependency-installation",
         )
-        wait_until(lambda: not link.runs or ports.is_healthy(self.port), "the SuperLink answers")
+        until(lambda: not link.runs or ports.is_healthy(self.port), "the SuperLink answers")
         assert link.runs, link.output
         return self
 
@@ -238,7 +239,7 @@ def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[st
     """
     end = f"round {server_round} has ended"
     # Flower gives a node that is silent a minute.
-    wait_until(lambda: end in run.server_output or not run.runs, end, timeout_s=150)
+    until(lambda: end in run.server_output or not run.runs, end, timeout_s=150)
     text = run.server_output.split(f"[ROUND {server_round}/")[-1].partition(end)[0]
     counted = re.search(rf"aggregate_{kind}: Received (\d+ results and \d+ failures)", text)
     assert counted is not None, run.server_output + run.output
@@ -247,7 +248,7 @@ def results_of(run: Process, server_round: int, kind: str = "train") -> tuple[st
 
 def logs_of(fed: Federation, supernodes: Process) -> Path:
     """Return the folder in which several SuperNodes have their logs and their trace."""
-    wait_until(lambda: "logs in" in supernodes.output, "the SuperNodes' folder is there")
+    until(lambda: "logs in" in supernodes.output, "the SuperNodes' folder is there")
     match = re.search(r"logs in (\S+)\. ", supernodes.output)
     assert match is not None, supernodes.output
     return fed.folder / match[1]

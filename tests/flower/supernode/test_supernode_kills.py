@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from launched import events_of
-from live_processes import is_running, processes_with, wait_until
+from live_processes import is_running, processes_with
 from supernode_host import Federation, Message, logs_of, results_of
+from waiting import until
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,7 +29,7 @@ def all_held(fed: Federation, server_round: int, clients: int) -> dict[int, Mess
         held = fed.held(server_round)
         return len(held) == clients and {one.worker for one in fed.messages()} >= set(held.values())
 
-    wait_until(in_workers, f"all {clients} messages of round {server_round} train")
+    until(in_workers, f"all {clients} messages of round {server_round} train")
     assert len(fed.holders()) == clients
     messages = {one.worker: one for one in fed.messages()}
     return {client: messages[worker] for client, worker in fed.held(server_round).items()}
@@ -39,11 +40,11 @@ def kill(pid: int) -> None:
 
 
 def until_gone(pids: Iterable[int], what: str) -> None:
-    wait_until(lambda: not any(map(is_running, pids)), f"{what} is gone")
+    until(lambda: not any(map(is_running, pids)), f"{what} is gone")
 
 
 def until_leases(fed: Federation, count: int) -> None:
-    wait_until(lambda: len(fed.holders()) == count, f"there are {count} leases")
+    until(lambda: len(fed.holders()) == count, f"there are {count} leases")
 
 
 def supernode_of(folder: Path, client: int) -> int:
@@ -100,12 +101,12 @@ def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path
         kill(killed)
         until_gone([killed, *messages[2]], "the SuperNode with its message")
         until_leases(fed, 2)
-        wait_until(lambda: "SuperNode 2 ended with SIGKILL (-9); it is" in launcher.output, "that is said")
+        until(lambda: "SuperNode 2 ended with SIGKILL (-9); it is" in launcher.output, "that is said")
 
         logs = logs_of(fed, other)
         assert processes_with("FLOWER_GPU_RUN_DIR", logs)
         kill(other.pid)
-        wait_until(lambda: not processes_with("FLOWER_GPU_RUN_DIR", logs), "nothing is left of the launcher")
+        until(lambda: not processes_with("FLOWER_GPU_RUN_DIR", logs), "nothing is left of the launcher")
         until_gone(messages[3], "its message")
         until_leases(fed, 1)
         assert all(map(is_running, messages[0])), "what others have started goes on"
@@ -131,12 +132,12 @@ def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path
             assert processes_with("FLOWER_GPU_RUN_DIR", folder)
             process.send(number)
             assert process.wait(30) == 0
-            wait_until(lambda at=folder: not processes_with("FLOWER_GPU_RUN_DIR", at), "nothing is left")
+            until(lambda at=folder: not processes_with("FLOWER_GPU_RUN_DIR", at), "nothing is left")
             until_gone([pid for client in clients for pid in messages[client]], "each message")
             until_leases(fed, 3 if process is again else 0)
             others = (0, 1, 2) if process is again else ()
             assert all(is_running(pid) for client in others for pid in messages[client]), "others go on"
-        wait_until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
+        until(lambda: not fork_servers(fed), "the fork server, which nobody uses, has ended")
         assert all(path.startswith("state/") for path in fed.files())
         assert not fed.holders()
         assert len(events_of(logs_of(fed, launcher), "worker_started")) == 3 * 4

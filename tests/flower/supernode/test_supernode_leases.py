@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from launched import events_of, most_at_a_time
-from live_processes import wait_until
 from nvml_stub import GIB
 from supernode_host import APP, Federation, Message, logs_of, results_of, sights
+from waiting import until
 
 from flower_gpu.calls.settings import RESERVE_BYTES
 
@@ -85,8 +85,8 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
             bugs="1/1=raise 1/2=hang 1/3=exit 1/4=kill",
             pause_folder=str(fed.pauses),
         )
-        wait_until(lambda: len(fed.held(1)) == 4, "four messages train")
-        wait_until(lambda: len(fed.waiting()) == 1, "the last one waits for a lease")
+        until(lambda: len(fed.held(1)) == 4, "four messages train")
+        until(lambda: len(fed.waiting()) == 1, "the last one waits for a lease")
         assert len(fed.held(1)) == len(fed.holders()) == 4
         for number in (1, 2):
             fed.let_go(number)
@@ -120,7 +120,7 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
 
         for number in (1, 2):
             assert results_of(run, number, "evaluate")[0] == "5 results and 0 failures"
-        wait_until(lambda: fed.users_of_fork_servers() == 5, "each SuperNode has the fork server stay")
+        until(lambda: fed.users_of_fork_servers() == 5, "each SuperNode has the fork server stay")
 
         assert not fed.holders()
     per_gpu = [sum(gpus.get(uuid, 0) for gpus in look.values()) for look in looks for uuid in fed.host.uuids]
@@ -154,9 +154,9 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
         )
 
         # One of the first two is in its worker, and the other one is in line for the only slot.
-        wait_until(lambda: fed.held(1).keys() >= {2, 4}, "those with slots of their own train")
-        wait_until(lambda: fed.held(1).keys() & {0, 1}, "one of the first two trains")
-        wait_until(lambda: sum(map(is_in_line, fed.messages())) == 1, "the other one waits")
+        until(lambda: fed.held(1).keys() >= {2, 4}, "those with slots of their own train")
+        until(lambda: fed.held(1).keys() & {0, 1}, "one of the first two trains")
+        until(lambda: sum(map(is_in_line, fed.messages())) == 1, "the other one waits")
         assert len(fed.held(1).keys() & {0, 1}) == 1
         fed.let_go(1)
         fed.let_go(2)
