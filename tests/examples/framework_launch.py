@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launched import REPOSITORY, Launch, Launched
 
-CLIENTS, ROUNDS = 2, 3
+CLIENTS, ROUNDS = 2, 1
 
 # At the end of a client's process, what it has imported; a worker that is its fork does not get so far.
 AT_EXIT = """
@@ -25,7 +25,7 @@ def launched(launch: Launch, example: str, folder: Path, *options: str) -> Launc
     (client_app,) = app.glob("*/client_app.py")
     client_app.write_text(client_app.read_text() + AT_EXIT)
     # With the fast start a client is a fork of the fork server, and has what that has.
-    return launch(app, "--no-fast-start", *options, timeout_s=540)
+    return launch(app, "--no-fast-start", "--rounds", str(ROUNDS), *options, timeout_s=540)
 
 
 def check(done: Launched, train: str, initial: str, start_method: str) -> None:
