@@ -165,6 +165,7 @@ class Ledger:
         """Remove a ticket, held or waiting, and wake the processes that can go on without it."""
         try:
             with self._clear_errors():
+                ticket.let_go()
                 with self.folder.locked():  # first, so that it is free whatever becomes of the rest
                     ticket.remove()
                     entries = self._reader.read(self.folder.all())

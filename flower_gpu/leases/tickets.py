@@ -31,6 +31,9 @@ _REPORT_AT = 1 << 16
 _REPORT_BYTES = 8192
 _LABEL_BYTES = 4096
 
+_DYING_S = 2.0  # a killed process needs a moment, on a busy host a long one
+_LOOK_S = 0.002
+
 #: The last place in the line. Tickets that share it are in the order of their names.
 LAST_ORDER = 10**15 - 1
 
@@ -163,6 +166,15 @@ class Ticket:
         with suppress(BlockingIOError):
             os.read(self._wake, 4096)
         return True
+
+    def let_go(self) -> None:
+        """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""
+        if self.descriptor >= 0:
+            files.close(self.descriptor)
+            self.descriptor = -1
+        deadline = time.monotonic() + _DYING_S
+        while self.entry.is_alive() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def remove(self) -> None:
         """Remove it. The lock ends with the last process that has it, which may be a worker."""
