@@ -1,8 +1,8 @@
 """A simulation by `flower-gpu simulate`, and the same app by Flower's Simulation Runtime with Ray, in turn.
 
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
-loop), accuracy (the models of both), failures (clients that fail), resnet (on a GPU). README.md says what is
-measured.
+loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
+resnet (on a GPU). README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run
-from benchmarks.simulation import digits, failures, no_op, resnet
+from benchmarks.simulation import digits, failures, no_op, ordinary, resnet
 from benchmarks.simulation.engines import ENGINES, available
 
 
@@ -22,7 +22,7 @@ def main() -> int:
     add = parser.add_argument
     add("--runs", type=positive, metavar="N", help="of each engine; default: 3")
     add("--engines", type=partial(chosen, ENGINES), default=list(ENGINES), metavar="NAME,NAME",
-        help=f"some of {', '.join(ENGINES)}; default: all. The loop is for digits and resnet")  # fmt: skip
+        help=f"some of {', '.join(ENGINES)}; default: all. The loop only trains")  # fmt: skip
     add("--epochs", type=positives, default=[1, 20], metavar="N,N",
         help="local epochs of digits: how large the clients are; default: 1,20")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of resnet; cpu is to rehearse it")
@@ -45,6 +45,13 @@ def _digits(options: Options, figures: Figures) -> None:
     size = digits.QUICK_DIGITS if options.quick else digits.DIGITS
     calls = digits.QUICK_CALLS if options.quick else digits.CALLS
     figures["digits"] = digits.measure(*size, options.engines, options.epochs, options.runs, calls)
+
+
+def _ordinary(options: Options, figures: Figures) -> None:
+    sizes, calls = ordinary.SIZES, ordinary.CALLS
+    if options.quick:
+        sizes, calls = ordinary.QUICK_SIZES, ordinary.QUICK_CALLS
+    figures["ordinary"] = ordinary.measure(sizes, options.engines, options.runs, calls)
 
 
 def _accuracy(options: Options, figures: Figures) -> None:
@@ -71,6 +78,7 @@ _PARTS = {
     "no-op": _no_op,
     "many": _many,
     "digits": _digits,
+    "ordinary": _ordinary,
     "accuracy": _accuracy,
     "failures": _failures,
     "resnet": _resnet,

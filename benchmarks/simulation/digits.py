@@ -16,10 +16,8 @@ from benchmarks.simulation.engines import Done, Run, in_turn, perform
 
 #: Clients and rounds of ``digits``; clients, rounds and clients of a round of ``accuracy``.
 DIGITS, QUICK_DIGITS = (100, 5), (2, 2)
-CALLS, QUICK_CALLS = (
-    (1, 1000),
-    (1000,),
-)  # of a worker; more than there are: Ray keeps its actors to the end, too
+#: Calls per worker of ours; 1000 are more than there are: Ray keeps its actors to the end, too.
+CALLS, QUICK_CALLS = (1, 1000), (1000,)
 ACCURACY, QUICK_ACCURACY = (100, 10, 10), (4, 1, 2)
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 
@@ -64,7 +62,7 @@ def ways_of(
     clients: int,
     config: dict[str, Any],
     engines: Sequence[str],
-    calls_per_worker: Iterable[int],
+    calls_per_worker: Iterable[int | None],
     num_gpus: float = 0.0,
 ) -> dict[str, Run]:
     """Return what is run in turn: each engine, and ours with several numbers of calls per worker."""
@@ -74,8 +72,8 @@ def ways_of(
             ways[engine] = Run(engine, app, clients, config, saves_model=True, num_gpus=num_gpus)
             continue
         for calls in calls_per_worker:
-            options = ("--calls-per-worker", str(calls))
-            name = f"ours, {calls} call{'s' * (calls > 1)} per worker"
+            options = () if calls is None else ("--calls-per-worker", str(calls))
+            name = f"ours, {'default' if calls is None else calls} calls per worker"
             ways[name] = Run("ours", app, clients, config, True, options, num_gpus)
     return ways
 

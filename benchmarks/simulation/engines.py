@@ -150,11 +150,11 @@ def perform(run: Run, *, is_watched: bool = True) -> Done:
     with tempfile.TemporaryDirectory(prefix="fgpu-sim-") as name:
         folder = Path(name)
         config = {
+            **({"strategy": _STRATEGIES[run.engine]} if run.engine in _STRATEGIES else {}),
             **run.config,
             "num-clients": run.clients,
             "figures": str(folder / "figures.json"),
             **({"model": str(folder / "model.npz")} if run.saves_model else {}),
-            **({"strategy": _STRATEGIES[run.engine]} if run.engine in _STRATEGIES else {}),
         }
         command, env = _COMMANDS[run.engine](run, config, folder)
         try:

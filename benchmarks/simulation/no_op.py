@@ -97,7 +97,7 @@ def measure_many(clients: int) -> list[dict[str, Any]]:
     config = {"model-mb": _MANY_MB, "num-server-rounds": 1}
     done = perform(Run("ours", "no_op", clients, config))
     replied = sorted(done.replied)
-    if len(replied) != clients:
+    if len(replied) < clients:
         raise BenchmarkError(f"many: {len(replied)} of {clients} workers finished")
     assert done.memory is not None
     after = {

@@ -72,13 +72,15 @@ _OPTIONS: Final = {
         group="workers",
     ),
     "calls_per_worker": Option(
-        "how many clients one worker may run in a row before it exits; with a GPU it exits at the end of the "
-        "round at the latest (default: auto, which is 1 without a GPU)",
+        "how many messages one worker handles in a row, at most; with a GPU it exits at the end of the round "
+        "at the latest (default: auto, many if that saves time and changes no result, else 1)",
         _CALLS,
         group="workers",
     ),
     "verify_recycling": Option(
-        "run a few clients in fresh workers as well, and compare the weights", SWITCH, group="workers"
+        "with a number for --calls-per-worker: have new workers handle a few messages, too, and compare",
+        SWITCH,
+        group="workers",
     ),
     "preload": Option(
         "function that loads data, called once, with these arguments, where workers are forked from: all of "

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from logging import WARNING
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.logger import log
 
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import WorkerDiedError
+from flower_gpu.errors import FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
-from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.flower.records import round_of
 from flower_gpu.simulation.host_memory import HostMemory
-from flower_gpu.simulation.in_worker import AppReference, handle, seed_of
+from flower_gpu.simulation.in_worker import CHANGED, AppReference, handle, handle_and_tell, seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.recycling import Comparison, Differences, Handled, Recycling, Role, differences
 from flower_gpu.simulation.slots import Slot
+
+T = TypeVar("T")
 
 
 class MessageHandler:
@@ -42,8 +42,8 @@ class MessageHandler:
         Of the clients' random numbers.
     new_slot : callable
         Makes what runs the calls of one thread.
-    verification : Verification, optional
-        Compares replies of workers that are used again with those of new ones.
+    recycling : Recycling
+        How many messages a worker handles.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class MessageHandler:
         name: str,
         seed: int,
         new_slot: Callable[[], Slot],
-        verification: Verification | None = None,
+        recycling: Recycling,
     ) -> None:
         self._app = app
         self._nodes = nodes
@@ -65,17 +65,17 @@ class MessageHandler:
         self._here = threading.local()
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
+        self._others_started = 0  # workers that were in none of these slots
         self._running: dict[str, Slot] = {}
         self._sent: Counter[str] = Counter()  # of the newest round
         self._round = 0
-        self._verification = verification
+        self._recycling = recycling
         self._memory = HostMemory()
         self._resolved: CallSettings | None = None
 
     def __call__(self, message: Message) -> Message:
         """Have a worker handle a message; the node keeps what that did to its state."""
         metadata = message.metadata
-        context = self._nodes.context_of(metadata.dst_node_id)
         slot = self._slot()
         with self._lock:
             # The same numbers whatever came before, so that a run that goes on has the same ones, too.
@@ -89,22 +89,119 @@ class MessageHandler:
             slot.begin()
             self._running[metadata.message_id] = slot
         try:
-            reply = self._run(message, context, seed, slot)
-            if slot.is_used_again:
-                self._verify(message, seed, reply)
+            reply, context = self._handled(message, seed, number, slot)
         finally:
             with self._lock:
                 is_wanted = self._running.pop(metadata.message_id, None) is not None
         if not is_wanted:  # it was done at the very moment when it was given up
-            raise WorkerDiedError(f"the message to client {message_call.client_of(context)} was given up")
+            raise _given_up(context)
         self._nodes.keep(context)
         return reply
 
-    def _run(self, message: Message, context: Context, seed: int, slot: Slot) -> Message:
+    def _handled(
+        self, message: Message, seed: int, server_round: int | None, slot: Slot
+    ) -> tuple[Message, Context]:
+        """Have a message handled as its role says; what copies have told goes to ``self._recycling``."""
+        kind = message.metadata.message_type
+        role = self._recycling.role(kind, server_round, is_used=slot.has_worker)
+        slot.calls_per_worker = self._recycling.calls(role)
+        if role is Role.KEPT:
+            return self._run(message, seed, slot)
+        if role is Role.NEW:
+            slot.retire()
+            return self._run(message, seed, slot)
+        try:
+            done = self._tried if role is Role.TRIED else self._compared
+            return done(message, seed, kind, slot)
+        except BaseException:
+            self._recycling.gave_up(kind, role)
+            raise
+
+    def _tried(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
+        """Have a new worker handle a message and then a copy of it, which tells what a used one saves."""
+        slot.retire()
+        reply, context = self._run(message, seed, slot)
+        new_s = slot.call_s
+        # It has imported what later ones are forked with, or it was measured on a GPU of its own.
+        if (slot.has_imported or not slot.has_worker) and self._recycling.is_too_early(kind):
+            slot.retire()
+            return reply, context
+        copy = self._copy(message, seed, slot)
+        used_s = slot.call_s if slot.is_used_again else None
+        began = time.monotonic()
+        slot.retire()
+        new_s += time.monotonic() - began
+        if used_s is not None:
+            self._compare(Role.TRIED, Handled(context, reply), copy, message, seed)
+        self._recycling.tried(kind, new_s, used_s)
+        return reply, context
+
+    def _compared(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
+        """Have a new worker handle a message, and the used one a copy of it."""
+        copy = self._copy(message, seed, slot)
+        was_used = slot.is_used_again
+        slot.retire()  # its lease may be all that there is
+        reply, context = self._in_new_worker(message, lambda new: self._run(message, seed, new))
+        if was_used:
+            self._compare(Role.COMPARED, Handled(context, reply), copy, message, seed)
+        else:
+            self._recycling.gave_up(kind, Role.COMPARED)
+        return reply, context
+
+    def _copy(self, message: Message, seed: int, slot: Slot) -> Handled:
+        """Have a copy of a message handled: nothing is kept of it."""
+        try:
+            reply, context = self._run(message, seed, slot)
+        except FlowerGPUError as error:
+            return Handled(self._nodes.context_of(message.metadata.dst_node_id), error=error)
+        return Handled(context, reply)
+
+    def _compare(self, role: Role, new: Handled, used: Handled, message: Message, seed: int) -> None:
+        found = differences(new, used)
+        noise: Differences = {}
+        changed: list[str] = []
+        if found:
+            again = self._in_new_worker(message, lambda slot: self._copy(message, seed, slot))
+            noise = differences(new, again)
+            if found.keys() - noise.keys():
+                changed = self._changed_by(message, seed)
+        comparison = Comparison(message_call.client_of(new.context), found, noise, changed)
+        self._recycling.compared(message.metadata.message_type, role, comparison)
+
+    def _changed_by(self, message: Message, seed: int) -> list[str]:
+        """Return which globals of the app's modules change while a message is handled."""
+        try:
+            told, _ = self._in_new_worker(
+                message, lambda slot: self._run(message, seed, slot, handle_and_tell)
+            )
+        except FlowerGPUError:
+            return []
+        names: Any = told.content.config_records[CHANGED][CHANGED]
+        return list(names)
+
+    def _in_new_worker(self, message: Message, run: Callable[[Slot], T]) -> T:
+        """Run something in a slot of its own, which ends with it."""
+        slot = self._new_slot()
+        with self._lock:
+            if message.metadata.message_id not in self._running:
+                raise _given_up(self._nodes.context_of(message.metadata.dst_node_id))
+            slot.begin()
+            self._running[message.metadata.message_id] = slot
+        try:
+            return run(slot)
+        finally:
+            slot.close()
+            with self._lock:
+                self._others_started += slot.workers_started
+
+    def _run(
+        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any] = handle
+    ) -> tuple[Message, Context]:
+        context = self._nodes.context_of(message.metadata.dst_node_id)
         partition = str(self._nodes.partition_of(context.node_id))
         with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
-                handle,
+                task,
                 (self._app, seed),
                 message,
                 context,
@@ -114,33 +211,13 @@ class MessageHandler:
                 workers=slot,
             )
         self._memory.learn(slot.peak_bytes)
-        return reply
+        return reply, context
 
     def _settings(self, context: Context) -> CallSettings:
         # The configs of nodes differ by their partition only.
         if self._resolved is None:
             self._resolved = CallSettings.resolve({**self._options, "context": context})
         return self._resolved
-
-    def _verify(self, message: Message, seed: int, reply: Message) -> None:
-        if self._verification is None:
-            return
-        context = self._nodes.context_of(message.metadata.dst_node_id)  # as it was: it is kept later
-        self._slot().retire()  # its lease may be all that there is
-
-        def again() -> Message:
-            slot = self._new_slot()
-            slot.calls_per_worker = 1
-            with self._lock:
-                if message.metadata.message_id not in self._running:
-                    raise WorkerDiedError("the message was given up")
-                self._running[message.metadata.message_id] = slot
-            try:
-                return self._run(message, context, seed, slot)
-            finally:
-                slot.close()
-
-        self._verification.verify(message_call.client_of(context), reply, again)
 
     def idle(self) -> None:
         """Let this thread's worker end if it has a lease: no message waits, and others may need the GPU."""
@@ -161,14 +238,12 @@ class MessageHandler:
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""
-        facts: dict[str, Any] = {
-            "workers_started": sum(slot.workers_started for slot in self._slots),
+        return {
+            "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
+            "recycling": self._recycling.facts(),
         }
-        if self._verification is not None:
-            facts["recycling"] = self._verification.facts()
-        return facts
 
     def close(self) -> None:
         """End what is left; no thread handles messages any more."""
@@ -184,82 +259,5 @@ class MessageHandler:
         return slot
 
 
-@dataclass
-class Verification:
-    """Compares the replies to some messages with those of new workers."""
-
-    checks: int  # how many messages are compared
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _taken: int = 0
-    _largest: float = 0.0
-    _different: list[str] = field(default_factory=list)
-
-    def verify(self, client: str, reply: Message, again: Callable[[], Message]) -> None:
-        """Have a message handled again, if there were not enough yet, and compare the weights.
-
-        Parameters
-        ----------
-        client : str
-            Whose message it is.
-        reply : Message
-            What a used worker has answered.
-        again : callable
-            Has a new worker handle the message.
-        """
-        with self._lock:
-            if self._taken >= self.checks:
-                return
-            self._taken += 1
-        found = difference(reply, again())
-        with self._lock:
-            self._largest = max(self._largest, found)
-            if found:
-                self._different.append(client)
-        if found:
-            log(
-                WARNING,
-                "Client %s: a worker that had handled other messages gave other weights than a new one "
-                "(largest difference %.3g of the largest weight). The app keeps something in its modules "
-                "from one call to the next: use calls_per_worker=1, or find it",
-                client,
-                found,
-            )
-
-    def facts(self) -> dict[str, Any]:
-        """Return what was found, for the summary."""
-        return {
-            "compared": self._taken,
-            "different_clients": list(self._different),
-            "largest_relative_difference": self._largest,
-        }
-
-
-def difference(one: Message, other: Message) -> float:
-    """Return the largest difference between the arrays of two replies, relative to the largest value.
-
-    Returns
-    -------
-    float
-        0 if they are the same, bit for bit; infinity if there are other arrays.
-    """
-    found, others = (
-        {
-            (name, key): array.numpy()
-            for name, record in records_in(message, ArrayRecord).items()
-            for key, array in record.items()
-        }
-        for message in (one, other)
-    )
-    if list(found) != list(others):
-        return float("inf")
-    largest = 0.0
-    for name, a in found.items():
-        b = others[name]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return float("inf")
-        if a.tobytes() != b.tobytes():
-            a, b = a.astype(np.float64), b.astype(np.float64)
-            scale = max(float(np.max(np.abs(a), initial=0.0)), float(np.finfo(np.float64).tiny))
-            relative = float(np.max(np.abs(a - b), initial=0.0)) / scale
-            largest = max(largest, relative if relative == relative else float("inf"))
-    return largest
+def _given_up(context: Context) -> WorkerDiedError:
+    return WorkerDiedError(f"the message to client {message_call.client_of(context)} was given up")

@@ -207,15 +207,8 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         if summary.get("peak_worker_bytes"):
             text += f", with {summary['peak_worker_bytes'] / 2**20:.0f} MiB at most"
         rows.append(("workers", text))
-    if compared := summary.get("recycling"):
-        different = ", ".join(compared["different_clients"])
-        rows.append(
-            (
-                "recycling",
-                f"{compared['compared']} messages compared with new workers: "
-                + (f"other weights for clients {different}" if different else "the same weights"),
-            )
-        )
+    if recycling := summary.get("recycling"):
+        rows.append(("recycling", _recycling_text(recycling)))
     for kind, metrics in summary["metrics"].items():
         if text := metrics_text(metrics, _MOST_METRICS):
             rows.append((kind, text))
@@ -223,6 +216,16 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         rows.append(("results", where))
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *_failures(summary)]
+
+
+def _recycling_text(facts: Mapping[str, Any]) -> str:
+    """Say in one sentence whether workers handled several messages, and why."""
+    chosen = "workers used again" if facts["is_used_again"] else "a new worker for each message"
+    text = f"{chosen}: {facts['reason']}"
+    if facts["compared"]:
+        clients = ", ".join(facts["different_clients"])
+        text += f"; {facts['compared']} compared, " + (f"different: {clients}" if clients else "the same")
+    return text
 
 
 def _failures(summary: Mapping[str, Any]) -> list[str]:

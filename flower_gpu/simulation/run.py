@@ -38,8 +38,9 @@ from flower_gpu.simulation import workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.messages import MessageHandler, Verification
+from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.recycling import Recycling
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.slots import LeaseTurns, Slot
@@ -111,10 +112,11 @@ def simulate(
         How many messages are handled at a time, at most. Default: as many as there are cores (one more where
         clients do not use PyTorch), or as there are shares of the GPUs. Leases and memory may let fewer run.
     calls_per_worker : int, optional
-        How many messages a worker handles before it ends, at most. Default: 1 on the CPU; on a GPU a few, so
-        that CUDA is not started for each.
+        How many messages a worker handles before it ends, at most. Default: the run finds out whether used
+        workers save time and give the same results.
     verify_recycling : bool
-        Have a few messages that such a worker has handled also handled by a new one, and compare the weights.
+        Have a few messages of used workers handled by new ones as well, and compare the results, where
+        ``calls_per_worker`` is given. Without it that is done in every run.
     seed : int, optional
         Of the nodes' ids, of sampling, and of the clients' random numbers. Default: drawn, and written down.
     log_dir : str or Path, optional
@@ -177,11 +179,8 @@ def simulate(
     # What a run that goes on must have in common with the run before.
     identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
     decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
-    if verify_recycling and calls_per_worker in (None, 1) and not decision.on_gpu:
-        raise ConfigError(
-            "there is nothing to verify: each worker handles one message here. Give calls_per_worker, 2 or "
-            "more"
-        )
+    if verify_recycling and calls_per_worker == 1:
+        raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
     leases = workers.most_leases(settings, decision.uuids)
     concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes, client, calls_per_worker)
     variables = workers.variables(concurrency, options.get("env"))
@@ -248,8 +247,8 @@ def simulate(
             of_calls,
             name,
             seed,
-            lambda: Slot(run_server, turns, calls_per_worker),
-            Verification(workers.CHECKS) if verify_recycling else None,
+            lambda: Slot(run_server, turns),
+            Recycling(calls_per_worker, verifies=verify_recycling, on_gpu=decision.on_gpu),
         )
         grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
         # Last in, first out: workers end at once, then the threads that wait for them.

@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from flower_gpu.calls.leasing import MOST_TOO_MUCH, Attempt, Leasing
 from flower_gpu.calls.runner import Workers
@@ -28,10 +28,6 @@ from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.methods import StartMethod
 
-#: Calls of one worker on a GPU, where the user has not said how many: so a CUDA context (0.2 to 0.5 s) costs
-#: each of them less than what starting its own worker costs on a CPU.
-CALLS_ON_GPU: Final = 16
-
 
 class Slot(Workers):
     """Runs the calls of one thread, one at a time.
@@ -42,12 +38,11 @@ class Slot(Workers):
         It forks the workers.
     turns : LeaseTurns
         The leases of the run.
-    calls_per_worker : int, optional
-        How many calls one of them runs, at most, before it ends. Default: 1 on the CPU, and
-        :data:`CALLS_ON_GPU` on a GPU.
 
     Attributes
     ----------
+    calls_per_worker : int
+        How many calls the worker of the next call runs, at most, before it ends.
     is_used_again : bool
         Whether the last call had a worker that had run others before.
     workers_started : int
@@ -57,10 +52,10 @@ class Slot(Workers):
     #: What a client says of its progress is for the trace; the run has its own display.
     shows_progress = False
 
-    def __init__(self, run_server: RunServer, turns: LeaseTurns, calls_per_worker: int | None = None) -> None:
+    def __init__(self, run_server: RunServer, turns: LeaseTurns) -> None:
         self._line = Line(run_server)
         self._turns = turns
-        self.calls_per_worker = calls_per_worker
+        self.calls_per_worker = 1
         self._lease = ExitStack()
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._held: tuple[Lease, Ticket] | None = None
@@ -74,6 +69,21 @@ class Slot(Workers):
     def peak_bytes(self) -> int:
         """The most memory that a worker of this slot was seen to take."""
         return self._line.peak_bytes
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker waits for another call."""
+        return self._line.has_worker
+
+    @property
+    def call_s(self) -> float:
+        """How long the last call took in its worker, with the worker's start if it was new."""
+        return self._line.call_s
+
+    @property
+    def has_imported(self) -> bool:
+        """Whether the worker of the last call had to import a library; later ones are forked with it."""
+        return self._line.has_imported
 
     @property
     def has_lease(self) -> bool:
@@ -97,9 +107,7 @@ class Slot(Workers):
             self.workers_started += 1
             return self._run_own(call, method, **options)
         del options["or_spawn"]
-        most = self.calls_per_worker or (1 if self._held is None else CALLS_ON_GPU)
-        if self._is_for_one_call:
-            most = 1
+        most = 1 if self._is_for_one_call else self.calls_per_worker
         self.is_used_again = self._line.has_worker
         self.workers_started += not self.is_used_again
         return self._line.run(call, calls=most, **options)

@@ -22,10 +22,8 @@ from flower_gpu.workers import threads
 from flower_gpu.workers.forkserver.run_server import RunServerSettings
 from flower_gpu.workers.threads import cores, planned_threads
 
-#: Messages that ``verify_recycling`` has handled a second time.
-CHECKS: Final = 3
-
-_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker")
+# What every worker needs, whatever the app imports.
+_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
 _WITHOUT_TORCH: Final = {

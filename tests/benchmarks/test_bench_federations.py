@@ -37,7 +37,7 @@ def test_ours_and_ray_are_compared(figures: Figures) -> None:
 
 
 def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figures) -> None:
-    parts = "many,digits,accuracy,failures"
+    parts = "many,digits,ordinary,accuracy,failures"
     result = figures("simulation", "--quick", "--only", parts, "--engines", "ours,loop", "--epochs", 1)
 
     (many,) = result["many"]
@@ -53,6 +53,12 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
     ]
     assert all(row["weights_differ_by"] < 1e-4 and row["accuracy"] > 0.5 for row in rows)
     assert all(row["total_to_ideal"] > 0 and row["round_to_ideal"] > 0 for row in rows)
+
+    rows = result["ordinary"]
+    assert [(row["engine"], row["clients_per_round"], row["rounds"]) for row in rows] == [
+        ("ours", 3, 2),
+        ("loop", 3, 2),
+    ]
 
     (row,) = result["accuracy"]
     names = ("engine", "seed", "clients", "clients_per_round", "rounds", "alpha")

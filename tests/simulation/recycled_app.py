@@ -30,9 +30,14 @@ def train(message: Message, context: Context) -> Message:
         raise ValueError("of the app")
     if task == "die":
         os._exit(3)
+    if task == "load" and calls == 1:  # what a used worker has
+        time.sleep(0.3)
     drawn = random.random() + float(np.random.rand())
-    arrays = [np.full(4, drawn + (calls if task == "remember" else 0), np.float64)]
-    facts = {"pid": os.getpid(), "calls": calls, "times": state["times"], "drawn": drawn}
+    more = {"remember": calls, "own": int.from_bytes(os.urandom(4), "little")}.get(task, 0)
+    arrays = [np.full(4, drawn + more, np.float64)]
+    facts = {"pid": os.getpid(), "times": state["times"], "drawn": drawn}
+    if task == "answer":
+        facts["calls"] = calls
     os.environ["OF_A_CLIENT"] = "1"
     os.chdir("/")
     return Message(

@@ -19,9 +19,11 @@ from grid_handlers import until
 from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.messages import MessageHandler, Verification
+from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.recycling import CHECKS, Comparison, Recycling, Role, difference
 from flower_gpu.simulation.slots import LeaseTurns, Slot
+from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver.line import Line
 from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
@@ -99,9 +101,10 @@ class Handler:
     def __init__(
         self,
         run_server: RunServer,
-        calls_per_worker: int,
-        verification: Verification | None = None,
+        calls_per_worker: int | None = None,
         seed: int = 3,
+        *,
+        verifies: bool = False,
     ) -> None:
         self.nodes = VirtualNodes(4, 1, RUN_ID, {})
         self.handler = MessageHandler(
@@ -110,8 +113,8 @@ class Handler:
             {},
             "recycled",
             seed,
-            lambda: Slot(run_server, LeaseTurns(), calls_per_worker),
-            verification,
+            lambda: Slot(run_server, LeaseTurns()),
+            Recycling(calls_per_worker, verifies=verifies),
         )
         self._numbers = iter(range(1000))
 
@@ -134,7 +137,10 @@ class Handler:
 
 @pytest.fixture(scope="module")
 def run_server() -> Iterator[RunServer]:
-    run_server = RunServer(RunServerSettings("messages", SPAWN, modules=("flower_gpu.simulation.in_worker",)))
+    # With one thread NumPy starts none, so that workers can be forked from what has imported it.
+    env = threads.environment(1, {})
+    modules = ("flower_gpu.simulation.in_worker", "numpy.random")
+    run_server = RunServer(RunServerSettings("messages", SPAWN, env=env, modules=modules))
     yield run_server
     run_server.close()
 
@@ -240,13 +246,123 @@ def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[.
     assert handler(1)["times"] == 1
 
 
-def test_verification_tells_what_depends_on_earlier_messages(new_handler: Callable[..., Handler]) -> None:
-    verification = Verification(2)
-    handler = new_handler(10, verification)
+# What a run finds out by itself
+
+
+def test_used_workers_that_save_time_and_change_nothing(new_handler: Callable[..., Handler]) -> None:
+    """The pid, a metric, is another one in each new worker: that says nothing."""
+    handler = new_handler()
+    found = [handler(number % 4, "load") for number in range(10)]
+    facts = handler.handler.facts()
+    assert facts["recycling"]["is_used_again"], facts
+    assert facts["recycling"]["reason"].startswith("train: a message takes 0.0")
+    # Three times the same client again, then two times another one; all in the first round.
+    assert facts["recycling"]["compared"] == 5
+    assert len({one["pid"] for one in found[:6]}) == 6
+    assert len({one["pid"] for one in found[-3:]}) == 1
+    assert [handler.times(node) for node in range(4)] == [3, 3, 2, 2], "copies leave no state"
+    for _ in range(3):  # one message of each round is compared
+        handler(0, "load", "2")
+    assert handler.handler.facts()["recycling"]["compared"] == 6
+    assert handler.handler.facts()["recycling"]["different_clients"] == []
+
+
+@pytest.mark.parametrize(
+    ("pairs", "saves"),
+    [
+        ([(3.0, 2.9)], False),  # of a long message one is enough
+        ([(3.0, 2.6)], True),
+        ([(0.3, 0.1), (0.3, 0.29), (0.3, 0.29)], False),
+        ([(0.3, 0.1), (0.3, 0.1), (0.3, 0.9)], True),
+    ],
+)
+def test_used_workers_that_save_more_than_a_tenth(pairs: list[tuple[float, float]], saves: bool) -> None:
+    recycling = Recycling()
+    for new_s, used_s in pairs:
+        assert recycling.role("train", 1, is_used=False) is Role.TRIED
+        assert recycling.role("train", 1, is_used=False) is Role.NEW, "one at a time"
+        recycling.tried("train", new_s, used_s)
+    assert recycling.role("train", 1, is_used=False) is (Role.KEPT if saves else Role.NEW)
+    assert recycling.role("evaluate", 1, is_used=True) is Role.TRIED, "each kind by itself"
+    assert recycling.facts()["is_used_again"] is saves
+
+
+@pytest.mark.parametrize(("on_gpu", "role"), [(False, Role.NEW), (True, Role.KEPT)])
+def test_what_cannot_be_compared_is_as_before(on_gpu: bool, role: Role) -> None:
+    """A new CUDA context for each message takes long."""
+    recycling = Recycling(on_gpu=on_gpu)
+    recycling.role("train", 1, is_used=False)
+    recycling.compared("train", Role.TRIED, Comparison("0", {"array a": 1.0}, {"array b": 1.0}, []))
+    recycling.tried("train", 3.0, 0.1)
+    assert recycling.role("train", 1, is_used=True) is role
+    assert recycling.calls(role) == (16 if on_gpu else 1)
+    recycling.compared("train", Role.COMPARED, Comparison("0", {"metric a": 1.0}, {}, []))
+    assert recycling.role("train", 1, is_used=True) is Role.NEW
+
+
+def test_a_used_worker_that_changes_weights(
+    new_handler: Callable[..., Handler], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "flwr")
+    handler = new_handler()
+    found = [handler(number % 4, "remember") for number in range(4)]
+    assert len({one["pid"] for one in found}) == 4
+    facts = handler.handler.facts()["recycling"]
+    assert facts["reason"] == "used workers give array arrays.0 of client 0 another value"
+    assert (facts["is_used_again"], facts["different_clients"]) == (False, ["0"])
+    assert facts["largest_relative_difference"] > 0
+    (warning,) = caplog.messages
+    assert "Client 0, train: a used worker gave another array arrays.0" in warning
+    assert "A call changes recycled_app.calls." in warning
+
+
+def test_weights_that_two_new_workers_do_not_share(new_handler: Callable[..., Handler]) -> None:
+    handler = new_handler()
+    found = [handler(number % 4, "own") for number in range(3)]
+    assert len({one["pid"] for one in found}) == 3
+    facts = handler.handler.facts()["recycling"]
+    assert (facts["is_used_again"], facts["different_clients"]) == (False, [])
+    assert "of client 0 other values each time" in facts["reason"]
+
+
+def test_a_number_of_calls_that_is_given_stays(
+    new_handler: Callable[..., Handler], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "flwr")
+    handler = new_handler(10, verifies=True)
     for number in range(8):
         handler(number % 4, "remember")
-    facts = verification.facts()
-    assert facts["compared"] == 2
-    assert len(facts["different_clients"]) == 2
-    assert facts["largest_relative_difference"] > 0
-    assert [handler.times(node) for node in range(4)] == [2] * 4  # the second look leaves no trace
+    facts = handler.handler.facts()["recycling"]
+    assert (facts["is_used_again"], facts["compared"]) == (True, CHECKS)
+    assert facts["different_clients"] == ["1", "3"]
+    assert len(caplog.messages) == CHECKS
+    assert [handler.times(node) for node in range(4)] == [2] * 4, "copies leave no state"
+
+
+def test_a_trial_whose_message_fails_is_made_again(new_handler: Callable[..., Handler]) -> None:
+    handler = new_handler()
+    with pytest.raises(ClientCallError):
+        handler(0, "fail")
+    assert handler(1, "load")["times"] == 1
+    assert handler.handler.facts()["recycling"]["compared"] == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0], [1.0, 2.5], 0.2),
+        ([0.0], [-0.0], float("inf")),
+        ([float("nan")], [float("nan")], 0.0),
+        ([1.0], [float("nan")], float("inf")),
+        ([1.0], [1.0, 1.0], float("inf")),
+        ([1], [1.0], float("inf")),
+        (["a"], ["b"], float("inf")),
+        (1, 1, 0.0),
+        (4, 5, 0.2),
+        (b"a", b"a", 0.0),
+        (None, 1, float("inf")),
+    ],
+)
+def test_how_much_values_differ(one: Any, other: Any, expected: float) -> None:
+    assert difference(one, other) == difference(other, one) == expected

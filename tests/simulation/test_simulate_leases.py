@@ -72,7 +72,7 @@ def test_a_used_worker_keeps_its_lease_until_the_round_or_its_calls_are_over(one
 @pytest.mark.parametrize("method", ["forkserver", "spawn", "in-process"])
 def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: str) -> None:
     env = {"FLOWER_GPU_START_METHOD": method}
-    options = ["--num-gpus", "0.5", "--max-workers", "1", "--gpu", "require"]
+    options = ["--num-gpus", "0.5", "--max-workers", "1", "--gpu", "require", "--calls-per-worker", "1"]
     done = one_gpu.simulate(2, *options, app="leased", **env)
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     notes = one_gpu.notes()
@@ -84,6 +84,7 @@ def test_a_lease_is_held_until_the_end_of_the_call(one_gpu: StubHost, method: st
 def test_a_call_on_the_cpu_holds_no_lease(one_gpu: StubHost) -> None:
     """Though its slot had one for the call before, and would have kept it for the next."""
     options = ["--num-gpus", "0.5", "--max-workers", "1", "--run-config", "mixed=true"]
+    options += ["--calls-per-worker", "2"]
     done = one_gpu.simulate(4, *options, app="leased")
     assert done.status == 0, done.output
     notes = one_gpu.notes()
@@ -122,6 +123,7 @@ def test_a_gpu_that_is_required_and_not_there_is_said_before_anything_starts(tmp
 def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> None:
     """With 16 threads for 4 leases; each worker would have its own for 16 calls."""
     options = ["--num-gpus", "0.25", "--max-workers", "16", "--lease-timeout-s", "1", "--gpu", "require"]
+    options += ["--calls-per-worker", "16"]
 
     def note(state: State) -> tuple[float, int, int]:
         return time.time(), len(state.holders), len(state.waiting)
@@ -140,6 +142,7 @@ def test_messages_wait_in_the_run_and_not_in_the_ledger(one_gpu: StubHost) -> No
 
 def test_another_run_gets_its_turn_within_one_call(one_gpu: StubHost) -> None:
     options = ["--num-gpus", "0.5", "--gpu", "require", "--run-config", "seconds=0.5"]
+    options += ["--calls-per-worker", "16"]
     with one_gpu.simulating(12, *options, app="leased", name="first") as first:
         until(one_gpu, lambda state: len(state.holders) == 2)
         second = one_gpu.simulate(3, *options, app="leased")
@@ -168,7 +171,8 @@ def test_a_measurement_does_not_make_the_round_serial(tmp_path: Path) -> None:
 
 def test_a_second_try_has_its_lease_for_itself(one_gpu: StubHost) -> None:
     options = ["--gpu-memory", "7GiB", "--gpu", "require", "--run-config", "seconds=0.3 too-much='3'"]
-    done = one_gpu.simulate(8, *options, "--lease-timeout-s", "2", app="leased")
+    options += ["--calls-per-worker", "16", "--lease-timeout-s", "2"]
+    done = one_gpu.simulate(8, *options, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     (again,) = [event for event in events(done, "lease_requested") if event["memory_bytes"] > 7 * GIB]
     (granted,) = [event for event in events(done, "lease_granted") if event["alone"]]

@@ -168,6 +168,8 @@ class Line:
         self._is_cancelled = False
         #: The most memory that a worker of this line was seen to take.
         self.peak_bytes = 0
+        #: How long the last call took, from when it was sent; and whether its worker had to import something.
+        self.call_s, self.has_imported = 0.0, False
 
     @property
     def has_worker(self) -> bool:
@@ -278,6 +280,7 @@ class Line:
                     Stream(self._stdout, echo(sys.stdout, watch.tail)),
                     Stream(self._stderr, echo(sys.stderr, watch.tail)),
                 ]
+                sent = time.monotonic()
                 sockets.send(self._connection, message, descriptors)
                 watch.until(None if timeout_s is None else time.monotonic() + timeout_s, streams)
                 break
@@ -292,6 +295,7 @@ class Line:
                 self.close()
                 raise
         assert watch is not None
+        self.call_s, self.has_imported = time.monotonic() - sent, bool(watch.imported)
         if watch.imported:
             self._server.imported(watch.imported, at_once=watch.is_late)
         self._calls = self._calls + 1 if watch.stays else 0

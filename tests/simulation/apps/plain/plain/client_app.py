@@ -7,14 +7,11 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 app = ClientApp()
-calls_in_this_process = 0
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Train for one step."""
-    global calls_in_this_process
-    calls_in_this_process += 1
     partition = int(context.node_config["partition-id"])
     assert partition < context.node_config["num-partitions"]
     counted = context.state.metric_records.get("calls", {"count": 0})["count"] + 1
@@ -23,13 +20,7 @@ def train(message: Message, context: Context) -> Message:
     arrays = [
         array + np.float32(partition + noise) for array in message.content["arrays"].to_numpy_ndarrays()
     ]
-    metrics = MetricRecord(
-        {
-            "num-examples": partition + 1,
-            "calls": counted,
-            "calls-in-process": calls_in_this_process,
-        }
-    )
+    metrics = MetricRecord({"num-examples": partition + 1, "calls": counted})
     return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
 
 
