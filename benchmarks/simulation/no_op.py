@@ -10,27 +10,32 @@ from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.engines import Done, Run, in_turn, perform
 
-#: Clients, rounds and MB of the model.
-SIZES = ((100, 3, 1.0), (100, 3, 45.0), (1000, 1, 1.0))
-QUICK_SIZES = ((6, 2, 0.1),)
+#: Clients, rounds, MB of the model, and whose FedAvg ours has; Ray has Flower's.
+SIZES = ((100, 3, 1.0, "ours"), (100, 3, 45.0, "ours"), (100, 3, 45.0, "flower"), (1000, 1, 1.0, "ours"))
+QUICK_SIZES = ((6, 2, 0.1, "ours"),)
 MANY, QUICK_MANY = 10_000, 40
 
 _MANY_MB = 1.0
 _MOMENTS = (0.1, 0.5, 0.9)
-_FASTER = {(100, 45.0): 4.0, (100, 1.0): 3.0, (1000, 1.0): 3.0}
-_MEMORY = {(100, 45.0): 1 / 3}
+_FASTER = {(100, 45.0): 4.0, (100, 1.0): 5.0, (1000, 1.0): 5.0}
+_MEMORY = {(100, 45.0): 1 / 10}
 
 
 def measure(
-    sizes: Sequence[tuple[int, int, float]], engines: Sequence[str], runs: int
+    sizes: Sequence[tuple[int, int, float, str]], engines: Sequence[str], runs: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return a row per engine and size, and a row per size with what ours is to Ray."""
     rows, ratios = [], []
-    for clients, rounds, model_mb in sizes:
-        config = {"model-mb": model_mb, "num-server-rounds": rounds}
-        ways = {name: Run(name, "no_op", clients, config) for name in engines if name != "loop"}
+    for clients, rounds, model_mb, strategy in sizes:
+        config: dict[str, Any] = {"model-mb": model_mb, "num-server-rounds": rounds}
+        of = {"ours": {**config, "strategy": strategy}, "ray": config}
+        ways = {name: Run(name, "no_op", clients, of[name]) for name in engines if name != "loop"}
         found = {
-            name: _row(name, clients, rounds, model_mb, done) for name, done in in_turn(ways, runs).items()
+            name: {
+                **_row(name, clients, rounds, model_mb, done),
+                "strategy": of[name].get("strategy", "flower"),
+            }
+            for name, done in in_turn(ways, runs).items()
         }
         _show(found)
         rows += found.values()
@@ -59,7 +64,7 @@ def _row(engine: str, clients: int, rounds: int, model_mb: float, done: Sequence
 def _ratio(ours: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
     size = ours["clients"], ours["model_mb"]
     return {
-        **{name: ours[name] for name in ("clients", "rounds", "model_mb")},
+        **{name: ours[name] for name in ("clients", "rounds", "model_mb", "strategy")},
         "faster": round(ray["total_s"] / ours["total_s"], 2),
         "faster_aim": _FASTER.get(size),
         "memory": round(ours["peak_tree_mb"] / ray["peak_tree_mb"], 3),
@@ -70,7 +75,7 @@ def _ratio(ours: dict[str, Any], ray: dict[str, Any]) -> dict[str, Any]:
 def _show(found: dict[str, dict[str, Any]]) -> None:
     row = next(iter(found.values()))
     table.show(
-        f"no-op, {row['clients']} clients, {row['rounds']} rounds, {row['model_mb']:g} MB",
+        f"no-op, {row['clients']} clients, {row['rounds']} rounds, {row['model_mb']:g} MB, {row['strategy']}",
         ("engine", "total", "a round", "per message", "peak of the tree", "runs"),
         [
             (

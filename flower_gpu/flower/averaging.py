@@ -29,11 +29,15 @@ _ALIGNMENT = 64
 class RunningMean:
     """Weighted mean of records with the same keys.
 
-    Integer and bool arrays stay what they are: their mean is rounded.
+    Parameters
+    ----------
+    keeps_integers : bool
+        Whether integer and bool arrays stay what they are: their mean is rounded. Else it is a float64.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_integers: bool = True) -> None:
         self.total_weight: float = 0
+        self._keeps_integers = keeps_integers
         self._count = 0
         self._sums: dict[str, _Sum] = {}
         self._zeros = _Zeros()
@@ -64,7 +68,7 @@ class RunningMean:
             array = view_of(value)
             try:
                 if self._count == 0:
-                    self._sums[key] = _Sum(array, self._zeros)
+                    self._sums[key] = _Sum(array, self._zeros, self._keeps_integers)
                 self._sums[key].add(array, weight, self._scratch)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
@@ -113,13 +117,13 @@ class _Zeros:
 class _Sum:
     """Weighted sum of arrays of one shape."""
 
-    def __init__(self, first: NDArray[Any], zeros: _Zeros) -> None:
+    def __init__(self, first: NDArray[Any], zeros: _Zeros, keeps_integers: bool) -> None:
         if first.dtype.kind not in "biufc":
             raise _CannotBeAddedError(f"has dtype {first.dtype}, of which there is no mean: send numbers")
         self._shape = first.shape
         self._order: Any = "F" if first.flags.fnc else "C"
         self._dtype = first.dtype.newbyteorder("=")
-        self._is_integer = first.dtype.kind in "biu"
+        self._is_integer = first.dtype.kind in "biu" and keeps_integers
         self._sum = zeros.take(first.size, np.result_type(first.dtype, np.float64))
 
     def add(self, array: NDArray[Any], weight: float, scratch: NDArray[np.uint8]) -> None:
@@ -185,6 +189,8 @@ class SummedReplies:
     ----------
     weighted_by_key : str
         Name of the metric that replies are weighted by.
+    keeps_integers : bool
+        As for :class:`RunningMean`.
 
     Attributes
     ----------
@@ -196,8 +202,8 @@ class SummedReplies:
         Why there is no mean of the replies; empty if there is one. What came afterwards is not summed.
     """
 
-    def __init__(self, weighted_by_key: str) -> None:
-        self.mean = RunningMean()
+    def __init__(self, weighted_by_key: str, *, keeps_integers: bool = True) -> None:
+        self.mean = RunningMean(keeps_integers=keeps_integers)
         self.rest: list[Message] = []
         self.misfit = ""
         self._weighted_by_key = weighted_by_key

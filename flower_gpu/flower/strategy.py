@@ -27,13 +27,12 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as _NumPyClientFedAvg
 from flwr.serverapp import Grid
-from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg as _MessageFedAvg
 from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
-from flower_gpu.flower import rounds
-from flower_gpu.flower.averaging import InOrder, RunningMean, SummedReplies, place, weight_of
+from flower_gpu.flower import rounds, streaming
+from flower_gpu.flower.averaging import InOrder, RunningMean, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.records import records_of
 from flower_gpu.workers.call import Task
@@ -169,7 +168,7 @@ class FedAvg(_MessageFedAvg):
         """
         is_ordered = not self.exact_order or isinstance(replies, InOrder)
         if is_ordered and not isinstance(replies, Sequence):
-            return self._aggregate_stream(replies)
+            return streaming.aggregate(self, replies, keeps_integers=True)
         valid, _ = self._check_and_log_replies(list(replies), is_train=True)
         if not valid:
             return None, None
@@ -183,19 +182,6 @@ class FedAvg(_MessageFedAvg):
             mean.add(record, weight, f"node {reply.metadata.src_node_id}")
         contents = [reply.content for reply in valid]
         return mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
-
-    def _aggregate_stream(self, replies: Iterable[Message]) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        summed = SummedReplies(self.weighted_by_key)
-        for reply in replies:
-            summed.add(reply)
-            del reply  # it must not stay in memory while the next one is waited for
-        valid, _ = self._check_and_log_replies(summed.rest, is_train=True)
-        if not valid:
-            return None, None
-        if summed.misfit:
-            raise InconsistentMessageReplies(summed.misfit)
-        contents = [reply.content for reply in valid]
-        return summed.mean.finish(), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 
     def _receive(
         self, grid: rounds.StreamingGrid, timeout: float, messages: Iterable[Message]

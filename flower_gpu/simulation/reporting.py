@@ -109,7 +109,7 @@ def reported_run(
     report: Report | None = None
     try:
         pointer = None if keep_going else lambda: failures.pointer
-        with recorded_rounds(on_event, partition_of, pointer) as recorder:
+        with recorded_rounds(on_event, partition_of, pointer, streams=True) as recorder:
             report = Report(recorder)
             yield report
             recorder.close()

@@ -25,6 +25,7 @@ from streaming_grid import content_of, reply_of
 from flower_gpu import FedAvg
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower.averaging import InOrder
+from flower_gpu.flower.streaming import ComingReplies, streamed_strategies
 
 FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
 COMPLEX = ["complex64", "complex128"]
@@ -86,6 +87,26 @@ def test_the_mean_of_a_stream_is_flowers(replies: list[Message]) -> None:
         assert list(found) == list(wanted)
         for key, array in found.items():
             _assert_mean(array.numpy(), wanted[key].numpy(), replies[0].content["arrays"][key].numpy())
+
+
+@settings(deadline=None)
+@given(replies=federations())
+def test_flowers_own_mean_of_a_stream_is_what_flower_gives(replies: list[Message]) -> None:
+    """Also of integers, whose mean is a float64 there."""
+    if not sum(reply.content["metrics"]["num-examples"] for reply in replies):
+        with streamed_strategies(), pytest.raises(ZeroDivisionError):
+            FlowerFedAvg().aggregate_train(1, ComingReplies(reply for reply in replies))
+        return
+    wanted, wanted_metrics = FlowerFedAvg().aggregate_train(1, replies)
+    coming = ComingReplies(reply for reply in replies)
+    with streamed_strategies():
+        found, metrics = FlowerFedAvg().aggregate_train(1, coming)
+    assert coming.all() == [], "they were summed"
+    assert metrics == wanted_metrics and list(found) == list(wanted)
+    for key, array in found.items():
+        assert array.dtype == wanted[key].dtype and array.shape == wanted[key].shape
+        tolerance = 1e-6 if array.dtype != "float16" else 5e-3
+        assert np.allclose(array.numpy(), wanted[key].numpy(), rtol=tolerance, atol=9 * tolerance)
 
 
 def _assert_mean(found: Any, wanted: Any, sent: Any) -> None:
@@ -194,6 +215,8 @@ def test_replies_are_checked_and_logged_as_in_flower(case: str, caplog: pytest.L
     assert _outcome(FedAvg(), replies, caplog) == wanted
     assert _outcome(FedAvg(), iter(replies), caplog) == wanted
     assert _outcome(FedAvg(exact_order=True), iter(replies), caplog) == wanted
+    with streamed_strategies():
+        assert _outcome(FlowerFedAvg(), ComingReplies(reply for reply in replies), caplog) == wanted
 
 
 def _outcome(

@@ -158,11 +158,13 @@ def run_app(
     handle: Callable[[Message], Message] | None = None,
     nodes: VirtualNodes | None = None,
     threads: int = 2,
+    *,
+    streams: bool = True,
 ) -> Recorded:
-    """Run a ServerApp, or its main function, and record it."""
+    """Run a ServerApp, or its main function, and record it as a simulation does."""
     events: list[Event] = []
     nodes = new_nodes() if nodes is None else nodes
-    with recorded_rounds(events.append, nodes.partition_of) as recorder:
+    with recorded_rounds(events.append, nodes.partition_of, streams=streams) as recorder:
         run_on_grid(app, recorder, handle or Clients(nodes), nodes, threads)
     return Recorded(events, recorder)
 

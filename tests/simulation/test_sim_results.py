@@ -164,6 +164,90 @@ def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() ->
     assert clients.most_alive < 15
 
 
+class LooksLater(FedAvg):
+    """Looks at replies after Flower has summed them."""
+
+    def aggregate_train(self, server_round, replies):
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        seen = [reply.content["arrays"]["w"].numpy() for reply in replies if not reply.has_error()]
+        assert len(seen) == MANY - 1
+        return arrays, metrics
+
+
+class LooksAtNone(FedAvg):
+    """Keeps the model as it was."""
+
+    def aggregate_train(self, server_round, replies):
+        return initial_arrays(), None
+
+
+class OwnConfig(FedAvg):
+    """Changes what no reply is seen by."""
+
+    def configure_train(self, server_round, arrays, config, grid):
+        return super().configure_train(server_round, arrays, config, grid)
+
+
+def own_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
+    """Look at arrays, as an aggregation of a user's may."""
+    return MetricRecord({"largest": max(float(one["arrays"]["w"].numpy().max()) for one in contents)})
+
+
+MANY = 40
+TRAINING: Any = {"fraction_evaluate": 0.0}
+SUMMED: dict[str, Callable[[], Strategy]] = {
+    "FedAvg": lambda: FedAvg(**TRAINING),
+    "FedProx": lambda: flwr_strategies.FedProx(proximal_mu=0.1, **TRAINING),
+    "FedAvgM": lambda: flwr_strategies.FedAvgM(server_learning_rate=0.5, server_momentum=0.9, **TRAINING),
+    "FedAdam": lambda: flwr_strategies.FedAdam(eta=0.2, **TRAINING),
+    "FedYogi": lambda: flwr_strategies.FedYogi(**TRAINING),
+    "FedAdagrad": lambda: flwr_strategies.FedAdagrad(**TRAINING),
+    "OwnConfig": lambda: OwnConfig(**TRAINING),
+}
+ALL_AT_ONCE: dict[str, Callable[[], Strategy]] = {
+    "FedMedian": flwr_strategies.FedMedian,
+    "FedTrimmedAvg": lambda: flwr_strategies.FedTrimmedAvg(beta=0.2),
+    "Krum": lambda: flwr_strategies.Krum(num_malicious_nodes=2),
+    "MultiKrum": lambda: flwr_strategies.MultiKrum(num_malicious_nodes=2, num_nodes_to_select=3),
+    "Bulyan": lambda: flwr_strategies.Bulyan(num_malicious_nodes=2),
+    "DifferentialPrivacyClientSideFixedClipping": lambda: (
+        flwr_strategies.DifferentialPrivacyClientSideFixedClipping(FedAvg(), 1e-9, 10.0, MANY)
+    ),
+    "LooksLater": LooksLater,
+    "LooksAtNone": LooksAtNone,
+    "own metrics": lambda: FedAvg(train_metrics_aggr_fn=own_metrics),
+}
+
+
+@pytest.mark.parametrize("name", [*SUMMED, *ALL_AT_ONCE])
+def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(name: str) -> None:
+    """Those that need all replies of a round get them, whatever they are."""
+    found: list[Result] = []
+    most_alive = []
+    for streams in (True, False):
+        nodes = new_nodes(MANY)
+        clients = Clients(nodes)
+
+        def main(grid: Any, context: Any) -> None:
+            strategy = {**SUMMED, **ALL_AT_ONCE}[name]()
+            found.append(strategy.start(grid, initial_arrays(), 3))
+
+        recorded = run_app(main, clients, nodes, streams=streams)
+        assert [phase.messages for phase in recorded.phases("train")] == [MANY] * 3
+        most_alive.append(clients.most_alive)
+    streamed, plain = found
+    if "Krum" not in name and name != "Bulyan":  # they choose among equals by their order
+        for server_round, metrics in plain.train_metrics_clientapp.items():
+            assert dict(streamed.train_metrics_clientapp[server_round]) == pytest.approx(dict(metrics))
+    assert list(streamed.arrays) == list(plain.arrays)
+    for key, array in streamed.arrays.items():
+        assert array.dtype == plain.arrays[key].dtype
+        np.testing.assert_allclose(array.numpy(), plain.arrays[key].numpy(), rtol=1e-6)
+    # 2 threads, twice as many unread.
+    assert (most_alive[0] < 15) == (name in SUMMED), most_alive
+    assert most_alive[1] >= MANY - 1
+
+
 def test_two_starts_in_one_app_are_two_runs() -> None:
     def main(grid: Any, context: Any) -> None:
         strategy = FedAvg(fraction_evaluate=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import zip_longest
 from typing import Any
@@ -13,6 +13,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
+from flower_gpu.flower.streaming import ComingReplies, Configured
 
 
 class RecordedGrid(Grid):
@@ -88,10 +89,13 @@ class RecordedGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Have messages handled; returns the replies that came in time."""
-        return list(self.stream(messages, timeout=timeout))
+        """Have messages handled; returns the replies that came in time, or are to come for a strategy."""
+        replies = self.stream(messages, timeout=timeout)
+        return ComingReplies(replies) if isinstance(messages, Configured) else list(replies)
 
-    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+    def stream(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Generator[Message, None, None]:
         """Have messages handled, and yield each reply when it is there."""
         self._recorder.check()
         batch = _Batch(self._recorder)

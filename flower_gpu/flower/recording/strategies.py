@@ -30,6 +30,7 @@ from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.recording.recorder import OnEvent, Recorder, clean
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
+from flower_gpu.flower.streaming import ComingReplies, configured, streamed_strategies
 from flower_gpu.trace import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN
 
 #: Makes the wrapper of an object's method.
@@ -43,16 +44,20 @@ def recorded_rounds(
     pointer: Callable[[], str] | None = None,
     *,
     has_grid: bool = True,
+    streams: bool = False,
 ) -> Iterator[Recorder]:
     """Record what Flower's strategies do in this process, while in the context.
 
     ``on_event`` gets every event of the rounds, one at a time, in the thread where it happens; an exception
     of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. Without a grid, as
     with ``start_server``, each request to a client is noted here; else a :class:`.RecordedGrid` does that.
+    With ``streams`` Flower's strategies sum replies as they come.
     """
     recorder = Recorder(on_event, partition_of, pointer)
-    hooks = _Hooks(recorder)
+    hooks = _Hooks(recorder, streams)
     with ExitStack() as stack:
+        if streams:
+            stack.enter_context(streamed_strategies())
         stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
         stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
         stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
@@ -96,8 +101,9 @@ def _replaced(cls: type, name: str, value: Any) -> Iterator[None]:
 class _Hooks:
     """The wrappers. Of calls within each other, as in a strategy around another one, the outer one counts."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, streams: bool) -> None:
         self._recorder = recorder
+        self._streams = streams
         self._inside = threading.local()
         self._numbers: dict[str, int] = {}  # of clients that have no node
         self.of_clients: Mapping[str, _Wrap] = {"fit": self._ask(TRAIN), "evaluate": self._ask(EVALUATE)}
@@ -189,7 +195,7 @@ class _Hooks:
                 self._recorder.evaluated(server_round, clean(metrics), kind=kind)
 
     def _configure(self, kind: str) -> _Wrap:
-        def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             @_like(method)
             def configure(*args: Any, **kwargs: Any) -> Any:
                 with self._outermost(f"configure {kind}") as is_first:
@@ -200,7 +206,8 @@ class _Hooks:
                     self._recorder.phase_announced(
                         kind, len(messages) if hasattr(messages, "__len__") else None
                     )
-                    return messages
+                    is_streamed = self._streams and kind == TRAIN
+                    return configured(strategy, messages) if is_streamed else messages
 
             return configure
 
@@ -215,6 +222,9 @@ class _Hooks:
                     self._recorder.check()
                     result = method(*args, **kwargs)
                     if is_first:
+                        for replies in (*args, *kwargs.values()):
+                            if isinstance(replies, ComingReplies):
+                                replies.all()  # of a strategy that has not looked at any
                         metrics = {} if result is None else clean(metrics_in(result))
                         self._recorder.phase_closed(kind, _round(args, kwargs), metrics)
                     return result

@@ -1,0 +1,147 @@
+"""Flower's own strategies on a grid of ours: replies to a round's training are summed as they come.
+
+``Strategy.start`` hands what ``send_and_receive`` returns to ``aggregate_train``, and does nothing in
+between. So for the time of a run
+
+    configure_train     marks its messages           (``Configured``)
+    send_and_receive    returns replies to come      (``ComingReplies``), if its messages have that mark
+    aggregate_train     of FedAvg, which FedProx, FedAvgM, FedAdam, FedYogi and FedAdagrad call, sums them
+
+Whoever looks at the replies in another way, gets all of them: strategies that need them together, such as
+FedMedian or Krum, wrappers for differential privacy, classes of a user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import wraps
+from typing import Any, overload
+
+from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp.exception import InconsistentMessageReplies
+from flwr.serverapp.strategy import FedAvg, Strategy
+
+from flower_gpu.flower.averaging import SummedReplies
+
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
+_FLOWERS = "flwr."
+
+
+class Configured(list[Message]):
+    """Messages of a strategy whose replies go to ``aggregate_train``, and to nobody before."""
+
+
+class ComingReplies(Sequence[Message]):
+    """Replies that are fetched when somebody looks at them: then all of them, to keep.
+
+    Parameters
+    ----------
+    replies : generator of Message
+        As they come.
+    """
+
+    def __init__(self, replies: Generator[Message, None, None]) -> None:
+        self._coming: Generator[Message, None, None] | None = replies
+        self._there: list[Message] = []
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        return self.all()[index]
+
+    def __len__(self) -> int:
+        return len(self.all())
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self.all())
+
+    def all(self) -> list[Message]:
+        """Wait for all replies, and return them."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            self._there = list(coming)
+        return self._there
+
+    def take(self) -> Generator[Message, None, None] | None:
+        """Return the replies as they come, which are then not here; None if somebody has them already."""
+        coming, self._coming = self._coming, None
+        return coming
+
+
+def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: bool) -> Aggregated:
+    """Average replies one by one, with what a strategy says of them; each is freed before the next comes.
+
+    Parameters
+    ----------
+    strategy : FedAvg
+        Checks and logs the replies, and aggregates their metrics.
+    replies : iterable of Message
+        As they come.
+    keeps_integers : bool
+        Whether the mean of integers is rounded; else it is a float64, as in Flower.
+
+    Returns
+    -------
+    tuple of ArrayRecord and MetricRecord
+        As ``aggregate_train`` returns.
+
+    Raises
+    ------
+    InconsistentMessageReplies
+        If the replies do not go together.
+    InvalidResultError
+        If arrays of the same name do not go together; it is a ValueError.
+    """
+    summed = SummedReplies(strategy.weighted_by_key, keeps_integers=keeps_integers)
+    for reply in replies:
+        summed.add(reply)
+        del reply  # it must not stay in memory while the next one is waited for
+    valid, _ = strategy._check_and_log_replies(summed.rest, is_train=True)
+    if not valid:
+        return None, None
+    if summed.misfit:
+        raise InconsistentMessageReplies(summed.misfit)
+    contents = [reply.content for reply in valid]
+    return summed.mean.finish(), strategy.train_metrics_aggr_fn(contents, strategy.weighted_by_key)
+
+
+def configured(strategy: Any, messages: Any) -> Any:
+    """Mark the messages of a strategy that Flower's own ``start`` runs; what else there is stays as it is."""
+    is_flowers = isinstance(strategy, Strategy) and type(strategy).start is Strategy.start
+    return Configured(messages) if is_flowers and type(messages) is list else messages
+
+
+@contextmanager
+def streamed_strategies() -> Iterator[None]:
+    """Have Flower's FedAvg, and what builds on it, sum replies as they come, while in the context."""
+    original = FedAvg.aggregate_train
+
+    @wraps(original)
+    def aggregate_train(self: FedAvg, server_round: int, replies: Iterable[Message]) -> Aggregated:
+        if isinstance(replies, ComingReplies) and _sums_only(self) and (coming := replies.take()) is not None:
+            with closing(coming):  # after an error nobody waits for the others
+                return aggregate(self, coming, keeps_integers=False)
+        return original(self, server_round, replies)
+
+    replaced: Any = FedAvg
+    replaced.aggregate_train = aggregate_train
+    try:
+        yield
+    finally:
+        replaced.aggregate_train = original
+
+
+def _sums_only(strategy: FedAvg) -> bool:
+    """Tell whether nothing but Flower's own code sees the replies, and no function of the user's."""
+    kind = type(strategy)
+    functions: tuple[Any, ...] = (
+        kind.aggregate_train,
+        kind._check_and_log_replies,
+        strategy.train_metrics_aggr_fn,
+    )
+    are_flowers = all(getattr(function, "__module__", "").startswith(_FLOWERS) for function in functions)
+    return are_flowers and not {"aggregate_train", "_check_and_log_replies"} & vars(strategy).keys()
