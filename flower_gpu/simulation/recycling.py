@@ -67,6 +67,7 @@ class _Kind:
     """What is known of one kind of message, such as ``"train"``."""
 
     saves: bool | None = None
+    seen: int = 0  # messages until that was clear
     pairs: list[tuple[float, float]] = field(default_factory=list)  # seconds of a new worker, of a used one
     early: int = 0  # new workers that were not as later ones
     asked: int = 0  # comparisons that were begun
@@ -107,12 +108,21 @@ class Recycling:
         Whether :data:`CHECKS` messages are compared where ``calls_per_worker`` is given.
     on_gpu : bool
         Whether messages have leases.
+    first : int
+        So many messages of each kind have new workers before anything is tried: a run that has no more would
+        not gain by it.
     """
 
     def __init__(
-        self, calls_per_worker: int | None = None, *, verifies: bool = False, on_gpu: bool = False
+        self,
+        calls_per_worker: int | None = None,
+        *,
+        verifies: bool = False,
+        on_gpu: bool = False,
+        first: int = 0,
     ) -> None:
         self._given = calls_per_worker
+        self._first = first
         self._on_gpu = on_gpu
         self._checks = CHECKS if verifies else 0
         self._lock = threading.Lock()
@@ -138,7 +148,8 @@ class Recycling:
             if found.saves is False:
                 return Role.NEW
             if found.saves is None:
-                if self._is_trying:
+                found.seen += 1
+                if self._is_trying or found.seen <= self._first:
                     return Role.NEW
                 self._is_trying = True
                 return Role.TRIED

@@ -236,11 +236,16 @@ def simulate(
             )
         )
         report.recorder.concurrency = concurrency
-        run_server = RunServer(workers.run_server_settings(name, client, settings, variables))
+        of_server = workers.run_server_settings(name, client, settings, variables)
+        workers.learn_beside(of_server, settings)
+        run_server = RunServer(of_server)
         turns = LeaseTurns(None if settings.gpu.request.is_auto else leases or None)
         of_calls = {**options, "env": variables}
         if not gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
+        recycling = Recycling(
+            calls_per_worker, verifies=verify_recycling, on_gpu=decision.on_gpu, first=concurrency
+        )
         handler = MessageHandler(
             client,
             nodes,
@@ -248,7 +253,7 @@ def simulate(
             name,
             seed,
             lambda: Slot(run_server, turns),
-            Recycling(calls_per_worker, verifies=verify_recycling, on_gpu=decision.on_gpu),
+            recycling,
         )
         grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
         # Last in, first out: workers end at once, then the threads that wait for them.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -14,11 +16,14 @@ from flower_gpu import frameworks
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls import environment
 from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import threads
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver.client import LEARN_FOR_LIMITED_S
 from flower_gpu.workers.forkserver.run_server import RunServerSettings
 from flower_gpu.workers.threads import cores, planned_threads
 
@@ -108,6 +113,21 @@ def run_server_settings(
         without=without,
         preload=settings.worker.preload,
     )
+
+
+def learn_beside(server: RunServerSettings, settings: CallSettings) -> None:
+    """Have the host's fork server import what the app needs, in a thread: the run's own one comes from it.
+
+    So this goes on while this process imports the ServerApp, and the first workers find all of it.
+    """
+    if not start.choose(settings.worker.start_method).from_server:
+        return
+
+    def learn() -> None:
+        with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
+            client.learn(server.modules, server.without, LEARN_FOR_LIMITED_S)
+
+    threading.Thread(target=learn, daemon=True).start()
 
 
 def loads_data(settings: CallSettings) -> bool:

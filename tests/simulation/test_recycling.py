@@ -287,6 +287,12 @@ def test_used_workers_that_save_more_than_a_tenth(pairs: list[tuple[float, float
     assert recycling.facts()["is_used_again"] is saves
 
 
+def test_nothing_is_tried_with_the_first_messages() -> None:
+    recycling = Recycling(first=2)
+    roles = [recycling.role("train", 1, is_used=False) for _ in range(3)]
+    assert roles == [Role.NEW, Role.NEW, Role.TRIED]
+
+
 @pytest.mark.parametrize(("on_gpu", "role"), [(False, Role.NEW), (True, Role.KEPT)])
 def test_what_cannot_be_compared_is_as_before(on_gpu: bool, role: Role) -> None:
     """A new CUDA context for each message takes long."""
