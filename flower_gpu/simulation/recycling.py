@@ -200,7 +200,7 @@ class Recycling:
     def compared(self, kind: str, role: Role, found: Comparison) -> None:
         """Take note of a comparison."""
         noise = [name for name in found.noise if name.startswith(_ARRAY)]
-        different = {} if noise else {k: v for k, v in found.used.items() if k not in found.noise}
+        different = {} if noise else _without(found.used, found.noise)
         with self._lock:
             self._compared += 1
             self._kinds[kind].compared += role is Role.COMPARED
@@ -298,6 +298,10 @@ def _warn(kind: str, found: Comparison, different: Differences, *, ends: bool) -
         *(found.client, kind, _listed(list(different)), max(different.values()), changed),
         " Each worker handles one message from now on." if ends else "",
     )
+
+
+def _without(found: Differences, noise: Differences) -> Differences:
+    return {name: size for name, size in found.items() if name not in noise}
 
 
 def _listed(names: list[str]) -> str:

@@ -20,7 +20,7 @@ def main() -> None:
     if folder.name == "resnet":
         model = task.initial_weights(config["seed"])
     else:
-        model = importlib.import_module(f"{folder.name}.initial").weights(config["seed"])
+        model = importlib.import_module("benchmarks.simulation.initial").weights(config["seed"])
     clients, rounds = config["num-clients"], config["num-server-rounds"]
     rounds_s = []
     for server_round in range(1, rounds + 1):

@@ -4,8 +4,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from benchmarks.simulation import rounds
-from digits import initial
+from benchmarks.simulation import initial, rounds
 
 _FOR_CLIENTS = ("num-clients", "alpha", "seed", "local-epochs")
 

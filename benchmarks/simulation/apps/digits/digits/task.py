@@ -9,7 +9,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from digits.initial import Weights
+Weights = list[np.ndarray]
 
 _TEST = 360
 _BATCH = 8

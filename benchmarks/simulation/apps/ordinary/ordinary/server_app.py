@@ -4,8 +4,7 @@ import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from benchmarks.simulation import rounds
-from ordinary import initial
+from benchmarks.simulation import initial, rounds
 
 app = ServerApp()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ordinary.initial import Weights
+Weights = list[np.ndarray]
 
 _BATCH = 8
 

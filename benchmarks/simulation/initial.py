@@ -1,4 +1,4 @@
-"""Where training begins. No torch: the server needs none."""
+"""Where training of the small network begins. No torch: the server needs none."""
 
 import numpy as np
 
