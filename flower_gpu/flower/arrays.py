@@ -84,6 +84,12 @@ def view_of(array: FlowerArray) -> NDArray[Any]:
     return array.numpy()
 
 
+def size_bytes(array: FlowerArray) -> int:
+    """Return how many bytes an array has in memory, without making a copy of them."""
+    region: Region | None = array.__dict__.get("_region")
+    return len(array.data) if region is None else region.memory.nbytes
+
+
 def _read_npy(region: Region) -> NDArray[Any] | None:
     """Return the array of a ``.npy`` file, or None for the kinds that are left to numpy."""
     found = _described(region)

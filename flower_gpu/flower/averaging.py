@@ -2,14 +2,17 @@
 
 Each array is summed in 64-bit floats (complex and extended ones as they are), a chunk at a time, so that the
 sums are the only large arrays. A reply can be freed as soon as it was added.
+
+Floats add up to other bits in another order. Where that matters, replies come in the order of their nodes,
+and each block of consecutive nodes has a sum of its own; the blocks' sums are added up in the order of the
+blocks (:class:`InBlocks`). So whoever has the nodes of a block can form its sum, on another machine as well.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
@@ -18,6 +21,9 @@ from numpy.typing import NDArray
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.records import records_of
+
+#: Nodes whose replies are summed one after the other, before their sum is added to that of the nodes before.
+BLOCK_NODES: Final = 16
 
 # A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
@@ -39,6 +45,8 @@ class RunningMean:
         self.total_weight: float = 0
         self._keeps_integers = keeps_integers
         self._count = 0
+        self._block: int | None = None
+        self._block_weight: float = 0
         self._sums: dict[str, _Sum] = {}
         self._zeros = _Zeros()
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
@@ -47,7 +55,7 @@ class RunningMean:
         """Return whether a record has the same keys as those before."""
         return self._count == 0 or record.keys() == self._sums.keys()
 
-    def add(self, record: Mapping[str, Array], weight: float, source: str) -> None:
+    def add(self, record: Mapping[str, Array], weight: float, source: str, block: int | None = None) -> None:
         """Add a record that :meth:`fits`; keeps no reference to it.
 
         Parameters
@@ -58,12 +66,17 @@ class RunningMean:
             What they count.
         source : str
             Whose they are, for messages.
+        block : int, optional
+            Which block of nodes it is of; those of a block come one after the other.
 
         Raises
         ------
         InvalidResultError
             If an array cannot be averaged with those before.
         """
+        if block != self._block:
+            self._end_block()
+            self._block = block
         for key, value in record.items():
             array = view_of(value)
             try:
@@ -72,8 +85,15 @@ class RunningMean:
                 self._sums[key].add(array, weight, self._scratch)
             except _CannotBeAddedError as error:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
-        self.total_weight += weight
+        self._block_weight += weight
         self._count += 1
+
+    def _end_block(self) -> None:
+        """Add the sums of a block to those of the blocks before it."""
+        for each in self._sums.values():
+            each.end_block(self._zeros)
+        self.total_weight += self._block_weight
+        self._block_weight = 0
 
     def finish(self) -> ArrayRecord:
         """Return the mean, and give up the sums.
@@ -83,6 +103,7 @@ class RunningMean:
         ZeroDivisionError
             If the weights add up to zero.
         """
+        self.total_weight += self._block_weight
         if self.total_weight == 0:
             raise ZeroDivisionError(
                 f"The weights of all {self._count} replies add up to 0: there is no mean. "
@@ -125,6 +146,7 @@ class _Sum:
         self._dtype = first.dtype.newbyteorder("=")
         self._is_integer = first.dtype.kind in "biu" and keeps_integers
         self._sum = zeros.take(first.size, np.result_type(first.dtype, np.float64))
+        self._earlier: NDArray[Any] | None = None  # of the blocks before
 
     def add(self, array: NDArray[Any], weight: float, scratch: NDArray[np.uint8]) -> None:
         self._look_at(array.dtype)
@@ -139,8 +161,18 @@ class _Sum:
             summed = self._sum[start : start + chunk.size]
             np.add(summed, scaled, out=summed)
 
+    def end_block(self, zeros: _Zeros) -> None:
+        if self._earlier is None:
+            self._earlier, self._sum = self._sum, zeros.take(self._sum.size, self._sum.dtype)
+            return
+        np.add(self._earlier, self._sum, out=self._earlier)
+        self._sum.fill(0)
+
     def mean(self, total_weight: float) -> NDArray[Any]:
-        mean: NDArray[Any] = np.divide(self._sum, total_weight, out=self._sum)
+        summed = self._sum
+        if self._earlier is not None:
+            summed = np.add(self._earlier, self._sum, out=self._earlier)
+        mean: NDArray[Any] = np.divide(summed, total_weight, out=summed)
         if self._is_integer:
             mean = _rounded(mean, self._dtype)
         elif self._dtype.kind in "biu":  # the first reply's; others sent floats
@@ -209,13 +241,13 @@ class SummedReplies:
         self._weighted_by_key = weighted_by_key
         self._names: dict[tuple[str, ...], ArrayRecord] = {}  # one for all replies with these keys
 
-    def add(self, reply: Message) -> None:
-        """Add a reply; keeps no reference to it, its records of arrays, or their memory."""
+    def add(self, reply: Message, block: int | None = None) -> None:
+        """Add a reply, of a block of nodes; keeps no reference to it, to its arrays, or to their memory."""
         if reply.has_error():
             self.rest.append(reply)
             return
         if not self.misfit:
-            self._sum(reply.content, f"node {reply.metadata.src_node_id}")
+            self._sum(reply.content, f"node {reply.metadata.src_node_id}", block)
         rest = copy.copy(reply)
         rest.content = RecordDict(
             {
@@ -225,7 +257,7 @@ class SummedReplies:
         )
         self.rest.append(rest)
 
-    def _sum(self, content: RecordDict, source: str) -> None:
+    def _sum(self, content: RecordDict, source: str, block: int | None) -> None:
         records = list(records_of(content, ArrayRecord).values())
         weight = weight_of(content, self._weighted_by_key)
         if len(records) != 1:
@@ -235,7 +267,7 @@ class SummedReplies:
         elif not self.mean.fits(records[0]):
             self.misfit = f"The reply of {source} has other arrays than those before."
         else:
-            self.mean.add(records[0], weight, source)
+            self.mean.add(records[0], weight, source, block)
             return
         self.mean = RunningMean()  # nobody needs the sums any more
 
@@ -271,54 +303,47 @@ def weight_of(content: RecordDict, key: str) -> float | None:
     return None if isinstance(value, list) else value
 
 
-class InOrder:
-    """Replies in the order of their nodes' ids, whatever the order in which they come.
-
-    Those that come before their turn are held back. What never comes is waited for until ``replies`` end.
+class InBlocks:
+    """Replies in the order of their nodes, with the blocks that sums are formed over.
 
     Parameters
     ----------
-    replies : iterable of Message
-        As they come.
-    node_ids : iterable of int
-        Who was sent a message; once per message.
+    replies : generator of Message
+        In that order.
+    block_of : callable
+        Returns the block of a node.
     """
 
-    def __init__(self, replies: Iterable[Message], node_ids: Iterable[int]) -> None:
-        self._sorted = _sort(replies, Counter(node_ids))
+    def __init__(self, replies: Generator[Message, None, None], block_of: Callable[[int], int]) -> None:
+        self._replies = replies
+        self._block_of = block_of
 
     def __iter__(self) -> Iterator[Message]:
         return self
 
     def __next__(self) -> Message:
-        return next(self._sorted)
+        return next(self._replies)
+
+    def block_of(self, reply: Message) -> int:
+        """Return the block of the node that a reply is of."""
+        return self._block_of(reply.metadata.src_node_id)
 
     def close(self) -> None:
-        """Give up those held back, and what is still to come."""
-        self._sorted.close()
+        """Want no more replies."""
+        self._replies.close()
 
 
 def place(reply: Message) -> tuple[int, int, str]:
     """Return what replies are sorted by: their nodes; then, for grids that count messages, what was sent."""
+    return reply.metadata.src_node_id, *number_of(reply)
+
+
+def number_of(reply: Message) -> tuple[int, str]:
+    """Return what replies are sorted by to be in the order of sending, for grids that count messages."""
     sent = reply.metadata.reply_to_message_id
-    return reply.metadata.src_node_id, len(sent), sent
+    return len(sent), sent
 
 
-def _sort(replies: Iterable[Message], expected: Counter[int]) -> Generator[Message, None, None]:
-    early: dict[int, list[Message]] = {}
-    turns = iter(sorted(expected))
-    turn = next(turns, None)
-    for reply in replies:
-        early.setdefault(reply.metadata.src_node_id, []).append(reply)
-        del reply  # it must not stay in memory while the next one is waited for
-        while turn is not None and len(early.get(turn, ())) >= expected[turn]:
-            yield from _drain(early.pop(turn))
-            turn = next(turns, None)
-    for node in sorted(early):
-        yield from _drain(early.pop(node))
-
-
-def _drain(replies: list[Message]) -> Iterator[Message]:
-    replies.sort(key=place, reverse=True)
-    while replies:
-        yield replies.pop()
+def in_order_of_sending(replies: Iterable[Message]) -> list[Message]:
+    """Return replies in the order of their messages, so that nothing depends on who was done first."""
+    return sorted(replies, key=number_of)

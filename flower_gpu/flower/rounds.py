@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from logging import INFO
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +15,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
+
+from flower_gpu.flower.averaging import InBlocks
 
 #: State of random number generators, made of what JSON has.
 RandomState = dict[str, Any]
@@ -41,10 +43,21 @@ class RoundState:
 
 @runtime_checkable
 class StreamingGrid(Protocol):
-    """What a grid of ours has besides Flower's ``Grid``."""
+    """What a grid of ours has besides Flower's ``Grid``.
 
-    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        """Send messages, and yield each reply when it is there."""
+    ``sums_in_order`` tells whether replies are to be summed in the order of the nodes, in this run.
+    """
+
+    sums_in_order: bool
+
+    def stream(
+        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
+    ) -> Generator[Message, None, None]:
+        """Send messages, and yield each reply when it is there, or in the order of the nodes."""
+        ...
+
+    def block_of(self, node_id: int) -> int:
+        """Return the block of nodes that a sum is formed over."""
         ...
 
     def resumed(self) -> RoundState | None:
@@ -54,6 +67,14 @@ class StreamingGrid(Protocol):
     def finished_round(self, state: RoundState) -> None:
         """Take note of a finished round; called once for each, and for round 0."""
         ...
+
+
+def replies_to_sum(
+    grid: StreamingGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool
+) -> Generator[Message, None, None] | InBlocks:
+    """Send messages; returns the replies as they come, or in order and in blocks."""
+    replies = grid.stream(messages, timeout=timeout, in_order=in_order)
+    return InBlocks(replies, grid.block_of) if in_order else replies
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds, streaming
-from flower_gpu.flower.averaging import InOrder, RunningMean, place, weight_of
+from flower_gpu.flower.averaging import InBlocks, RunningMean, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.records import records_of
 from flower_gpu.workers.call import Task
@@ -63,9 +63,8 @@ class FedAvg(_MessageFedAvg):
         As in Flower; by default the mean over examples. It gets the replies without their arrays where
         these were summed as they came.
     exact_order : bool
-        Sum in the order of the nodes' ids, not in that in which replies come, so that a run with a seed gives
-        bit for bit the same model each time. Replies that come before their turn are held back, and so is
-        their memory; one that never comes holds back those after it until the timeout of the round.
+        Sum in the order of the nodes, not in that in which replies come: in a simulation in the order of
+        their partitions, else of their ids. ``flower-gpu simulate --deterministic`` does so in any case.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class FedAvg(_MessageFedAvg):
             The round.
         replies : iterable of Message
             If it is no sequence, each one is freed before the next is asked for, except with
-            ``exact_order``, where the grid has to bring them in order for that.
+            ``exact_order``, where the grid has to bring them in blocks for that.
 
         Returns
         -------
@@ -166,7 +165,7 @@ class FedAvg(_MessageFedAvg):
         InvalidResultError
             If arrays of the same name do not go together.
         """
-        is_ordered = not self.exact_order or isinstance(replies, InOrder)
+        is_ordered = not self.exact_order or isinstance(replies, InBlocks)
         if is_ordered and not isinstance(replies, Sequence):
             return streaming.aggregate(self, replies, keeps_integers=True)
         valid, _ = self._check_and_log_replies(list(replies), is_train=True)
@@ -190,12 +189,8 @@ class FedAvg(_MessageFedAvg):
         if not self._takes_streams():
             assert isinstance(grid, Grid)
             return list(grid.send_and_receive(messages, timeout=timeout))
-        if not self.exact_order:
-            return grid.stream(messages, timeout=timeout)
-        # Sent in that order as well, so that few replies come before their turn.
-        messages = sorted(messages, key=lambda message: message.metadata.dst_node_id)
-        node_ids = [message.metadata.dst_node_id for message in messages]
-        return InOrder(grid.stream(messages, timeout=timeout), node_ids)
+        in_order = self.exact_order or grid.sums_in_order
+        return rounds.replies_to_sum(grid, messages, timeout, in_order=in_order)
 
     def _takes_streams(self) -> bool:
         """Return whether replies are handled here, and not by a class derived from this one."""

@@ -8,7 +8,7 @@ between. So for the time of a run
     aggregate_train     of FedAvg, which FedProx, FedAvgM, FedAdam, FedYogi and FedAdagrad call, sums them
 
 Whoever looks at the replies in another way, gets all of them: strategies that need them together, such as
-FedMedian or Krum, wrappers for differential privacy, classes of a user.
+FedMedian or Krum, wrappers for differential privacy, classes of a user. They come in the order of sending.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import SummedReplies
+from flower_gpu.flower.averaging import InBlocks, SummedReplies, in_order_of_sending
+
+#: Replies that are asked for one by one, and that can be given up.
+Coming = Generator[Message, None, None] | InBlocks
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
@@ -40,10 +43,13 @@ class ComingReplies(Sequence[Message]):
     ----------
     replies : generator of Message
         As they come.
+    to_sum : generator or InBlocks, optional
+        The same for whoever sums them, where that is to be in order.
     """
 
-    def __init__(self, replies: Generator[Message, None, None]) -> None:
+    def __init__(self, replies: Generator[Message, None, None], to_sum: Coming | None = None) -> None:
         self._coming: Generator[Message, None, None] | None = replies
+        self._to_sum = to_sum
         self._there: list[Message] = []
 
     @overload
@@ -63,13 +69,13 @@ class ComingReplies(Sequence[Message]):
         """Wait for all replies, and return them."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self._there = list(coming)
+            self._there = in_order_of_sending(coming)
         return self._there
 
-    def take(self) -> Generator[Message, None, None] | None:
-        """Return the replies as they come, which are then not here; None if somebody has them already."""
+    def take(self) -> Coming | None:
+        """Return the replies to sum, which are then not here; None if somebody has them already."""
         coming, self._coming = self._coming, None
-        return coming
+        return coming if coming is None else self._to_sum or coming
 
 
 def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: bool) -> Aggregated:
@@ -80,7 +86,7 @@ def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: b
     strategy : FedAvg
         Checks and logs the replies, and aggregates their metrics.
     replies : iterable of Message
-        As they come.
+        As they come, or in blocks.
     keeps_integers : bool
         Whether the mean of integers is rounded; else it is a float64, as in Flower.
 
@@ -98,7 +104,7 @@ def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: b
     """
     summed = SummedReplies(strategy.weighted_by_key, keeps_integers=keeps_integers)
     for reply in replies:
-        summed.add(reply)
+        summed.add(reply, replies.block_of(reply) if isinstance(replies, InBlocks) else None)
         del reply  # it must not stay in memory while the next one is waited for
     valid, _ = strategy._check_and_log_replies(summed.rest, is_train=True)
     if not valid:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from copy import copy
 from logging import WARNING
 from typing import Final, Protocol
@@ -19,7 +18,9 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
+from flower_gpu.flower.averaging import BLOCK_NODES, in_order_of_sending
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.simulation.boxes import Box, OrderedBox
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.workers.outcomes import traceback_of
@@ -78,6 +79,8 @@ class LocalGrid(Grid):
         Where finished rounds are kept.
     resumed : RoundState, optional
         Where the run goes on.
+    sums_in_order : bool
+        Whether replies that are to be summed come in the order of the nodes.
     """
 
     def __init__(
@@ -88,7 +91,10 @@ class LocalGrid(Grid):
         threads: int,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
+        *,
+        sums_in_order: bool = False,
     ) -> None:
+        self.sums_in_order = sums_in_order
         self._run = run
         self._nodes = nodes
         self._handle = handle
@@ -100,9 +106,9 @@ class LocalGrid(Grid):
         self._asked_at = 0.0
         self._has_warned = False
         self._changed = threading.Condition()
-        self._waiting: list[_Box] = []  # with messages that nobody has taken, in the order of their sending
+        self._waiting: list[Box] = []  # with messages that nobody has taken, in the order of their sending
         self._numbers = itertools.count(1)
-        self._boxes: dict[str, _Box] = {}
+        self._boxes: dict[str, Box] = {}
         self._is_closed = False
         # In a stream so many replies may be there that nobody has taken: else workers that are faster than
         # the aggregation would fill the memory.
@@ -167,7 +173,7 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
-        box = _Box(self._changed)
+        box = Box(self._changed)
         return [self._push(message, box) for message in messages]
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -184,16 +190,27 @@ class LocalGrid(Grid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
-        """Have messages handled; returns the replies that came in time."""
-        return list(self._stream(messages, timeout, None))
+        """Have messages handled; returns the replies that came in time, in the order of sending."""
+        return in_order_of_sending(self._stream(messages, timeout, Box(self._changed)))
 
-    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+    def stream(
+        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
+    ) -> Generator[Message, None, None]:
         """Have messages handled, and yield each reply when it is there.
 
-        Messages that are not done at the end of ``timeout`` seconds, or when nobody wants further replies,
-        are given up.
+        ``in_order`` handles messages and yields replies in the order of the nodes' partitions. Messages that
+        are not done at the end of ``timeout`` seconds, or when nobody wants further replies, are given up.
         """
-        return self._stream(messages, timeout, self._most_unread)
+        if in_order:
+            messages = sorted(
+                messages, key=lambda message: self._nodes.place_of(message.metadata.dst_node_id)
+            )
+        box = (OrderedBox if in_order else Box)(self._changed, self._most_unread)
+        return self._stream(messages, timeout, box)
+
+    def block_of(self, node_id: int) -> int:
+        """Return the block of consecutive nodes whose replies are summed together."""
+        return self._nodes.place_of(node_id) // BLOCK_NODES
 
     def resumed(self) -> RoundState | None:
         """Return where the run goes on; None: at its start.
@@ -221,10 +238,9 @@ class LocalGrid(Grid):
             thread.join()
 
     def _stream(
-        self, messages: Iterable[Message], timeout: float | None, most_unread: int | None
-    ) -> Iterator[Message]:
+        self, messages: Iterable[Message], timeout: float | None, box: Box
+    ) -> Generator[Message, None, None]:
         deadline = None if timeout is None else time.monotonic() + timeout
-        box = _Box(self._changed, most_unread)
         ids = set()
         try:
             for message in messages:
@@ -245,7 +261,7 @@ class LocalGrid(Grid):
             if ids:
                 self._give_up(box)
 
-    def _push(self, message: Message, box: _Box) -> str:
+    def _push(self, message: Message, box: Box) -> str:
         self._asked = 0
         if message.metadata.message_id in self._boxes:  # the same object once more
             metadata = copy(message.metadata)
@@ -256,13 +272,13 @@ class LocalGrid(Grid):
         message.metadata.__dict__["_message_id"] = message_id
         self._boxes[message_id] = box
         with self._changed:
-            box.waiting.append(message)
+            box.push(message)
             if len(box.waiting) == 1:
                 self._waiting.append(box)
             self._changed.notify_all()
         return message_id
 
-    def _give_up(self, box: _Box) -> None:
+    def _give_up(self, box: Box) -> None:
         with self._changed:
             running = box.close()
             if box in self._waiting:
@@ -271,7 +287,7 @@ class LocalGrid(Grid):
         for message in running:
             self._handle.cancel(message)
 
-    def _take(self) -> tuple[Message, _Box] | None:
+    def _take(self) -> tuple[Message, Box] | None:
         """Return a message whose reply there is room for, if there is any at this moment."""
         for box in self._waiting:
             if box.has_room():
@@ -298,7 +314,7 @@ class LocalGrid(Grid):
             del job
         self._handle.leave()
 
-    def _do(self, message: Message, box: _Box) -> None:
+    def _do(self, message: Message, box: Box) -> None:
         reply = None
         try:
             node = message.metadata.dst_node_id
@@ -316,46 +332,6 @@ class LocalGrid(Grid):
         finally:
             with self._changed:
                 box.end(message, reply)
-
-
-class _Box:
-    """Messages that were sent together, and the replies to them. Whoever calls its methods has the lock."""
-
-    def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
-        self.waiting: deque[Message] = deque()
-        self.running: dict[str, Message] = {}
-        self._changed = changed
-        self._most_unread = most_unread
-        self.replies: dict[str, Message] = {}  # that are there
-        self._is_closed = False
-
-    def has_room(self) -> bool:
-        """Tell whether there is room for the reply to one message more."""
-        return self._most_unread is None or len(self.replies) + len(self.running) < self._most_unread
-
-    def end(self, message: Message, reply: Message | None) -> None:
-        """Put a reply into the box."""
-        message_id = message.metadata.message_id
-        self.running.pop(message_id, None)
-        if reply is not None and not self._is_closed:
-            reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
-            self.replies[message_id] = reply
-        self._changed.notify_all()
-
-    def next(self, timeout_s: float | None) -> Message | None:
-        """Wait for any reply; None where there is none in time."""
-        if not self._changed.wait_for(lambda: bool(self.replies), timeout_s):
-            return None
-        reply = self.replies.pop(next(iter(self.replies)))
-        self._changed.notify_all()
-        return reply
-
-    def close(self) -> list[Message]:
-        """Want no more replies; return the messages that are being handled."""
-        self._is_closed = True
-        self.waiting.clear()
-        self.replies.clear()
-        return list(self.running.values())
 
 
 def _code(error: BaseException) -> int:

@@ -74,6 +74,10 @@ class VirtualNodes:
         """
         return self._partitions[node_id]
 
+    def place_of(self, node_id: int) -> int:
+        """Return what nodes are sorted by: the partition; who is no node comes last."""
+        return self._partitions.get(node_id, len(self._partitions))
+
     def context_of(self, node_id: int) -> Context:
         """Return a node's context, with the state as the last message left it.
 

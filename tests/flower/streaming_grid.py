@@ -110,8 +110,18 @@ class StreamingTestGrid(PlainTestGrid):
         self._state = state
         self.finished: list[RoundState] = []
 
-    def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
-        return self._replies(messages)
+    sums_in_order = False
+
+    def stream(
+        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
+    ) -> Iterator[Message]:
+        replies = list(self._replies(messages))
+        if in_order:
+            replies.sort(key=lambda reply: reply.metadata.src_node_id)
+        yield from replies
+
+    def block_of(self, node_id: int) -> int:
+        return node_id // 4
 
     def resumed(self) -> RoundState | None:
         return self._state

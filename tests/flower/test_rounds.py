@@ -204,9 +204,9 @@ def test_after_an_error_no_more_replies_are_waited_for(exact_order: bool) -> Non
     given_up: list[bool] = []
 
     class Grid(StreamingTestGrid):
-        def stream(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterator[Message]:
+        def stream(self, messages: Iterable[Message], **options: Any) -> Iterator[Message]:
             try:
-                for reply in super().stream(messages, timeout=timeout):
+                for reply in super().stream(messages, **options):
                     asked.append(reply.metadata.src_node_id)
                     if reply.metadata.src_node_id == 3:
                         reply.content["arrays"]["w"] = Array(np.zeros(7, np.float32))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import tracemalloc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from streaming_grid import content_of, reply_of
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower.averaging import InOrder
+from flower_gpu.flower.averaging import InBlocks, RunningMean
 from flower_gpu.flower.streaming import ComingReplies, streamed_strategies
 
 FLOATS = ["float16", "float32", "float64", ">f4", "longdouble"]
@@ -249,7 +248,7 @@ def test_a_reply_is_gone_before_the_next_is_asked_for() -> None:
     gc.disable()  # not only once the garbage is collected
     try:
         FedAvg().aggregate_train(1, replies())
-        FedAvg(exact_order=True).aggregate_train(1, InOrder(replies(), [1, 2, 3, 4, 5]))
+        FedAvg(exact_order=True).aggregate_train(1, InBlocks(replies(), lambda node: node // 2))
     finally:
         gc.enable()
     assert len(alive) == 50
@@ -315,14 +314,13 @@ def test_metrics_of_a_stream_come_without_arrays_and_say_so() -> None:
 @settings(deadline=None, max_examples=25)
 @given(order=st.permutations(range(1, 9)), late=st.sets(st.integers(1, 8), max_size=3))
 def test_exact_order_gives_the_same_bits_in_any_order_of_arrival(order: list[int], late: set[int]) -> None:
-    def replies(nodes: Iterable[int]) -> Iterator[Message]:
+    def replies(nodes: Iterable[int]) -> Generator[Message, None, None]:
         return (_noise(node) for node in nodes if node not in late)
 
     strategy = FedAvg(exact_order=True)
     wanted = _bits(strategy.aggregate_train(1, list(replies(range(1, 9)))))
     assert _bits(strategy.aggregate_train(1, list(replies(order)))) == wanted
     assert _bits(strategy.aggregate_train(1, replies(order))) == wanted
-    assert _bits(strategy.aggregate_train(1, InOrder(replies(order), order))) == wanted
 
 
 def test_without_exact_order_the_last_bits_depend_on_the_order_of_arrival() -> None:
@@ -342,24 +340,25 @@ def _bits(found: tuple[ArrayRecord | None, MetricRecord | None]) -> tuple[bytes,
     return None if arrays is None or metrics is None else (arrays["w"].data, metrics["l"])
 
 
-def test_replies_before_their_turn_are_held_back() -> None:
-    came: list[int] = []
-
-    def replies() -> Iterator[Message]:
-        for number, node in enumerate((4, 1, 2, 2, 5, 3), 1):
-            came.append(node)
-            yield reply_of(node, Error(1, str(number)) if node == 2 else GOOD, number)
-
-    found = InOrder(replies(), [1, 2, 2, 3, 4, 5, 9])
-    seen = [(reply.metadata.src_node_id, len(came)) for reply in found]
-    # Node 2 was sent two; node 9 never answers, which holds back nothing after it but the end.
-    assert seen == [(1, 2), (2, 4), (2, 4), (3, 6), (4, 6), (5, 6)]
-
-
-def test_one_that_never_comes_holds_back_those_after_it_until_the_end() -> None:
-    random_order = random.Random(3).sample(range(2, 30), 28)
-    found = list(InOrder((reply_of(node, GOOD) for node in random_order), range(1, 30)))
-    assert [reply.metadata.src_node_id for reply in found] == list(range(2, 30))
+def test_sums_of_blocks_can_be_formed_apart_and_added_up() -> None:
+    """As another machine would do it that has some of the blocks."""
+    nodes, size = range(1, 24), 4
+    contents = {node: _noise(node).content for node in nodes}
+    together = InBlocks((_noise(node) for node in nodes), lambda node: node // size)
+    found, _ = FedAvg().aggregate_train(1, together)
+    total, weights = np.zeros(100), 0
+    for block in range(0, 24, size):
+        own = np.zeros(100)
+        for node in range(max(block, 1), block + size):
+            weight = contents[node]["metrics"]["num-examples"]
+            own += contents[node]["arrays"]["w"].numpy() * float(weight)
+            weights += weight
+        total += own
+    assert found is not None and found["w"].numpy().tobytes() == (total / weights).tobytes()
+    one_sum = RunningMean()
+    for node in nodes:
+        one_sum.add(contents[node]["arrays"], contents[node]["metrics"]["num-examples"], "")
+    assert one_sum.finish()["w"].numpy().tobytes() != found["w"].numpy().tobytes(), "blocks change the bits"
 
 
 def test_what_is_no_finite_number_stays_none_even_at_weight_0() -> None:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from flwr.app import Message, RecordDict
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
@@ -48,7 +49,8 @@ class Handling:
                 raise WorkerDiedError("killed")
             if group == "exit":
                 raise SystemExit(3)
-            return Message(RecordDict(), reply_to=message)
+            arrays = [np.zeros(4096, np.uint8)] if group == "large" else []
+            return Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
         finally:
             with self._lock:
                 self.running -= 1
@@ -79,6 +81,13 @@ class GridUnderTest:
         return [
             Message(RecordDict(), ids[number % len(ids)], "train", group_id=group) for number in range(count)
         ]
+
+    @staticmethod
+    def blocks(nodes: int) -> list[int]:
+        """Return the block of each of so many nodes."""
+        one = GridUnderTest(1, nodes)
+        one.close()
+        return [one.grid.block_of(node) for node in one.nodes.ids]
 
     def close(self) -> None:
         self.handling.gate.set()

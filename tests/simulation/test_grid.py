@@ -198,6 +198,53 @@ def test_a_stream_waits_for_its_reader(new_grid: Callable[..., GridUnderTest]) -
     assert len(list(stream)) == 1
 
 
+def test_a_list_has_the_order_of_sending(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    sent = [*one.messages(1, "gate"), *one.messages(9)]
+    threading.Timer(0.2, one.handling.gate.set).start()
+    found = [reply.metadata.reply_to_message_id for reply in one.grid.send_and_receive(sent)]
+    assert one.handling.done[-1] == found[0], "the first one was done last"
+    assert found == [message.metadata.message_id for message in sent]
+
+
+def test_a_stream_in_order_has_the_order_of_partitions(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2)
+    ids = one.nodes.ids
+    stream = one.grid.stream(one.messages(4)[::-1], in_order=True)
+    assert [reply.metadata.src_node_id for reply in stream] == list(ids)
+    assert [one.grid.block_of(node) for node in ids] == [0] * 4
+    assert GridUnderTest.blocks(40) == [0] * 16 + [1] * 16 + [2] * 8
+
+
+def test_replies_wait_for_a_slow_one_before_them_as_far_as_there_is_room(
+    new_grid: Callable[..., GridUnderTest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_gpu.simulation.boxes._WAITING_BYTES", 20 * 4096)
+    one = new_grid(2)
+    sent = [*one.messages(1, "gate"), *one.messages(3, "large"), *one.messages(60, "large")]
+    stream = one.grid.stream(sent, in_order=True)
+    found: list[Message] = []
+    reader = threading.Thread(target=lambda: found.extend(stream), daemon=True)
+    reader.start()
+    # Not only two for each worker, as long as they are small; and not all of them.
+    assert until(lambda: one.handling.running == 1 and len(one.handling.done) > 10)
+    assert not until(lambda: len(one.handling.done) > 20, 0.3)
+    one.handling.gate.set()
+    reader.join(20)
+    assert len(found) == 64
+    places = [one.nodes.place_of(reply.metadata.src_node_id) for reply in found]
+    assert places == sorted(places)
+
+
+def test_what_is_there_at_the_time_limit_comes_without_the_slow_one(
+    new_grid: Callable[..., GridUnderTest],
+) -> None:
+    one = new_grid(2)
+    sent = [*one.messages(1, "wait"), *one.messages(4)[1:]]
+    found = [reply.metadata.src_node_id for reply in one.grid.stream(sent, timeout=1, in_order=True)]
+    assert found == list(one.nodes.ids[1:])
+
+
 def test_who_reads_no_further_gives_the_rest_up(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(1)
     stream = one.grid.stream([*one.messages(1), *one.messages(20, "wait")])

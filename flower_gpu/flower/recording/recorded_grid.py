@@ -12,7 +12,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
+from flower_gpu.flower.averaging import in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
+from flower_gpu.flower.rounds import replies_to_sum
 from flower_gpu.flower.streaming import ComingReplies, Configured
 
 
@@ -91,18 +93,22 @@ class RecordedGrid(Grid):
     ) -> Iterable[Message]:
         """Have messages handled; returns the replies that came in time, or are to come for a strategy."""
         replies = self.stream(messages, timeout=timeout)
-        return ComingReplies(replies) if isinstance(messages, Configured) else list(replies)
+        if not isinstance(messages, Configured):
+            return in_order_of_sending(replies)
+        return ComingReplies(replies, replies_to_sum(self, messages, timeout, in_order=self.sums_in_order))
 
     def stream(
-        self, messages: Iterable[Message], *, timeout: float | None = None
+        self, messages: Iterable[Message], *, timeout: float | None = None, in_order: bool = False
     ) -> Generator[Message, None, None]:
-        """Have messages handled, and yield each reply when it is there."""
+        """Have messages handled, and yield each reply when it is there, or in the order of the nodes."""
         self._recorder.check()
         batch = _Batch(self._recorder)
         # Closed with this one: whoever wants no further replies has the grid give up the messages.
-        with closing(self._grid.stream(batch.sent(messages), timeout=timeout)) as replies:
+        found = self._grid.stream(batch.sent(messages), timeout=timeout, in_order=in_order)
+        with closing(found) as replies:
             for reply in replies:
                 batch.replied(reply)
+                self._recorder.check()
                 yield reply
                 del reply  # or it stays until the next one is there
         batch.end("no reply" if timeout is None else f"no reply within {timeout:g} s")

@@ -1,0 +1,125 @@
+"""Messages that were sent together, and the replies to them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final
+
+from flwr.app import Message
+
+from flower_gpu.flower.arrays import size_bytes
+
+# Replies in order that wait for a slow one before them: so much memory and so many of them, at most. (Each
+# is a mapping of its own, of which the kernel allows a process 65,530.)
+_WAITING_BYTES: Final = 1 << 28
+_MOST_WAITING: Final = 1000
+
+
+class Box:
+    """Messages that were sent together, and the replies to them. Whoever calls its methods has the lock."""
+
+    def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
+        self.waiting: deque[Message] = deque()
+        self.running: dict[str, Message] = {}
+        self._changed = changed
+        self._most_unread = most_unread
+        self.replies: dict[str, Message] = {}  # that are there
+        self._is_closed = False
+
+    def push(self, message: Message) -> None:
+        """Take a message that is to be handled."""
+        self.waiting.append(message)
+
+    def has_room(self) -> bool:
+        """Tell whether there is room for the reply to one message more."""
+        return self._most_unread is None or len(self.replies) + len(self.running) < self._most_unread
+
+    def end(self, message: Message, reply: Message | None) -> None:
+        """Put a reply into the box."""
+        message_id = message.metadata.message_id
+        self.running.pop(message_id, None)
+        if reply is not None and not self._is_closed:
+            reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
+            self.replies[message_id] = reply
+        self._changed.notify_all()
+
+    def next(self, timeout_s: float | None) -> Message | None:
+        """Wait for any reply; None where there is none in time."""
+        message_id = self._changed.wait_for(self._first, timeout_s)
+        if message_id is None:
+            return None
+        reply = self._pop(message_id)
+        self._changed.notify_all()
+        return reply
+
+    def _first(self) -> str | None:
+        """Return the message whose reply is next; None where that is not there."""
+        return next(iter(self.replies), None)
+
+    def _pop(self, message_id: str) -> Message:
+        return self.replies.pop(message_id)
+
+    def close(self) -> list[Message]:
+        """Want no more replies; return the messages that are being handled."""
+        self._is_closed = True
+        self.waiting.clear()
+        self.replies.clear()
+        return list(self.running.values())
+
+
+class OrderedBox(Box):
+    """The same where replies come in the order of the messages: those after a slow one wait for it.
+
+    Meanwhile others are handled, as long as there is room for their replies, too.
+    """
+
+    def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
+        super().__init__(changed, most_unread)
+        self._order: deque[str] = deque()  # of messages whose replies nobody has taken
+        self._sizes: dict[str, int] = {}  # of replies that are there
+        self._bytes = self._largest = 0
+
+    def push(self, message: Message) -> None:
+        """Take a message that is to be handled, and whose reply comes after those to the ones before."""
+        super().push(message)
+        self._order.append(message.metadata.message_id)
+
+    def has_room(self) -> bool:
+        """Tell whether there is room for the reply to one message more."""
+        if super().has_room():
+            return True
+        size = self._bytes + (len(self.running) + 1) * self._largest
+        return len(self.replies) + len(self.running) < _MOST_WAITING and size <= _WAITING_BYTES
+
+    def end(self, message: Message, reply: Message | None) -> None:
+        """Put a reply into the box."""
+        if reply is not None:
+            size = self._sizes[message.metadata.message_id] = _size_bytes(reply)
+            self._bytes += size
+            self._largest = max(self._largest, size)
+        super().end(message, reply)
+
+    def next(self, timeout_s: float | None) -> Message | None:
+        """Wait for the next reply; after the time limit return those that are there, without the others."""
+        reply = super().next(timeout_s)
+        if reply is None:
+            self._order = deque(message_id for message_id in self._order if message_id in self.replies)
+            reply = super().next(0)
+        return reply
+
+    def _first(self) -> str | None:
+        return self._order[0] if self._order and self._order[0] in self.replies else None
+
+    def _pop(self, message_id: str) -> Message:
+        self._order.popleft()
+        self._bytes -= self._sizes.pop(message_id)
+        return super()._pop(message_id)
+
+
+def _size_bytes(reply: Message) -> int:
+    """Return what the arrays of a reply take."""
+    if reply.has_error():
+        return 0
+    records = reply.content.array_records.values()
+    return sum(size_bytes(array) for record in records for array in record.values())
