@@ -19,7 +19,7 @@ from flower_gpu.errors import ClientsFailedError, ConfigError, FlowerGPUError, s
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.printable import duration_text
-from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError
+from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError, model_sha256
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import make_display
 from flower_gpu.watch.fields import metrics_text
@@ -135,6 +135,7 @@ def reported_run(
                 messages_before=messages_before,
                 **report.facts,
             )
+            report.summary["model_sha256"] = model_sha256(report.recorder.model)
             if why is not None:
                 report.summary["error"] = why
             try:
@@ -212,6 +213,8 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
     for kind, metrics in summary["metrics"].items():
         if text := metrics_text(metrics, _MOST_METRICS):
             rows.append((kind, text))
+    if sha256 := summary.get("model_sha256"):
+        rows.append(("model sha256", sha256))
     if where is not None:
         rows.append(("results", where))
     width = max(len(name) for name, _ in rows)

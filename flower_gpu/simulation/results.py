@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -275,6 +276,29 @@ def write_model(model: ArrayRecord | Parameters | None, folder: Path) -> Path | 
     for other in {SAFETENSORS, NPZ} - {path.name}:
         (folder / other).unlink(missing_ok=True)  # of the same run before it was resumed
     return path
+
+
+def model_sha256(model: ArrayRecord | Parameters | None) -> str | None:
+    """Return the SHA-256 of a model, as 64 hexadecimal digits; None if there are no arrays.
+
+    Of each array, in the order of the names, a line with name, type and shape, and then its elements in C
+    order, little-endian. docs/reference/simulate.md has the same for a file with a model.
+
+    Parameters
+    ----------
+    model : ArrayRecord, Parameters or None
+        As for :func:`write_model`.
+    """
+    arrays = _arrays(model)
+    if not arrays:
+        return None
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name]())
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def _arrays(model: ArrayRecord | Parameters | None) -> _Arrays:

@@ -42,7 +42,7 @@ import flower_gpu.flower.strategy as ours
 from flower_gpu import gpu_evaluate, trace
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.simulation.reporting import reported_run
-from flower_gpu.simulation.results import NPZ, SAFETENSORS, ResultFolder, write_model
+from flower_gpu.simulation.results import NPZ, SAFETENSORS, ResultFolder, model_sha256, write_model
 from flower_gpu.trace import Event
 
 pytestmark = pytest.mark.timeout(120)
@@ -658,6 +658,38 @@ def test_without_safetensors_a_model_is_written_with_numpy(
     path = write_model(initial_arrays(), tmp_path)
     assert [path] == list(tmp_path.iterdir())
     assert path is not None and set(read_model(path)) == {"w", "n"}
+
+
+@given(st.dictionaries(NAMES, ARRAYS, min_size=1, max_size=3))
+def test_each_bit_of_a_model_counts_in_its_sha256(arrays: dict[str, np.ndarray]) -> None:
+    def digest_of(changed: dict[str, np.ndarray]) -> str | None:
+        return model_sha256(ArrayRecord({name: Array(array) for name, array in changed.items()}))
+
+    found = digest_of(arrays)
+    assert found == digest_of(dict(reversed(arrays.items()))) and found is not None
+    assert found == digest_of({name: np.array(array, order="F") for name, array in arrays.items()})
+    name, array = next(iter(arrays.items()))
+    others = [array[..., None], array.astype("complex128" if array.dtype != "complex128" else "bool")]
+    if array.size:
+        bits = array.copy().reshape(-1)
+        bits.view(np.uint8)[0] ^= 1
+        others.append(bits.reshape(array.shape))
+    digests = {digest_of({**arrays, name: other}) for other in others}
+    assert found not in digests and len(digests) == len(others)
+    assert digest_of({**arrays, f"{name}x": array}) != found
+
+
+def test_the_sha256_of_a_model_is_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors.numpy")
+    model = ArrayRecord({"b": Array(np.ones((2, 3))), "a": Array(np.arange(4, dtype=np.int32))})
+    write_model(model, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "simulate.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.strip() == model_sha256(model)
+    assert model_sha256(None) is None
 
 
 def test_legacy_parameters_are_written_by_number(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
 
 def test_the_summary_has_what_one_wants_to_know() -> None:
     lines = summary_lines(
-        summary([], workers_started=12, peak_worker_bytes=300 << 20), "runs/2026-01-31_12-00-00"
+        summary([], workers_started=12, peak_worker_bytes=300 << 20, model_sha256="0f3c"),
+        "runs/2026-01-31_12-00-00",
     )
     shown = dict(line.split(maxsplit=1) for line in lines)
     assert shown.pop("time") == "0.04 s, 5e+03 messages/s"
@@ -44,6 +45,7 @@ def test_the_summary_has_what_one_wants_to_know() -> None:
         "workers": "12 started, with 300 MiB at most",
         "train": "loss 0.25",
         "server-evaluate": "accuracy 0.875, loss 0.5",
+        "model": "sha256     0f3c",
         "results": "runs/2026-01-31_12-00-00",
     }
 
