@@ -11,12 +11,13 @@ from logging import INFO
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu.flower.averaging import InBlocks
+from flower_gpu.flower.strategy_state import OURS, StrategyState
 
 #: State of random number generators, made of what JSON has.
 RandomState = dict[str, Any]
@@ -39,6 +40,9 @@ class RoundState:
     random_state: RandomState  # as :func:`capture_random_state` returns it
     # Of the clients' evaluation; only a strategy derived from ours has any
     client_metrics: dict[int, MetricRecord] = field(default_factory=dict)
+    strategy: str = OURS  # the only kind that goes on from here
+    # What one of Flower's own keeps; None: that cannot be written, and nobody can go on from here
+    strategy_state: RecordDict | None = field(default_factory=RecordDict)
 
 
 @runtime_checkable
@@ -108,6 +112,7 @@ def run(
     evaluate_config: ConfigRecord | None,
     evaluate_fn: Evaluate | None,
     receive: Receive,
+    strategy_state: StrategyState | None = None,
 ) -> Result:
     """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`StreamingGrid`.
 
@@ -117,6 +122,8 @@ def run(
         As there; ``grid`` is a :class:`StreamingGrid` as well. A run that goes on has its arrays already.
     receive : callable
         Sends the messages of training.
+    strategy_state : StrategyState, optional
+        What the strategy keeps; none of ours keeps anything.
 
     Returns
     -------
@@ -132,7 +139,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    rounds = _Rounds(strategy, grid, timeout, evaluate_fn, receive)
+    rounds = _Rounds(strategy, grid, timeout, evaluate_fn, receive, strategy_state)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -168,6 +175,7 @@ class _Rounds:
         timeout: float,
         evaluate_fn: Evaluate | None,
         receive: Receive,
+        strategy_state: StrategyState | None,
     ) -> None:
         assert isinstance(grid, StreamingGrid)
         self.result = Result()
@@ -177,6 +185,7 @@ class _Rounds:
         self._timeout = timeout
         self._evaluate_fn = evaluate_fn
         self._receive = receive
+        self._state = strategy_state
 
     def begin(self, initial_arrays: ArrayRecord, num_rounds: int) -> int:
         """Evaluate the initial model, or take up what was there; returns the round that is next."""
@@ -197,6 +206,8 @@ class _Rounds:
         self.result.train_metrics_clientapp = dict(state.train_metrics)
         self.result.evaluate_metrics_clientapp = dict(state.client_metrics)
         self.result.evaluate_metrics_serverapp = dict(state.evaluate_metrics)
+        if self._state is not None and state.strategy_state:
+            self._state.restore(state.strategy_state)
         restore_random_state(state.random_state)
         return state.server_round + 1
 
@@ -236,6 +247,8 @@ class _Rounds:
                 evaluate_metrics=dict(self.result.evaluate_metrics_serverapp),
                 random_state=capture_random_state(),
                 client_metrics=dict(self.result.evaluate_metrics_clientapp),
+                strategy=OURS if self._state is None else self._state.kind,
+                strategy_state=RecordDict() if self._state is None else self._state.changed(),
             )
         )
 

@@ -1,7 +1,7 @@
 """The last finished round of a run: model, metrics, random state, and the states of all nodes.
 
     checkpoint.sqlite   which round it is, and where in which file each state is
-    7.model             the model and the metrics of round 7
+    7.model             the model, the metrics and the strategy's state after round 7
     4.states, 7.states  states that changed before the rounds were written
 
 Files never change. A round's go into new ones and are synced, then one transaction lets the index refer to
@@ -34,13 +34,15 @@ from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.rounds import RoundState
+from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import record_files
 from flower_gpu.simulation.record_files import Buffer, Place, disk_error
 from flower_gpu.simulation.states import StateStore
 
 INDEX_NAME: Final = "checkpoint.sqlite"
-FORMAT_VERSION: Final = 2
+#: Version 3 has the strategy's state; 2 is read as well, and was written by flower_gpu's FedAvg only.
+FORMAT_VERSION: Final = 3
 #: By what a folder is known to have a checkpoint, of this format or of the one before.
 INDEX_NAMES: Final = (INDEX_NAME, "checkpoint.json")
 
@@ -57,7 +59,7 @@ _OURS: Final = re.compile(r"\d+\.(model|states)")
 _ENTRY_BYTES: Final = 128  # of a state in the index and in its journal, at most
 _INDEX_BYTES: Final = 1 << 16  # of the rest of both, and of what files take beyond their sizes
 # In the file with the model.
-_MODEL, _TRAIN, _EVALUATE, _CLIENTS = "arrays", "train ", "evaluate ", "clients "
+_MODEL, _TRAIN, _EVALUATE, _CLIENTS, _STRATEGY = "arrays", "train ", "evaluate ", "clients ", "strategy "
 
 
 class Checkpoints:
@@ -220,6 +222,7 @@ class Checkpoints:
             "serial": serial,
             "server_round": state.server_round,
             "random_state": state.random_state,
+            "strategy": state.strategy,
             "model": _numbers(written),
             "sums": database.execute(_SUMS).fetchone(),
         }
@@ -338,7 +341,7 @@ def _os_error(error: OSError | sqlite3.Error) -> OSError:
 
 
 def _model_parts(state: RoundState) -> list[Buffer]:
-    """Return the global model, and the metrics of all rounds so far."""
+    """Return the global model, the metrics of all rounds so far, and what the strategy keeps."""
     records = RecordDict({_MODEL: state.arrays})
     for prefix, metrics in (
         (_TRAIN, state.train_metrics),
@@ -347,6 +350,8 @@ def _model_parts(state: RoundState) -> list[Buffer]:
     ):
         for server_round, record in metrics.items():
             records[f"{prefix}{server_round}"] = record
+    for name, kept in (state.strategy_state or {}).items():
+        records[f"{_STRATEGY}{name}"] = kept
     return record_files.encode_parts(records)
 
 
@@ -355,6 +360,7 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
         found = records_of(records, MetricRecord).items()
         return {int(name[len(prefix) :]): record for name, record in found if name.startswith(prefix)}
 
+    kept = {name[len(_STRATEGY) :]: record for name, record in records.items() if name.startswith(_STRATEGY)}
     return RoundState(
         server_round=content["server_round"],
         # As Flower's own arrays: their bytes are known again, and written once for all workers of a round.
@@ -363,6 +369,8 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
         evaluate_metrics=metrics(_EVALUATE),
         random_state=content["random_state"],
         client_metrics=metrics(_CLIENTS),
+        strategy=content.get("strategy", OURS),
+        strategy_state=RecordDict(kept),
     )
 
 

@@ -222,7 +222,7 @@ class LocalGrid(Grid):
 
     def finished_round(self, state: RoundState) -> None:
         """Keep what a run is after a round."""
-        if self._checkpoints is not None and self._starts <= 1:
+        if self._checkpoints is not None and self._starts <= 1 and state.strategy_state is not None:
             self._checkpoints.write(state)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from flower_gpu.apps.folder import short
 from flower_gpu.errors import ClientsFailedError, ConfigError, FlowerGPUError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import duration_text
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError, model_sha256
 from flower_gpu.trace import Event
@@ -27,9 +28,14 @@ from flower_gpu.watch.history import History
 
 #: Events that are not in the trace: each call of a simulation has lines of its own there.
 _ONLY_HERE: Final = ("reply", "round_grew")
-_CANNOT_RESUME = (
-    "this run cannot go on with {}: only flower_gpu's FedAvg (flower_gpu.FedAvg) says after each round all "
-    "that the next one needs. Other strategies keep what nobody else knows of: run the app anew"
+_CANNOT_RESUME: Final = (
+    "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
+    "flower_gpu.FedAvg say after each round all that the next one needs. Others keep what nobody else knows "
+    "of: run the app anew"
+)
+_OTHER_STRATEGY: Final = (
+    "this run cannot go on with {}: its checkpoint is one of {}. Give the app the strategy of then, or start "
+    "a new run without --resume"
 )
 
 _MOST_FAILURES: Final = 10
@@ -55,13 +61,15 @@ def reported_run(
     *,
     progress: bool = True,
     resumed_round: int | None = None,
+    resumed_strategy: str = OURS,
     on_resume: Callable[[], None] = lambda: None,
     keep_going: bool = False,
 ) -> Iterator[Report]:
     """Show a run and write it down in ``folder``, while in the context.
 
     A run that goes on with an earlier one in this folder has the round of the checkpoint for
-    ``resumed_round``. ``on_resume`` is called when it is clear that it can go on.
+    ``resumed_round``, and its kind of strategy for ``resumed_strategy``. ``on_resume`` is called when it is
+    clear that it can go on.
 
     Raises
     ------
@@ -79,9 +87,11 @@ def reported_run(
 
     def resume(event: Event) -> None:
         nonlocal is_refused, is_resumed, messages_before
-        if event["event"] == "strategy_started" and not event["can_resume"]:
+        if event["event"] == "strategy_started" and event["resumes"] != resumed_strategy:
             is_refused = True
-            raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
+            if event["resumes"] is None:
+                raise ConfigError(_CANNOT_RESUME.format(event["strategy"]))
+            raise ConfigError(_OTHER_STRATEGY.format(event["resumes"], resumed_strategy))
         is_resumed = True
         # Only now: nothing is changed in the folder of a run that cannot go on.
         assert folder is not None and resumed_round is not None

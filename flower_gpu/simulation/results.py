@@ -46,8 +46,8 @@ _TYPES: Final = frozenset(
 _NOT_A_NAME: Final = "__metadata__"  # what the header of a safetensors file has beside the arrays
 
 _NOT_WRITTEN: Final = (
-    "The final model is not written. Free space; flower_gpu's FedAvg leaves the model of the last finished "
-    "round in the checkpoint, from which --resume goes on"
+    "The final model is not written. Free space; the checkpoint, if there is one, has the model of the last "
+    "finished round, and --resume goes on from it"
 )
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")  # how safetensors, written in Rust, tells of one
 
@@ -113,8 +113,8 @@ class ResultFolder:
             )
         if not folder.can_resume:
             raise ConfigError(
-                f"--resume {path_text(path)}: it has no checkpoint. One is written after each round, by "
-                "flower_gpu's FedAvg only: start this run anew"
+                f"--resume {path_text(path)}: it has no checkpoint. One is written after each round of "
+                "Flower's own strategies and of flower_gpu's FedAvg: start this run anew"
             )
         return folder
 

@@ -31,6 +31,7 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
@@ -231,6 +232,7 @@ def simulate(
                 nodes.partition_of,
                 progress=progress,
                 resumed_round=None if state is None else state.server_round,
+                resumed_strategy=OURS if state is None else state.strategy,
                 on_resume=lambda: recorded.begin() if recorded is not None else None,
                 keep_going=keep_going,
             )

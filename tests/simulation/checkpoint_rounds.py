@@ -27,6 +27,8 @@ def round_state(number: int) -> RoundState:
         evaluate_metrics={n: MetricRecord({"accuracy": n / 7}) for n in range(number + 1)},
         client_metrics={n: MetricRecord({"auc": n / 3}) for n in range(1, number + 1, 2)},
         random_state=capture_random_state(),
+        strategy="flwr.serverapp.strategy.FedAdam",
+        strategy_state=filled(number),
     )
 
 

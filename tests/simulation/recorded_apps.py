@@ -160,12 +160,13 @@ def run_app(
     threads: int = 2,
     *,
     streams: bool = True,
+    **resumable: Any,
 ) -> Recorded:
     """Run a ServerApp, or its main function, and record it as a simulation does."""
     events: list[Event] = []
     nodes = new_nodes() if nodes is None else nodes
     with recorded_rounds(events.append, nodes.partition_of, streams=streams) as recorder:
-        run_on_grid(app, recorder, handle or Clients(nodes), nodes, threads)
+        run_on_grid(app, recorder, handle or Clients(nodes), nodes, threads, **resumable)
     return Recorded(events, recorder)
 
 
@@ -175,12 +176,13 @@ def run_on_grid(
     handle: Callable[[Message], Message],
     nodes: VirtualNodes,
     threads: int = 2,
+    **resumable: Any,
 ) -> None:
-    """Run a ServerApp on a grid that is recorded."""
+    """Run a ServerApp on a grid that is recorded; ``resumable``: its checkpoints, and where it goes on."""
     identity = {"run_id": RUN_ID, "node_id": SUPERLINK_NODE_ID, "task_id": 1}
     for name, value in identity.items():  # as a process of Flower's has it that runs a ServerApp
         setattr(TaskIdentity, name, value)
-    local = LocalGrid(Run.create_empty(RUN_ID), nodes, Handled(handle), threads)
+    local = LocalGrid(Run.create_empty(RUN_ID), nodes, Handled(handle), threads, **resumable)
     context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), {})
     with closing(RecordedGrid(local, recorder)) as grid:
         app(grid, context)

@@ -45,6 +45,8 @@ round_states = st.builds(
     evaluate_metrics=by_round,
     client_metrics=by_round,
     random_state=st.builds(capture_random_state),
+    strategy=texts,
+    strategy_state=record_dicts,
 )
 
 

@@ -123,15 +123,13 @@ class Recorder:
 
     # What a strategy does
 
-    def run_started(self, strategy: str, num_rounds: int | None, can_resume: bool = False) -> None:
-        """Note that a strategy starts."""
+    def run_started(self, strategy: str, num_rounds: int | None, resumes: str | None = None) -> None:
+        """Note that a strategy starts, which may go on with runs of a kind of strategy; None: with none."""
         with self._lock:
             self._told.clear()
             self._resumed_round = -1
             self._on_event(
-                trace.make(
-                    "strategy_started", strategy=strategy, num_rounds=num_rounds, can_resume=can_resume
-                )
+                trace.make("strategy_started", strategy=strategy, num_rounds=num_rounds, resumes=resumes)
             )
 
     def run_resumed(self, server_round: int) -> None:

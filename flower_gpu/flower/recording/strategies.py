@@ -24,12 +24,14 @@ from flwr.server import strategy as legacy
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import Result, Strategy
 
+from flower_gpu.flower import rounds
 from flower_gpu.flower.evaluate import GPUEvaluate
 from flower_gpu.flower.recording.recorder import OnEvent, Recorder, clean
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
+from flower_gpu.flower.strategy_state import OURS, StrategyState, state_of
 from flower_gpu.flower.streaming import ComingReplies, configured, streamed_strategies
 from flower_gpu.trace import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN
 
@@ -105,6 +107,7 @@ class _Hooks:
         self._recorder = recorder
         self._streams = streams
         self._inside = threading.local()
+        self._starts = 0
         self._numbers: dict[str, int] = {}  # of clients that have no node
         self.of_clients: Mapping[str, _Wrap] = {"fit": self._ask(TRAIN), "evaluate": self._ask(EVALUATE)}
         self.of_strategies: Mapping[str, _Wrap] = {
@@ -165,8 +168,12 @@ class _Hooks:
                 if not is_first:
                     return method(*args, **kwargs)
                 named = _named(method, args, kwargs)
-                name, can_resume = type(strategy).__name__, isinstance(strategy, FedAvg)
-                self._recorder.run_started(name, named.get("num_rounds"), can_resume)
+                state = self._state_of(strategy, named)
+                self._recorder.run_started(
+                    type(strategy).__name__,
+                    named.get("num_rounds"),
+                    OURS if isinstance(strategy, FedAvg) else state.kind if state is not None else None,
+                )
                 self._recorder.model = named.get("initial_arrays")
                 evaluate = named.get("evaluate_fn")
                 # Ours have it run in a worker: a wrapper would have to be pickled, and GPUEvaluate has one.
@@ -176,11 +183,24 @@ class _Hooks:
                         args = tuple(wrapped if value is evaluate else value for value in args)
                     else:
                         kwargs = {**kwargs, "evaluate_fn": wrapped}
-                result = method(*args, **kwargs)
+                result = (
+                    method(*args, **kwargs)
+                    if state is None
+                    else _run(strategy, state, **_named(method, args, kwargs))
+                )
                 self._ended(result)
                 return result
 
         return start
+
+    def _state_of(self, strategy: Any, named: Mapping[str, Any]) -> StrategyState | None:
+        """Return what the first strategy that an app starts keeps, if it can go on with an earlier run."""
+        self._starts += 1
+        if not self._streams or self._starts > 1 or not isinstance(named.get("grid"), rounds.StreamingGrid):
+            return None
+        # A later version of Flower may have more of them.
+        has_known_parameters = named.keys() <= inspect.signature(rounds.run).parameters.keys()
+        return state_of(strategy) if has_known_parameters else None
 
     def _ended(self, result: Any) -> None:
         if getattr(result, "arrays", None):
@@ -286,6 +306,12 @@ class _Hooks:
             yield True
         finally:
             inside.discard(what)
+
+
+def _run(strategy: Strategy, state: StrategyState, grid: Any, timeout: float, **named: Any) -> Result:
+    """Run Flower's rounds so that they can go on later."""
+    receive = functools.partial(grid.send_and_receive, timeout=timeout)
+    return rounds.run(strategy, grid=grid, timeout=timeout, **named, receive=receive, strategy_state=state)
 
 
 def _named(

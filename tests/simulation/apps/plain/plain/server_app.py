@@ -19,6 +19,7 @@ def main(grid: Grid, context: Context) -> None:
         "ours": lambda: FedAvg(fraction_train=fraction, exact_order=True),
         "fedavg": lambda: strategies.FedAvg(fraction_train=fraction),
         "fedadam": lambda: strategies.FedAdam(fraction_train=fraction),
+        "derived": lambda: Derived(fraction_train=fraction),
         "krum": lambda: strategies.Krum(num_malicious_nodes=1),
         "adaptive-dp": lambda: strategies.DifferentialPrivacyServerSideAdaptiveClipping(
             strategies.FedAvg(), noise_multiplier=0.1, num_sampled_clients=len(list(grid.get_node_ids()))
@@ -27,6 +28,10 @@ def main(grid: Grid, context: Context) -> None:
     initial = ArrayRecord([np.zeros(config["elements"], np.float32)])
     options = {"evaluate_fn": evaluate} if config["strategy"] == "ours" else {}
     made[config["strategy"]]().start(grid, initial, num_rounds=config["num-server-rounds"], **options)
+
+
+class Derived(strategies.FedAvg):
+    """May keep what nobody else knows of."""
 
 
 def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:

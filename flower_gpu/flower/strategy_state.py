@@ -1,0 +1,233 @@
+"""What one of Flower's own strategies keeps from round to round, as records that a checkpoint can hold.
+
+Attributes that rounds change are state: moments, momentum, a clipping norm, the model of the round before.
+What no round changes comes from the app: fractions, learning rates, names in records. When a run goes on,
+such an attribute is as the app gives it now. Functions are never state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from logging import WARNING
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common.logger import log
+from flwr.serverapp import strategy as flowers
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import arrays
+from flower_gpu.workers.transport.regions import Region
+
+#: What a checkpoint is of that says nothing else: flower_gpu's FedAvg, or a class derived from it.
+OURS: Final = "flower_gpu.FedAvg"
+
+_FLOWERS: Final = "flwr."
+_RAW: Final = "numpy's memory"  # how the arrays of a state are written; Flower's records have their own way
+_Record = ArrayRecord | MetricRecord | ConfigRecord
+_ATTRIBUTES: Final = "attributes"  # the record of a state that says what the others are
+
+
+class StrategyState:
+    """The state of a strategy while it runs.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Not started yet.
+    kind : str
+        Its class, as :func:`kind_of` returns it.
+
+    Raises
+    ------
+    TypeError
+        If an attribute cannot be written.
+    """
+
+    def __init__(self, strategy: Strategy, kind: str) -> None:
+        self.kind = kind
+        self._strategy = strategy
+        self._first = {path: value.text for path, value in _written(strategy)}
+
+    def changed(self) -> RecordDict | None:
+        """Return what rounds have changed; None if it cannot be written, which is logged.
+
+        The records read the strategy's own arrays: they hold until the next round.
+        """
+        try:
+            found = [
+                (path, value)
+                for path, value in _written(self._strategy)
+                if value.is_large or value.text != self._first.get(path)
+            ]
+        except TypeError as error:
+            log(
+                WARNING,
+                "This round is not in the checkpoint: %s. The checkpoint of an earlier one stays",
+                error,
+            )
+            return None
+        records = RecordDict({_ATTRIBUTES: ConfigRecord({path: value.text for path, value in found})})
+        for path, value in found:
+            for name, record in value.records():
+                records[f"{path} {name}"] = record
+        return records
+
+    def restore(self, state: RecordDict) -> None:
+        """Set what :meth:`changed` has returned.
+
+        Raises
+        ------
+        ConfigError
+            If the strategy cannot take it.
+        """
+        texts = state[_ATTRIBUTES]
+        assert isinstance(texts, ConfigRecord)
+        for path, text in texts.items():
+            *inner, name = path.split(".")
+            owner = self._strategy
+            for each in inner:
+                owner = vars(owner)[each]
+            match json.loads(str(text)):
+                case ["state_dict", content]:
+                    _load(getattr(owner, name, None), _value(content, path, state), path)
+                case description:
+                    setattr(owner, name, _value(description, path, state))
+
+
+def state_of(strategy: Strategy) -> StrategyState | None:
+    """Return the state of a strategy of Flower's own that a checkpoint can have; None: it can have none."""
+    kind = kind_of(strategy)
+    if kind is None:
+        return None
+    try:
+        return StrategyState(strategy, kind)
+    except TypeError as error:
+        log(WARNING, "There will be no checkpoint: %s", error)
+        return None
+
+
+def kind_of(strategy: Strategy) -> str | None:
+    """Return the class of a strategy, with those inside it, if all of them are Flower's own; else None.
+
+    Nobody knows what a class derived from one of Flower's keeps, or a method that one object has for itself.
+    """
+    name = _name(strategy)
+    return None if name is None else f"{flowers.__name__}.{name}"
+
+
+def _name(strategy: Strategy) -> str | None:
+    kind, attributes = type(strategy), vars(strategy)
+    if getattr(flowers, kind.__name__, None) is not kind:
+        return None
+    # Not Python's own: recording replaces __getattribute__ while a run goes on.
+    methods = [item for item in inspect.getmembers(kind, inspect.isfunction) if not item[0].startswith("__")]
+    if any(name in attributes or not method.__module__.startswith(_FLOWERS) for name, method in methods):
+        return None
+    inside = [_name(value) for value in attributes.values() if isinstance(value, Strategy)]
+    if not inside:
+        return str(kind.__name__)
+    return None if None in inside else f"{kind.__name__}({', '.join(map(str, inside))})"
+
+
+class _Written:
+    """A value: what it is, as JSON, and its arrays and records."""
+
+    def __init__(self, value: Any) -> None:
+        self._arrays: list[NDArray[Any]] = []
+        self._records: list[_Record] = []
+        self.text = json.dumps(self._described(value))
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there is more than the text."""
+        return bool(self._arrays or self._records)
+
+    def records(self) -> Iterator[tuple[str, _Record]]:
+        """Yield the records, by name."""
+        if self._arrays:
+            record = ArrayRecord()
+            for number, array in enumerate(self._arrays):
+                memory = array.reshape(-1).view(np.uint8).data
+                record[str(number)] = arrays._rebuild(array.dtype.str, array.shape, _RAW, Region(memory))
+            yield "arrays", record
+        for number, each in enumerate(self._records):
+            yield str(number), each
+
+    def _described(self, value: Any) -> Any:
+        """Return what JSON has, and for anything else a list of what it is and its content."""
+        if isinstance(value, np.generic):
+            return ["number", self._add(np.asarray(value))]
+        if isinstance(value, bool | int | float | str | None):
+            return value
+        if type(value) in (list, tuple):
+            return [type(value).__name__, [self._described(item) for item in value]]
+        if type(value) is dict:
+            items = value.items()
+            return ["dict", [[self._described(key), self._described(item)] for key, item in items]]
+        if isinstance(value, bytes):
+            return ["bytes", self._add(np.frombuffer(value, np.uint8))]
+        if type(value) is np.ndarray:
+            return ["array", self._add(value)]
+        if isinstance(value, _Record):
+            self._records.append(value)
+            return ["record", len(self._records) - 1]
+        if hasattr(value, "state_dict") and hasattr(
+            value, "load_state_dict"
+        ):  # as Flower's PrivacyAccountant
+            return ["state_dict", self._described(value.state_dict())]
+        raise TypeError(f"files have no form for a {type(value).__name__}")
+
+    def _add(self, array: NDArray[Any]) -> int:
+        if array.dtype.kind in "OV":  # of objects, or of a type that numpy does not know
+            raise TypeError(f"files have no form for an array of {array.dtype}")
+        self._arrays.append(array if array.flags.c_contiguous else array.copy(order="C"))
+        return len(self._arrays) - 1
+
+
+def _written(strategy: Strategy, prefix: str = "") -> Iterator[tuple[str, _Written]]:
+    """Yield the attributes of a strategy, and of those inside it, that are no functions, by their path."""
+    for name, value in vars(strategy).items():
+        if isinstance(value, Strategy):
+            yield from _written(value, f"{prefix}{name}.")
+        elif not callable(value):
+            try:
+                yield f"{prefix}{name}", _Written(value)
+            except TypeError as error:
+                raise TypeError(f"{type(strategy).__name__}.{name} cannot be written: {error}") from error
+
+
+def _value(description: Any, path: str, records: Mapping[str, Any]) -> Any:
+    """Return what was described."""
+    match description:
+        case ["list", items]:
+            return [_value(item, path, records) for item in items]
+        case ["tuple", items]:
+            return tuple(_value(item, path, records) for item in items)
+        case ["dict", items]:
+            return {_value(key, path, records): _value(item, path, records) for key, item in items}
+        case ["record", number]:
+            record = records[f"{path} {number}"]
+            return type(record)(dict(record))
+        case [kind, number]:
+            array = records[f"{path} arrays"][str(number)]
+            found: NDArray[Any] = np.ndarray(array.shape, np.dtype(array.dtype), array.data).copy()
+            if kind == "bytes":
+                return found.tobytes()
+            return found[()] if kind == "number" else found
+    return description
+
+
+def _load(target: Any, content: Any, path: str) -> None:
+    try:
+        target.load_state_dict(content)
+    except (AttributeError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the checkpoint has a state for the strategy's {path}, and the app's {path} does not take it: "
+            f"{error}. Give the one that the run began with, or start a new run without --resume"
+        ) from error
