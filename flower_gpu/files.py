@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_LOCK_WAIT_S = 10.0  # a lock is held for a few ms; a process that was stopped may hold it for ever
 
 
 @contextmanager
@@ -124,6 +125,23 @@ def lock(
             raise TimeoutError(late)
         sleep(pause_s * random.uniform(0.5, 1.5))  # hundreds of processes may wait for one file
         pause_s = min(pause_s * 1.5, longest_s)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = opened(path, flags)
+    try:
+        late = f"another process has locked {path.name} for {_LOCK_WAIT_S:g} s"
+        lock(descriptor, time.monotonic() + _LOCK_WAIT_S, late=late)
+        try:
+            yield
+        finally:
+            # Said, not left to close: a fork in another thread may have a copy for a moment.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        close(descriptor)
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:

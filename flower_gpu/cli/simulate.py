@@ -48,8 +48,10 @@ _CALLS: Final = Kind(
     lambda calls: calls == _AUTO or calls >= 1,
 )
 _STATE_MEMORY: Final = "1GiB"
+_ORDER: Final = "longest"
 _DEFAULTS: Final = {
     "calls_per_worker": _AUTO,
+    "order": _ORDER,
     "state_memory": _STATE_MEMORY,
     "progress": True,
     "log_dir": Path("runs"),
@@ -80,6 +82,12 @@ _OPTIONS: Final = {
     "verify_recycling": Option(
         "with a number for --calls-per-worker: have new workers handle a few messages, too, and compare",
         SWITCH,
+        group="workers",
+    ),
+    "order": Option(
+        "which messages of a round are handled first: those whose clients were seen to take longest, or "
+        f"those that are sent first (default: {_ORDER})",
+        kinds.words(_ORDER, "sent"),
         group="workers",
     ),
     "preload": Option(
@@ -175,6 +183,7 @@ def _run(arguments: argparse.Namespace) -> int:
         max_workers=arguments.max_workers,
         calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
         verify_recycling=arguments.verify_recycling,
+        order=arguments.order,
         seed=arguments.seed,
         log_dir=arguments.log_dir,
         resume=arguments.resume,

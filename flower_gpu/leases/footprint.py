@@ -6,13 +6,11 @@ replaces the file as a whole, so that a reader finds the old one or the new one,
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
@@ -32,7 +30,6 @@ REMEMBERED: Final = 32
 #: Size of a CUDA context where none was measured: more than the 0.3 to 0.5 GiB seen with current drivers.
 DEFAULT_CONTEXT_BYTES: Final = 512 << 20
 _MOST_ENTRIES = 500  # the oldest are forgotten
-_LOCK_WAIT_S = 10.0  # it is held for a few ms; one that was stopped may hold it for ever
 
 # What a file of ours does not exceed: 1 EiB, the year 5138.
 _MOST_BYTES, _LATEST_S = 1 << 60, 1e11
@@ -258,7 +255,7 @@ class Footprints:
         """Replace the file by what ``change`` makes of its content. False, after a warning, if that fails."""
         try:
             self._check_folder()
-            with _locked(self.path.with_name(f"{self.path.name}.lock")):
+            with files.locked(self.path.with_name(f"{self.path.name}.lock")):
                 before = self._read_or_put_aside()
                 known = change(before)
                 if known != before:
@@ -307,23 +304,6 @@ _NO_CONTEXT = Contexts((), 0, 0.0)
 def _check_bytes(number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
         raise ConfigError(f"a measured size must be a number of bytes from 1 on, not {number!r}")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; TimeoutError, an OSError, if somebody else does not give it back."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = files.opened(path, flags)
-    try:
-        late = f"another process has locked {path.name} for {_LOCK_WAIT_S:g} s"
-        files.lock(descriptor, time.monotonic() + _LOCK_WAIT_S, late=late)
-        try:
-            yield
-        finally:
-            # Said, not left to close: a fork in another thread may have a copy for a moment.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        files.close(descriptor)
 
 
 def _format(known: _Known) -> bytes:

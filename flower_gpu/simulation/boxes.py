@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 from collections import deque
-from typing import Final
+from typing import ClassVar, Final
 
 from flwr.app import Message
 
@@ -15,21 +17,34 @@ from flower_gpu.flower.arrays import size_bytes
 _WAITING_BYTES: Final = 1 << 28
 _MOST_WAITING: Final = 1000
 
+#: In a heap the longest message is the first one, and of those that are as long the one that was sent first.
+_Waiting = tuple[float, int, Message]
+
 
 class Box:
     """Messages that were sent together, and the replies to them. Whoever calls its methods has the lock."""
 
+    #: Whether the longest message may be handled first.
+    has_any_order: ClassVar = True
+
     def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
-        self.waiting: deque[Message] = deque()
+        self.waiting: list[_Waiting] = []  # a heap
+        self._numbers = itertools.count()
         self.running: dict[str, Message] = {}
         self._changed = changed
         self._most_unread = most_unread
         self.replies: dict[str, Message] = {}  # that are there
         self._is_closed = False
 
-    def push(self, message: Message) -> None:
-        """Take a message that is to be handled."""
-        self.waiting.append(message)
+    def push(self, message: Message, expected_s: float = 0.0) -> None:
+        """Take a message that is to be handled; the one that takes longest is the first."""
+        heapq.heappush(self.waiting, (-expected_s, next(self._numbers), message))
+
+    def begin(self) -> Message:
+        """Return the message that is handled next."""
+        message = heapq.heappop(self.waiting)[-1]
+        self.running[message.metadata.message_id] = message
+        return message
 
     def has_room(self) -> bool:
         """Tell whether there is room for the reply to one message more."""
@@ -74,13 +89,15 @@ class OrderedBox(Box):
     Meanwhile others are handled, as long as there is room for their replies, too.
     """
 
+    has_any_order = False  # or many replies would wait for that to a short message
+
     def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
         super().__init__(changed, most_unread)
         self._order: deque[str] = deque()  # of messages whose replies nobody has taken
         self._sizes: dict[str, int] = {}  # of replies that are there
         self._bytes = self._largest = 0
 
-    def push(self, message: Message) -> None:
+    def push(self, message: Message, expected_s: float = 0.0) -> None:
         """Take a message that is to be handled, and whose reply comes after those to the ones before."""
         super().push(message)
         self._order.append(message.metadata.message_id)

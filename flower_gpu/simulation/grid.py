@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from copy import copy
 from logging import WARNING
 from typing import Final, Protocol
@@ -22,12 +22,16 @@ from flower_gpu.flower.averaging import BLOCK_NODES, in_order_of_sending
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.boxes import Box, OrderedBox
 from flower_gpu.simulation.checkpoint import Checkpoints
+from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.workers.outcomes import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
+# Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
+# in that time, and a generator that is slow keeps nobody waiting.
+_GATHER_S: Final = 0.05
 
 
 class Handler(Protocol):
@@ -81,6 +85,9 @@ class LocalGrid(Grid):
         Where the run goes on.
     sums_in_order : bool
         Whether replies that are to be summed come in the order of the nodes.
+    durations : Durations, optional
+        What messages are expected to take: those that are sent together are handled from the longest to the
+        shortest. Without it in the order of sending.
     """
 
     def __init__(
@@ -93,11 +100,13 @@ class LocalGrid(Grid):
         resumed: RoundState | None = None,
         *,
         sums_in_order: bool = False,
+        durations: Durations | None = None,
     ) -> None:
         self.sums_in_order = sums_in_order
         self._run = run
         self._nodes = nodes
         self._handle = handle
+        self._durations = durations
         self._checkpoints = checkpoints
         self._resumed = resumed
         self._starts = 0
@@ -174,7 +183,7 @@ class LocalGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
         box = Box(self._changed)
-        return [self._push(message, box) for message in messages]
+        return list(self._send(messages, box))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that are there, once."""
@@ -243,9 +252,8 @@ class LocalGrid(Grid):
         deadline = None if timeout is None else time.monotonic() + timeout
         ids = set()
         try:
-            for message in messages:
-                ids.add(self._push(message, box))
-                del message
+            for message_id in self._send(messages, box):
+                ids.add(message_id)
             while ids:
                 with self._changed:
                     reply = box.next(None if deadline is None else deadline - time.monotonic())
@@ -261,7 +269,25 @@ class LocalGrid(Grid):
             if ids:
                 self._give_up(box)
 
-    def _push(self, message: Message, box: Box) -> str:
+    def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
+        """Put messages into a box, for the threads to take; yields their ids."""
+        durations = self._durations
+        if durations is None or durations.is_empty or not box.has_any_order:
+            durations = None
+        gathered: list[Message] = []
+        since = time.monotonic()
+        for message in messages:
+            message = self._named(message, box)
+            gathered.append(message)
+            yield message.metadata.message_id
+            del message
+            if durations is None or time.monotonic() - since > _GATHER_S:
+                self._push(gathered, box, durations)
+                since = time.monotonic()
+        self._push(gathered, box, durations)
+
+    def _named(self, message: Message, box: Box) -> Message:
+        """Give a message its id, by which its box is found."""
         self._asked = 0
         if message.metadata.message_id in self._boxes:  # the same object once more
             metadata = copy(message.metadata)
@@ -271,12 +297,22 @@ class LocalGrid(Grid):
         message_id = f"{self._run.run_id:x}-{next(self._numbers)}"
         message.metadata.__dict__["_message_id"] = message_id
         self._boxes[message_id] = box
+        return message
+
+    def _push(self, messages: list[Message], box: Box, durations: Durations | None) -> None:
+        """Put messages into a box, and empty the list."""
+        expected_s = [0.0] * len(messages)
+        if durations is not None:
+            partitions = (self._nodes.find(message.metadata.dst_node_id) for message in messages)
+            kinds = (message.metadata.message_type for message in messages)
+            expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
         with self._changed:
-            box.push(message)
-            if len(box.waiting) == 1:
+            if messages and not box.waiting:
                 self._waiting.append(box)
+            for message, seconds in zip(messages, expected_s, strict=True):
+                box.push(message, seconds)
             self._changed.notify_all()
-        return message_id
+        messages.clear()
 
     def _give_up(self, box: Box) -> None:
         with self._changed:
@@ -291,10 +327,9 @@ class LocalGrid(Grid):
         """Return a message whose reply there is room for, if there is any at this moment."""
         for box in self._waiting:
             if box.has_room():
-                message = box.waiting.popleft()
+                message = box.begin()
                 if not box.waiting:
                     self._waiting.remove(box)
-                box.running[message.metadata.message_id] = message
                 return message, box
         return None
 

@@ -6,16 +6,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from math import inf
+from typing import Any, Final, TypeVar
 
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
-from flower_gpu.flower.records import round_of
+from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import CHANGED, AppReference, handle, handle_and_tell, seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -23,6 +25,9 @@ from flower_gpu.simulation.recycling import Comparison, Differences, Handled, Re
 from flower_gpu.simulation.slots import Slot
 
 T = TypeVar("T")
+
+#: Metrics in which a reply tells how many examples its client has: of the Message API, and of a NumPyClient.
+_EXAMPLES: Final = ("num-examples", "num_examples")
 
 
 class MessageHandler:
@@ -44,6 +49,8 @@ class MessageHandler:
         Makes what runs the calls of one thread.
     recycling : Recycling
         How many messages a worker handles.
+    durations : Durations, optional
+        Learns what messages take.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class MessageHandler:
         seed: int,
         new_slot: Callable[[], Slot],
         recycling: Recycling,
+        durations: Durations | None = None,
     ) -> None:
         self._app = app
         self._nodes = nodes
@@ -70,6 +78,7 @@ class MessageHandler:
         self._sent: Counter[str] = Counter()  # of the newest round
         self._round = 0
         self._recycling = recycling
+        self._durations = Durations() if durations is None else durations
         self._memory = HostMemory()
         self._resolved: CallSettings | None = None
 
@@ -103,13 +112,14 @@ class MessageHandler:
     ) -> tuple[Message, Context]:
         """Have a message handled as its role says; what copies have told goes to ``self._recycling``."""
         kind = message.metadata.message_type
-        role = self._recycling.role(kind, server_round, is_used=slot.has_worker)
+        is_long = self._durations.is_long(kind, self._nodes.partition_of(message.metadata.dst_node_id))
+        role = self._recycling.role(kind, server_round, is_used=slot.has_worker, is_long=is_long)
         slot.calls_per_worker = self._recycling.calls(role)
         if role is Role.KEPT:
-            return self._run(message, seed, slot)
+            return self._run_and_learn(message, seed, slot)
         if role is Role.NEW:
             slot.retire()
-            return self._run(message, seed, slot)
+            return self._run_and_learn(message, seed, slot)
         try:
             done = self._tried if role is Role.TRIED else self._compared
             return done(message, seed, kind, slot)
@@ -120,7 +130,7 @@ class MessageHandler:
     def _tried(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
         """Have a new worker handle a message and then a copy of it, which tells what a used one saves."""
         slot.retire()
-        reply, context = self._run(message, seed, slot)
+        reply, context = self._run_and_learn(message, seed, slot)
         new_s = slot.call_s
         # It has imported what later ones are forked with, or it was measured on a GPU of its own.
         if (slot.has_imported or not slot.has_worker) and self._recycling.is_too_early(kind):
@@ -141,7 +151,9 @@ class MessageHandler:
         copy = self._copy(message, seed, slot)
         was_used = slot.is_used_again
         slot.retire()  # its lease may be all that there is
-        reply, context = self._in_new_worker(message, lambda new: self._run(message, seed, new))
+        reply, context = self._in_new_worker(
+            message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)
+        )
         if was_used:
             self._compare(Role.COMPARED, Handled(context, reply), copy, message, seed)
         else:
@@ -193,6 +205,19 @@ class MessageHandler:
             slot.close()
             with self._lock:
                 self._others_started += slot.workers_started
+
+    def _run_and_learn(
+        self, message: Message, seed: int, slot: Slot, *, is_usual: bool = True
+    ) -> tuple[Message, Context]:
+        """Have a message handled, and learn what that took if it succeeded."""
+        reply, context = self._run(message, seed, slot)
+        if not reply.has_error():
+            partition = self._nodes.partition_of(context.node_id)
+            # Later workers are forked with what this one had to import.
+            is_usual = is_usual and not slot.has_imported
+            told = (slot.call_s, slot.device, _examples_of(reply))
+            self._durations.learn(message.metadata.message_type, partition, *told, is_usual=is_usual)
+        return reply, context
 
     def _run(
         self, message: Message, seed: int, slot: Slot, task: Callable[..., Any] = handle
@@ -257,6 +282,16 @@ class MessageHandler:
                 self._slots.append(self._here.slot)
         slot: Slot = self._here.slot
         return slot
+
+
+def _examples_of(reply: Message) -> float | None:
+    """Return how many examples a reply tells of, if it does."""
+    for record in records_in(reply, MetricRecord).values():
+        for name in _EXAMPLES:
+            value = record.get(name)
+            if isinstance(value, int | float) and 0 <= value < inf:
+                return value
+    return None
 
 
 def _given_up(context: Context) -> WorkerDiedError:

@@ -74,6 +74,10 @@ class VirtualNodes:
         """
         return self._partitions[node_id]
 
+    def find(self, node_id: int | None) -> int | None:
+        """Return a node's partition; None if there is no such node."""
+        return None if node_id is None else self._partitions.get(node_id)
+
     def place_of(self, node_id: int) -> int:
         """Return what nodes are sorted by: the partition; who is no node comes last."""
         return self._partitions.get(node_id, len(self._partitions))

@@ -134,12 +134,24 @@ class Recycling:
         self._largest = 0.0
         self._compared = 0
 
-    def role(self, kind: str, server_round: int | None, *, is_used: bool) -> Role:
-        """Return how a message is to be handled; ``is_used``: the worker that waits has handled others."""
+    def role(self, kind: str, server_round: int | None, *, is_used: bool, is_long: bool = False) -> Role:
+        """Return how a message is to be handled.
+
+        Parameters
+        ----------
+        kind : str
+            The message's type.
+        server_round : int, optional
+            Its round.
+        is_used : bool
+            Whether the worker that waits has handled others.
+        is_long : bool
+            Whether the round may have to wait for this message: then no copy of it is handled.
+        """
         with self._lock:
             found = self._kinds.setdefault(kind, _Kind())
             if self._given is not None:
-                if is_used and self._checks:
+                if is_used and self._checks and not is_long:
                     self._checks -= 1
                     return Role.COMPARED
                 return Role.KEPT if self._given > 1 else Role.NEW
@@ -149,11 +161,12 @@ class Recycling:
                 return Role.NEW
             if found.saves is None:
                 found.seen += 1
-                if self._is_trying or found.seen <= self._first:
+                if self._is_trying or found.seen <= self._first or is_long:
                     return Role.NEW
                 self._is_trying = True
                 return Role.TRIED
-            if found.asked < _OTHERS or (found.compared >= _OTHERS and server_round != found.round):
+            is_due = found.asked < _OTHERS or (found.compared >= _OTHERS and server_round != found.round)
+            if is_due and not (is_used and is_long):
                 if is_used:
                     found.asked += 1
                     found.round = server_round

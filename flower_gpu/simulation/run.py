@@ -37,6 +37,7 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import workers
 from flower_gpu.simulation.checkpoint import Checkpoints
+from flower_gpu.simulation.durations import LONGEST, ORDERS
 from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.messages import MessageHandler
@@ -87,6 +88,7 @@ def simulate(
     max_workers: int | None = None,
     calls_per_worker: int | None = None,
     verify_recycling: bool = False,
+    order: str = LONGEST,
     seed: int | None = None,
     log_dir: str | Path | None = "runs",
     resume: str | Path | None = None,
@@ -118,6 +120,9 @@ def simulate(
     verify_recycling : bool
         Have a few messages of used workers handled by new ones as well, and compare the results, where
         ``calls_per_worker`` is given. Without it that is done in every run.
+    order : str
+        Which messages of a round are handled first: ``"longest"``, those that are expected to take longest by
+        what was learned of their clients, or ``"sent"``, those that the strategy sends first.
     seed : int, optional
         Of the nodes' ids, of sampling, and of the clients' random numbers. Default: drawn, and written down.
     log_dir : str or Path, optional
@@ -162,6 +167,8 @@ def simulate(
     ):
         if count is not None and count < 1:
             raise ConfigError(f"{label} is a number from 1 on, not {count}")
+    if order not in ORDERS:
+        raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
     folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
     before = folder.read_config() if folder is not None else {}
@@ -197,6 +204,7 @@ def simulate(
                 "max_workers": concurrency,
                 "calls_per_worker": calls_per_worker,
                 "verify_recycling": verify_recycling,
+                "order": order,
                 "state_memory_bytes": memory_limit_bytes,
                 "options": {option: _plain(value) for option, value in options.items()},
                 "gpus": [gpu.name for gpu in gpus],
@@ -238,6 +246,13 @@ def simulate(
             )
         )
         report.recorder.concurrency = concurrency
+        durations = workers.durations(name, num_supernodes, settings, gpus, decision.uuids)
+        stack.callback(durations.save)
+        is_longest_first = order == LONGEST and concurrency > 1  # with one worker no order is faster
+        if is_longest_first:
+            report.recorder.expected_s = lambda kind, ids: durations.expected_s(
+                [(kind, nodes.find(node_id)) for node_id in ids]
+            )
         of_server = workers.run_server_settings(name, client, settings, variables)
         workers.learn_beside(of_server, settings)
         run_server = RunServer(of_server)
@@ -256,8 +271,17 @@ def simulate(
             seed,
             lambda: Slot(run_server, turns),
             recycling,
+            durations,
         )
-        grid = LocalGrid(Run.create_empty(run_id), nodes, handler, concurrency, checkpoints, state)
+        grid = LocalGrid(
+            Run.create_empty(run_id),
+            nodes,
+            handler,
+            concurrency,
+            checkpoints,
+            state,
+            durations=durations if is_longest_first else None,
+        )
         # Last in, first out: workers end at once, then the threads that wait for them.
         stack.callback(handler.close)
         stack.callback(grid.close)

@@ -20,6 +20,7 @@ from flower_gpu.leases.admission import Option
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry, Ticket
+from flower_gpu.simulation.durations import CPU, device_of
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
@@ -45,6 +46,10 @@ class Slot(Workers):
         How many calls the worker of the next call runs, at most, before it ends.
     is_used_again : bool
         Whether the last call had a worker that had run others before.
+    call_s : float
+        How long the last call took in its worker, with the worker's start if it was new.
+    device : str
+        What the last call was on: models of GPUs, or the CPU.
     workers_started : int
         How many workers there were.
     """
@@ -63,6 +68,8 @@ class Slot(Workers):
         self._order: StopOrder | None = None  # to end a worker that is not the line's
         self._ordering = threading.Lock()
         self.is_used_again = False
+        self.call_s = 0.0
+        self.device = CPU
         self.workers_started = 0
 
     @property
@@ -74,11 +81,6 @@ class Slot(Workers):
     def has_worker(self) -> bool:
         """Whether a worker waits for another call."""
         return self._line.has_worker
-
-    @property
-    def call_s(self) -> float:
-        """How long the last call took in its worker, with the worker's start if it was new."""
-        return self._line.call_s
 
     @property
     def has_imported(self) -> bool:
@@ -101,16 +103,24 @@ class Slot(Workers):
         """Run a call in a worker."""
         if call.held < 0 and self._held is not None:
             self.retire()  # it has no use for a GPU
+        self.device = device_of(self._held[0] if self._held is not None else None)
         if not method.from_server:
             self._line.retire()  # not the lease, which is this call's
             self.is_used_again = False
             self.workers_started += 1
-            return self._run_own(call, method, **options)
+            began = time.monotonic()
+            try:
+                return self._run_own(call, method, **options)
+            finally:
+                self.call_s = time.monotonic() - began
         del options["or_spawn"]
         most = 1 if self._is_for_one_call else self.calls_per_worker
         self.is_used_again = self._line.has_worker
         self.workers_started += not self.is_used_again
-        return self._line.run(call, calls=most, **options)
+        try:
+            return self._line.run(call, calls=most, **options)
+        finally:
+            self.call_s = self._line.call_s
 
     def _run_own(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker of its own, which is none of the run's fork server's."""

@@ -19,6 +19,8 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
+from flower_gpu.simulation.duration_file import DurationFile
+from flower_gpu.simulation.durations import CPU, Durations, device_text
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import threads
@@ -128,6 +130,17 @@ def learn_beside(server: RunServerSettings, settings: CallSettings) -> None:
             client.learn(server.modules, server.without, LEARN_FOR_LIMITED_S)
 
     threading.Thread(target=learn, daemon=True).start()
+
+
+def durations(
+    name: str, clients: int, settings: CallSettings, found: Sequence[GPU], uuids: Sequence[str]
+) -> Durations:
+    """Return what is known of how long an app's calls take, on the GPUs that they may be on."""
+    ranks = settings.gpu.request.count
+    models = {gpu.name for gpu in found if gpu.uuid in uuids}
+    return Durations(
+        [device_text([model] * ranks) for model in sorted(models)] or [CPU], DurationFile(name, clients)
+    )
 
 
 def loads_data(settings: CallSettings) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases import footprint
 from flower_gpu.leases.footprint import DEFAULT_CONTEXT_BYTES, REMEMBERED, Footprints
@@ -501,7 +502,7 @@ def test_learners_that_are_killed_leave_a_whole_file_and_no_lock(path: Path, sta
 
 
 def test_lock_that_is_not_given_back_is_a_warning(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "_LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr(files, "_LOCK_WAIT_S", 0.05)
     footprints = Footprints(path)
     footprints.learn(KEY, GIB)
     with open(path.with_name("footprints.json.lock")) as lock:

@@ -11,6 +11,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
+from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
 
@@ -71,10 +72,11 @@ class Handling:
 
 
 class GridUnderTest:
-    def __init__(self, threads: int, nodes: int = 4) -> None:
+    def __init__(self, threads: int, nodes: int = 4, durations: Durations | None = None) -> None:
         self.nodes = VirtualNodes(nodes, 1, RUN_ID, {})
         self.handling = Handling()
-        self.grid = LocalGrid(Run.create_empty(RUN_ID), self.nodes, self.handling, threads)
+        run = Run.create_empty(RUN_ID)
+        self.grid = LocalGrid(run, self.nodes, self.handling, threads, durations=durations)
 
     def messages(self, count: int, group: str = "answer") -> list[Message]:
         ids = self.nodes.ids

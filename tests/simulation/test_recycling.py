@@ -18,6 +18,7 @@ from grid_handlers import until
 
 from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
 from flower_gpu.flower import message_call
+from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
@@ -95,6 +96,19 @@ def test_torch_that_comes_late() -> None:
 # Messages
 
 
+class Learning(Durations):
+    """Notes of whom something was learned, and whether it is usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned: list[tuple[int, bool]] = []
+
+    def learn(self, kind: str, client: int, seconds: float, *rest: Any, is_usual: bool = True) -> None:
+        assert (kind, seconds > 0) == ("train", True)
+        self.learned.append((client, is_usual))
+        super().learn(kind, client, seconds, *rest, is_usual=is_usual)
+
+
 class Handler:
     """Handles messages as a simulation does."""
 
@@ -107,6 +121,7 @@ class Handler:
         verifies: bool = False,
     ) -> None:
         self.nodes = VirtualNodes(4, 1, RUN_ID, {})
+        self.durations = Learning()
         self.handler = MessageHandler(
             AppReference(Path(__file__).parent, "recycled_app:app"),
             self.nodes,
@@ -115,6 +130,7 @@ class Handler:
             seed,
             lambda: Slot(run_server, LeaseTurns()),
             Recycling(calls_per_worker, verifies=verifies),
+            self.durations,
         )
         self._numbers = iter(range(1000))
 
@@ -192,6 +208,7 @@ def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handl
         handler(0, "die")
     assert handler.times(0) == 1
     assert handler(0)["times"] == 2
+    assert len(handler.durations.learned) == 2
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
@@ -261,6 +278,8 @@ def test_used_workers_that_save_time_and_change_nothing(new_handler: Callable[..
     assert len({one["pid"] for one in found[:6]}) == 6
     assert len({one["pid"] for one in found[-3:]}) == 1
     assert [handler.times(node) for node in range(4)] == [3, 3, 2, 2], "copies leave no state"
+    assert [client for client, _ in handler.durations.learned] == [number % 4 for number in range(10)]
+    assert sum(not is_usual for _, is_usual in handler.durations.learned) >= 2, "the two that were compared"
     for _ in range(3):  # one message of each round is compared
         handler(0, "load", "2")
     assert handler.handler.facts()["recycling"]["compared"] == 6

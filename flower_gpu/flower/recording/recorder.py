@@ -99,6 +99,9 @@ class Recorder:
         self._on_event = on_event
         #: How many messages are handled at a time, where that is known.
         self.concurrency: int | None = None
+        #: What calls of a kind are expected to take, of clients with these node ids; None: the order of a
+        #: strategy stays.
+        self.expected_s: Callable[[str, list[int | None]], list[float]] | None = None
         self._partition_of = partition_of
         self._lock = threading.RLock()
         self._announced: dict[str, Phase] = {}

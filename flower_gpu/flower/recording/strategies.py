@@ -118,8 +118,8 @@ class _Hooks:
             "aggregate_evaluate": self._aggregate(EVALUATE, dict),
         }
         self.of_legacy_strategies: Mapping[str, _Wrap] = {
-            "configure_fit": self._configure(TRAIN),
-            "configure_evaluate": self._configure(EVALUATE),
+            "configure_fit": self._configure(TRAIN, is_legacy=True),
+            "configure_evaluate": self._configure(EVALUATE, is_legacy=True),
             "aggregate_fit": self._aggregate(TRAIN, self._trained),
             "aggregate_evaluate": self._aggregate(EVALUATE, _with_loss),
             "evaluate": self._evaluate,
@@ -214,7 +214,7 @@ class _Hooks:
             for server_round, metrics in dict(getattr(result, name, None) or {}).items():
                 self._recorder.evaluated(server_round, clean(metrics), kind=kind)
 
-    def _configure(self, kind: str) -> _Wrap:
+    def _configure(self, kind: str, *, is_legacy: bool = False) -> _Wrap:
         def wrap(strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:
             @_like(method)
             def configure(*args: Any, **kwargs: Any) -> Any:
@@ -223,6 +223,8 @@ class _Hooks:
                         return method(*args, **kwargs)
                     self._recorder.phase_opened(kind, _round(args, kwargs))
                     messages = method(*args, **kwargs)
+                    if is_legacy:
+                        messages = self._longest_first(kind, messages)
                     self._recorder.phase_announced(
                         kind, len(messages) if hasattr(messages, "__len__") else None
                     )
@@ -232,6 +234,14 @@ class _Hooks:
             return configure
 
         return wrap
+
+    def _longest_first(self, kind: str, asked: Any) -> Any:
+        """Sort whom a legacy strategy asks: Flower's ``Server`` sends in this order, a few at a time."""
+        expected_s = self._recorder.expected_s
+        if expected_s is None or not isinstance(asked, list):
+            return asked
+        seconds = iter(expected_s(kind, [getattr(client, "node_id", None) for client, _ in asked]))
+        return sorted(asked, key=lambda _: -next(seconds))
 
     def _aggregate(self, kind: str, metrics_in: Callable[[Any], Mapping[str, Any]]) -> _Wrap:
         def wrap(_: Any, method: Callable[..., Any]) -> Callable[..., Any]:
