@@ -75,12 +75,13 @@ def _plain(array: FlowerArray) -> tuple[Any, ...]:
 
 
 def view_of(array: FlowerArray) -> NDArray[Any]:
-    """Return an array's values for reading: without a copy where it came from another process."""
-    region: Region | None = array.__dict__.get("_region")
-    if region is not None and array.stype == SType.NUMPY:
-        found = _described(region)
+    """Return an array's values for reading, without a copy."""
+    if array.stype == SType.NUMPY:
+        region: Region | None = array.__dict__.get("_region")
+        memory = memoryview(array.data) if region is None else region.memory.toreadonly()
+        found = _described(memory)
         if found is not None:
-            return aligned(_at(region.memory.toreadonly(), *found))
+            return aligned(_at(memory, *found))
     return array.numpy()
 
 
@@ -92,7 +93,7 @@ def size_bytes(array: FlowerArray) -> int:
 
 def _read_npy(region: Region) -> NDArray[Any] | None:
     """Return the array of a ``.npy`` file, or None for the kinds that are left to numpy."""
-    found = _described(region)
+    found = _described(region.memory)
     if found is None:
         return None
     mapped = region.take()
@@ -108,16 +109,16 @@ def _at(
     return array
 
 
-def _described(region: Region) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
+def _described(file: memoryview) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
     """Return shape, type, order and first byte of the array in a ``.npy`` file."""
-    found = _header(bytes(region.memory[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n")
+    found = _header(bytes(file[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n")
     if found is None:
         return None
     shape, dtype, _, start = found
     size = dtype.itemsize
     for length in shape:
         size *= length
-    return None if dtype.hasobject or start + size != region.memory.nbytes else found
+    return None if dtype.hasobject or start + size != file.nbytes else found
 
 
 @lru_cache(maxsize=1024)  # the arrays of a model come again with each reply

@@ -131,10 +131,8 @@ class MessageHandler:
         """Have a new worker handle a message and then a copy of it, which tells what a used one saves."""
         slot.retire()
         reply, context = self._run_and_learn(message, seed, slot)
-        new_s = slot.call_s
-        # It has imported what later ones are forked with, or it was measured on a GPU of its own.
-        if (slot.has_imported or not slot.has_worker) and self._recycling.is_too_early(kind):
-            slot.retire()
+        new_s, import_s = slot.call_s, slot.import_s
+        if not slot.has_worker and self._recycling.is_too_early(kind):  # measured on a GPU of its own
             return reply, context
         copy = self._copy(message, seed, slot)
         used_s = slot.call_s if slot.is_used_again else None
@@ -143,14 +141,15 @@ class MessageHandler:
         new_s += time.monotonic() - began
         if used_s is not None:
             self._compare(Role.TRIED, Handled(context, reply), copy, message, seed)
-        self._recycling.tried(kind, new_s, used_s)
+        self._recycling.tried(kind, new_s, used_s, import_s)
         return reply, context
 
     def _compared(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
         """Have a new worker handle a message, and the used one a copy of it."""
         copy = self._copy(message, seed, slot)
         was_used = slot.is_used_again
-        slot.retire()  # its lease may be all that there is
+        if slot.has_lease:
+            slot.retire()  # it may be all that there is
         reply, context = self._in_new_worker(
             message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)
         )
@@ -214,7 +213,7 @@ class MessageHandler:
         if not reply.has_error():
             partition = self._nodes.partition_of(context.node_id)
             # Later workers are forked with what this one had to import.
-            is_usual = is_usual and not slot.has_imported
+            is_usual = is_usual and slot.import_s is None
             told = (slot.call_s, slot.device, _examples_of(reply))
             self._durations.learn(message.metadata.message_type, partition, *told, is_usual=is_usual)
         return reply, context

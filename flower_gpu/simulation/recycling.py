@@ -34,7 +34,8 @@ _ON_GPU: Final = 16
 CHECKS: Final = 3
 
 _WORTH: Final = 0.1  # of a message's time must be saved
-_TRIALS: Final = 3  # of a message that takes less than
+_CLEARLY: Final = 0.5  # if so much is saved, one message is enough
+_TRIALS: Final = 3  # else, of a message that takes less than
 _SHORT_S: Final = 2.0
 _OTHERS: Final = 2  # messages of other clients that are compared before used workers' replies count
 _EARLY: Final = 12  # new workers that may not be as later ones; then this is how they are
@@ -187,16 +188,24 @@ class Recycling:
             self._is_trying = not is_early
             return is_early
 
-    def tried(self, kind: str, new_s: float, used_s: float | None) -> None:
-        """Take note of what a message took in a new worker, and then in the same one; None: it left."""
+    def tried(self, kind: str, new_s: float, used_s: float | None, import_s: float | None = None) -> None:
+        """Take note of what a message took in a new worker, and then in the same one; None: it left.
+
+        ``import_s``: what of it were imports, at least, that later new workers do without; None: nothing.
+        """
         with self._lock:
             self._is_trying = False
             found = self._kinds[kind]
             if used_s is None:
                 self._stop("no worker stays for a second message")
                 return
+            new_s -= import_s or 0.0
+            is_clear = used_s < (1 - _CLEARLY) * new_s
+            if import_s is not None and not is_clear and found.early < _EARLY:
+                found.early += 1  # imports take longer than is known
+                return
             found.pairs.append((new_s, used_s))
-            if len(found.pairs) >= _TRIALS or new_s > _SHORT_S:
+            if is_clear or len(found.pairs) >= _TRIALS or new_s > _SHORT_S:
                 new_s, used_s = found.seconds()
                 found.saves = used_s < (1 - _WORTH) * new_s
 

@@ -83,9 +83,9 @@ class Slot(Workers):
         return self._line.has_worker
 
     @property
-    def has_imported(self) -> bool:
-        """Whether the worker of the last call had to import a library; later ones are forked with it."""
-        return self._line.has_imported
+    def import_s(self) -> float | None:
+        """What of that were imports of libraries, at least, which later workers are forked with."""
+        return self._line.import_s
 
     @property
     def has_lease(self) -> bool:

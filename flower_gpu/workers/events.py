@@ -132,7 +132,7 @@ class ImportTime:
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
         self._send = send
-        self._seconds = 0.0
+        self._seconds = self._told_s = 0.0
         self._outermost = ""  # the module whose import has led to the others
         self._looked_at = self._told_at = 0.0
 
@@ -143,11 +143,16 @@ class ImportTime:
         if getattr(spec, "_initializing", False):  # as importlib itself marks it
             self._seconds += now - self._looked_at
             if now - self._told_at >= _TELL_S:
-                self._told_at = now
-                self._send({"event": "importing", "seconds": self._seconds})
+                self.tell()
         else:
             self._outermost = name
         self._looked_at = now
+
+    def tell(self) -> None:
+        """Tell it, if it is more than the last time."""
+        if self._seconds != self._told_s:
+            self._told_at, self._told_s = self._looked_at, self._seconds
+            self._send({"event": "importing", "seconds": self._seconds})
 
 
 class ImportedModules:

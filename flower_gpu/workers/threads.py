@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -65,8 +66,8 @@ class _Pool:
         return count if count is None or self.most is None else min(count, self.most())
 
 
-# The process that has called `prepare`, and what its forks find.
-_found_before_fork: tuple[int, list[_Pool]] | None = None
+# What was found last, and how many modules there were then: libraries come with modules.
+_found: tuple[int, list[_Pool]] = (0, [])
 
 
 def of_worker(planned: int, env: Mapping[str, str], *, copies_caller: bool) -> int:
@@ -100,9 +101,7 @@ def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> Non
     ``environ``: the environment variables of the worker that is to be forked.
     ``pools``: what has been found in this process already.
     """
-    global _found_before_fork
     pools = _pools() if pools is None else pools
-    _found_before_fork = (os.getpid(), pools)
     _adjust([pool for pool in pools if pool.starts_threads], environ)
 
 
@@ -124,10 +123,7 @@ def apply(environ: Mapping[str, str] = os.environ) -> None:
     ``environ``: ``OMP_NUM_THREADS``, and what a library puts before it (``OPENBLAS_NUM_THREADS``,
     ``MKL_NUM_THREADS``, ``BLIS_NUM_THREADS``).
     """
-    global _found_before_fork
-    found, _found_before_fork = _found_before_fork, None
-    # To find them takes longest, as a new fork has to copy every page that it touches.
-    _adjust(_pools() if found is None or found[0] == os.getpid() else found[1], environ)
+    _adjust(_pools(), environ)
 
 
 def follow(applied: Mapping[str, str]) -> None:
@@ -163,6 +159,14 @@ def _set(counts: list[tuple[_Pool, int]]) -> None:
 
 
 def _pools() -> list[_Pool]:
+    global _found
+    # To find them takes longest, and most in a new fork, which has to copy every page that it touches.
+    if _found[0] != len(sys.modules):
+        _found = (len(sys.modules), _find_pools())
+    return _found[1]
+
+
+def _find_pools() -> list[_Pool]:
     pools = [pool for path in _loaded_libraries() if (pool := _library_pool(path)) is not None]
     # Last: a framework's OpenMP runtime is among the libraries.
     return pools + [_framework_pool(own) for own in _threads_of_frameworks()]

@@ -260,7 +260,9 @@ def run_task(
                     send({"event": "set_too_late", "variables": variables})
                     return None
                 send({"event": "task_started"})
-                return Outcome(value=function(*args, **kwargs))
+                value = function(*args, **kwargs)
+                time_of_imports.tell()
+                return Outcome(value=value)
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code
         except BaseException as error:

@@ -29,7 +29,7 @@ from flower_gpu.workers.worker import Descriptors
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
 _TRIES = 8
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between questions whether the libraries are there
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.2  # between questions whether the libraries are there
 
 #: How long to wait for libraries that the worker would have to import itself.
 LEARN_S = 60.0

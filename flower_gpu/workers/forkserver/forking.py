@@ -17,6 +17,7 @@ from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import adopt_orphans, children, end_adopted
 from flower_gpu.workers.native import collapse, huge_page_regions
 
+_HUGE_PAGES_PER_FORK = 16
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
 #: What a server that can be connected to writes to the process that started it; anything else is an error.
@@ -68,6 +69,7 @@ class Loop:
 
     def __init__(self, on_child: Callable[[], None]) -> None:
         self._small_pages: list[int] = []  # which could be in huge pages
+        self._forks = 0  # that were not followed by some of that
         self._own = children()  # processes that a library or the user's data have started here
         adopt_orphans()
         self.selector = selectors.DefaultSelector()
@@ -76,20 +78,28 @@ class Loop:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self._wakeup, selectors.EVENT_READ, on_child)
 
-    def settle(self, *, at_once: bool = False) -> None:
-        """Make forks of this process cheap, at once or while it waits; all libraries are there by now."""
+    def settle(self) -> None:
+        """Make forks of this process cheap; all libraries are there by now."""
         child.forget_exit_functions()
-        gc.collect()
         self._small_pages = huge_page_regions()
-        while at_once and self._small_pages:
-            collapse(self._small_pages.pop())
         gc.freeze()  # the collector of a fork would touch, and so copy, every object
 
+    def forked(self) -> None:
+        """Take note of a fork."""
+        self._forks += 1
+
     def wait(self, timeout_s: float | None) -> list[selectors.SelectorKey]:
-        """Wait for something to read; meanwhile use huge pages, which halves the time of a fork."""
-        ready = self.selector.select(0 if self._small_pages else timeout_s)
-        if not ready and self._small_pages:
-            collapse(self._small_pages.pop())
+        """Wait for something to read; after forks meanwhile use huge pages, which halves the time of a fork.
+
+        For each of them only as many as take as long as that: a process with torch has 1.3 s to do.
+        """
+        has_time = bool(self._small_pages and self._forks)
+        ready = self.selector.select(0 if has_time else timeout_s)
+        if has_time and not ready:
+            self._forks -= 1
+            for address in self._small_pages[-_HUGE_PAGES_PER_FORK:]:
+                collapse(address)
+            del self._small_pages[-_HUGE_PAGES_PER_FORK:]
         return [key for key, _ in ready]
 
     def clear(self) -> None:

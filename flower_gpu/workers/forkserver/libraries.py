@@ -5,6 +5,7 @@ A fork must be able to do what a fresh process can: so none that starts CUDA or 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -78,7 +79,7 @@ def import_all(names: Iterable[str]) -> None:
 
     Raises UnfitLibraryError if one of them initialised CUDA, or started a thread.
     """
-    with _watched():
+    with _watched(), _uncollected():
         for name in names:
             with suppress(ImportError, AttributeError):
                 import_module(name)
@@ -99,10 +100,15 @@ def preload_on_cpu(functions: Preload) -> None:
                 f"{name} computes with {library}, whose threads no worker would have: it would wait for them "
                 "for ever. Load numpy arrays there, and make tensors, data sets and models in the task"
             )
+    gc.collect()  # what loading has left: each fork would have it
 
 
 class _Watch:
-    """A finder in front of all others that looks what each module's execution does to the process."""
+    """A finder in front of all others that looks what each library's execution does to the process.
+
+    It looks where a library ends, or begins to import another one: at each of its modules that would take as
+    long as a fifth of the imports.
+    """
 
     def __init__(self) -> None:
         self._running: list[str] = []
@@ -145,10 +151,14 @@ class _Watch:
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # another finder may have wrapped it as well
+            is_another = not self._running or self._running[-1] != library
+            if is_another:
+                self.check()  # what the library has done that imports this one
             self._running.append(library)
             try:
                 execute(module)
-                self.check()
+                if is_another:
+                    self.check()
             finally:
                 self._running.pop()
 
@@ -157,6 +167,18 @@ class _Watch:
 
 def _thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no garbage be collected in the block: modules make little, and looking for it takes long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -168,8 +168,10 @@ class Line:
         self._is_cancelled = False
         #: The most memory that a worker of this line was seen to take.
         self.peak_bytes = 0
-        #: How long the last call took, from when it was sent; and whether its worker had to import something.
-        self.call_s, self.has_imported = 0.0, False
+        #: How long the last call took, from when it was sent; and what of it were imports, at least (None:
+        #: its worker had nothing to import).
+        self.call_s = 0.0
+        self.import_s: float | None = None
 
     @property
     def has_worker(self) -> bool:
@@ -295,7 +297,8 @@ class Line:
                 self.close()
                 raise
         assert watch is not None
-        self.call_s, self.has_imported = time.monotonic() - sent, bool(watch.imported)
+        self.call_s = time.monotonic() - sent
+        self.import_s = watch.import_s if watch.imported else None
         if watch.imported:
             self._server.imported(watch.imported, at_once=watch.is_late)
         self._calls = self._calls + 1 if watch.stays else 0

@@ -121,11 +121,11 @@ class _RunServer:
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_message)
         threads.prepare(os.environ)
         self._modules = len(sys.modules)
-        self._loop.settle(at_once=True)
+        self._loop.settle()
         sockets.send(self._connection, {"ready": os.getpid()})
         try:
             while self._lines or not self._is_draining:
-                for key, _ in self._selector.select(_TICK_S if self._ended else None):
+                for key in self._loop.wait(_TICK_S if self._ended else None):
                     key.data()
                 self._end_groups()
         except sockets.Gone:
@@ -165,6 +165,7 @@ class _RunServer:
         release_openmp_threads()
         try:
             line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
+            self._loop.forked()
         except OSError as error:
             with suppress(sockets.Gone):
                 for descriptor in sockets.receive(line.connection)[1]:

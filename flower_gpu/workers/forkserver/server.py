@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import multiprocessing.connection  # noqa: F401 - each worker needs it
 import os
@@ -185,6 +184,7 @@ class Server:
             session.pid = child.fork_process(work, f"flower-gpu: {session.record['label']}")
         except OSError as error:
             return {"error": explained(error)}
+        self._loop.forked()
         return {"pid": session.pid}
 
     def _on_reap(self, session: Session, _: _Message, __: list[int]) -> _Answer:
@@ -323,7 +323,6 @@ class Server:
             try:
                 self._leave_parent(keep)
                 os.setsid()
-                gc.unfreeze()
                 begin()
             except BaseException:
                 traceback.print_exc()
