@@ -181,7 +181,7 @@ class _Written:
             value, "load_state_dict"
         ):  # as Flower's PrivacyAccountant
             return ["state_dict", self._described(value.state_dict())]
-        raise TypeError(f"files have no form for a {type(value).__name__}")
+        raise TypeError(f"files have no form for a value of type {type(value).__name__}")
 
     def _add(self, array: NDArray[Any]) -> int:
         if array.dtype.kind in "OV":  # of objects, or of a type that numpy does not know

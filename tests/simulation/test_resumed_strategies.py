@@ -307,7 +307,7 @@ def test_a_round_that_cannot_be_written_leaves_the_checkpoint_of_the_one_before(
     result, last, _ = run("", strategy, tmp_path, evaluate_fn=keeps_the_best)
     assert len(result.train_metrics_clientapp) == ROUNDS
     assert last is not None and last.server_round == 1
-    assert "FedAdam.best cannot be written: files have no form for a object" in caplog.text
+    assert "FedAdam.best cannot be written: files have no form for a value of type object" in caplog.text
 
 
 def test_what_the_app_gives_holds_when_a_run_goes_on(tmp_path: Path) -> None:
