@@ -383,3 +383,15 @@ def test_only_the_first_start_of_an_app_goes_on(tmp_path: Path) -> None:
         assert last is not None and last.server_round == 2
     assert [phase.round for phase in recorded.phases("train")] == [1], "of the second start"
     assert list(map(bits, results[2:])) == list(map(bits, results[:2]))
+
+
+def test_a_second_start_has_no_checkpoint_where_the_first_one_could_have_none(tmp_path: Path) -> None:
+    nodes = new_nodes(NODES)
+
+    def main(grid: Any, context: Any) -> None:
+        arrays = Derived().start(grid, initial_arrays(""), 1).arrays
+        FedAdam().start(grid, arrays, 1)
+
+    recorded = run_app(main, Trainers(nodes, ""), nodes, 1, checkpoints=Checkpoints(tmp_path, StateStore()))
+    assert [event.resumes for event in recorded.of("strategy_started")] == [None, None]
+    assert not list(tmp_path.iterdir())
