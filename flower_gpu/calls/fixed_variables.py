@@ -10,7 +10,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 from flower_gpu.frameworks.framework import Rule
 
@@ -22,58 +23,22 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
     They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
     them.
     """
-    said: set[str] = set()
-
-    def say(name: str, value: object) -> None:
-        if name not in said:
-            said.add(name)
-            print(
-                f"flower-gpu: {name}={value} is not used: this worker keeps to its lease, which has "
-                f"{os.environ.get(name, '')!r}",
-                file=sys.stderr,
-            )
-
-    def is_fixed(name: Any) -> bool:
-        return isinstance(name, str | bytes) and os.fsdecode(name) in rules
-
-    def ruled(name: Any, value: Any) -> Any:
-        """Return what a variable is set to, as ``str`` or ``bytes`` like ``value``."""
-        if not is_fixed(name) or not isinstance(value, str | bytes):
-            return value
-        name, asked = os.fsdecode(name), os.fsdecode(value)
-        used = rules[name](asked)
-        if asked not in used:
-            say(name, asked)
-        return used if isinstance(value, str) else os.fsencode(used)
-
+    outer: _Rules | None = os.environ.__dict__.get(_RULES)
+    found = _Rules(rules if outer is None else {**outer.rules, **rules})
     kind: Any = type(os.environ)
     module: Any = os
     putenv, unsetenv = os.putenv, os.unsetenv
 
-    class Fixed(kind):  # type: ignore[misc]
-        def __setitem__(self, name: Any, value: Any) -> None:
-            super().__setitem__(name, ruled(name, value))
-
-        def __delitem__(self, name: Any) -> None:
-            if name not in self or not is_fixed(name):
-                super().__delitem__(name)
-
-        def popitem(self) -> tuple[Any, Any]:
-            # clear() calls it until there is nothing left.
-            for name in self:
-                if not is_fixed(name):
-                    return name, self.pop(name)
-            raise KeyError("what is left holds this worker to its lease")
-
     def unset_unless_fixed(name: Any) -> None:
-        if not is_fixed(name):
+        if not found.has(name):
             unsetenv(name)
 
     # Not other mappings in their place: other modules have imported those that are there.
     mappings: list[Any] = [os.environ, *([os.environb] if os.supports_bytes_environ else [])]
     for mapping in mappings:
-        mapping.__class__ = Fixed
-    module.putenv = lambda name, value: putenv(name, ruled(name, value))
+        mapping.__class__ = kind if outer is not None else _fixed_kind(kind)
+        mapping.__dict__[_RULES] = found
+    module.putenv = lambda name, value: putenv(name, found.ruled(name, value))
     module.unsetenv = unset_unless_fixed
     try:
         yield
@@ -81,3 +46,55 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
         module.putenv, module.unsetenv = putenv, unsetenv
         for mapping in mappings:
             mapping.__class__ = kind
+            mapping.__dict__[_RULES] = outer
+
+
+class _Rules:
+    """What variables become when they are set, and what is said of that, once for each."""
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        self.rules = rules
+        self._said: set[str] = set()
+
+    def has(self, name: Any) -> bool:
+        return isinstance(name, str | bytes) and os.fsdecode(name) in self.rules
+
+    def ruled(self, name: Any, value: Any) -> Any:
+        """Return what a variable is set to, as ``str`` or ``bytes`` like ``value``."""
+        if not self.has(name) or not isinstance(value, str | bytes):
+            return value
+        name, asked = os.fsdecode(name), os.fsdecode(value)
+        used = self.rules[name](asked)
+        if asked not in used and name not in self._said:
+            self._said.add(name)
+            print(
+                f"flower-gpu: {name}={asked} is not used: this worker keeps to its lease, which has "
+                f"{os.environ.get(name, '')!r}",
+                file=sys.stderr,
+            )
+        return used if isinstance(value, str) else os.fsencode(used)
+
+
+_RULES: Final = "_flower_gpu_rules"
+
+
+@cache  # to make a class takes longer than all else here, and a worker may have a thousand calls
+def _fixed_kind(kind: Any) -> Any:
+    """Return the class of a mapping of variables some of which are fixed."""
+
+    class Fixed(kind):  # type: ignore[misc]
+        def __setitem__(self, name: Any, value: Any) -> None:
+            super().__setitem__(name, self.__dict__[_RULES].ruled(name, value))
+
+        def __delitem__(self, name: Any) -> None:
+            if name not in self or not self.__dict__[_RULES].has(name):
+                super().__delitem__(name)
+
+        def popitem(self) -> tuple[Any, Any]:
+            # clear() calls it until there is nothing left.
+            for name in self:
+                if not self.__dict__[_RULES].has(name):
+                    return name, self.pop(name)
+            raise KeyError("what is left holds this worker to its lease")
+
+    return Fixed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -29,6 +30,8 @@ from flower_gpu.workers.outcomes import traceback_of
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
+# Of such messages the handing over of others takes a part that counts.
+_SHORT_S: Final = 0.1
 # Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05
@@ -79,6 +82,9 @@ class LocalGrid(Grid):
         Handles a message.
     threads : int
         How many messages are handled at a time, at most.
+    has_spare : bool
+        Whether there is one more while messages are short and many wait: it is written, or its reply read,
+        while the others are computed.
     checkpoints : Checkpoints, optional
         Where finished rounds are kept.
     resumed : RoundState, optional
@@ -99,6 +105,7 @@ class LocalGrid(Grid):
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
         *,
+        has_spare: bool = False,
         sums_in_order: bool = False,
         durations: Durations | None = None,
     ) -> None:
@@ -121,10 +128,17 @@ class LocalGrid(Grid):
         self._is_closed = False
         # In a stream so many replies may be there that nobody has taken: else workers that are faster than
         # the aggregation would fill the memory.
-        self._most_unread = 2 * threads
+        self._most_unread = 2 * (threads + has_spare)
+        self._most = threads
+        self._call_s = math.inf  # that messages take, a mean of the last ones
         self._threads = [
-            threading.Thread(target=self._work, name=f"flower-gpu-simulation-{number}", daemon=True)
-            for number in range(threads)
+            threading.Thread(
+                target=self._work,
+                args=(number >= threads,),
+                name=f"flower-gpu-simulation-{number}",
+                daemon=True,
+            )
+            for number in range(threads + has_spare)
         ]
         for thread in self._threads:
             thread.start()
@@ -323,25 +337,27 @@ class LocalGrid(Grid):
         for message in running:
             self._handle.cancel(message)
 
-    def _take(self) -> tuple[Message, Box] | None:
+    def _take(self, is_spare: bool) -> tuple[Message, Box] | None:
         """Return a message whose reply there is room for, if there is any at this moment."""
+        if is_spare and self._call_s > _SHORT_S:
+            return None  # it would only take the cores from the others
         for box in self._waiting:
-            if box.has_room():
+            if box.has_room() and (not is_spare or len(box.waiting) > self._most):
                 message = box.begin()
                 if not box.waiting:
                     self._waiting.remove(box)
                 return message, box
         return None
 
-    def _work(self) -> None:
+    def _work(self, is_spare: bool) -> None:
         while not self._is_closed:
             with self._changed:
-                job = self._take()
+                job = self._take(is_spare)
             if job is None:
                 self._handle.idle()
                 with self._changed:
                     while job is None and not self._is_closed:
-                        job = self._take()
+                        job = self._take(is_spare)
                         if job is None:
                             self._changed.wait()
             if job is not None:
@@ -357,8 +373,11 @@ class LocalGrid(Grid):
                 error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
                 reply = Message(error, reply_to=message)
                 return
+            began = time.monotonic()
             try:
                 reply = self._handle(message)
+                seconds = time.monotonic() - began
+                self._call_s = seconds if math.isinf(self._call_s) else (3 * self._call_s + seconds) / 4
             except BaseException as error:  # a SystemExit is the client's, not this thread's
                 text = str(error) or type(error).__name__
                 reply = Message(

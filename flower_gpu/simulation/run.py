@@ -112,8 +112,8 @@ def simulate(
     run_config : mapping, optional
         Values in the place of the app's own.
     max_workers : int, optional
-        How many messages are handled at a time, at most. Default: as many as there are cores (one more where
-        clients do not use PyTorch), or as there are shares of the GPUs. Leases and memory may let fewer run.
+        How many messages are handled at a time, at most. Default: as many as there are cores (one more
+        while messages are short), or as there are shares of the GPUs. Leases and memory may let fewer run.
     calls_per_worker : int, optional
         How many messages a worker handles before it ends, at most. Default: the run finds out whether used
         workers save time and give the same results.
@@ -190,7 +190,7 @@ def simulate(
     if verify_recycling and calls_per_worker == 1:
         raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
     leases = workers.most_leases(settings, decision.uuids)
-    concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes, client, calls_per_worker)
+    concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes)
     variables = workers.variables(concurrency, options.get("env"))
     memory_limit_bytes = memory_bytes(state_memory, "state_memory")
     gpus = workers.gpus()
@@ -280,6 +280,7 @@ def simulate(
             concurrency,
             checkpoints,
             state,
+            has_spare=max_workers is None and not leases,
             durations=durations if is_longest_first else None,
         )
         # Last in, first out: workers end at once, then the threads that wait for them.

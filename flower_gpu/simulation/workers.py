@@ -43,24 +43,12 @@ _WITHOUT_TORCH: Final = {
 } | sys.stdlib_module_names
 
 
-def concurrency(
-    settings: CallSettings,
-    leases: int,
-    max_workers: int | None,
-    nodes: int,
-    app: ClientApp | AppReference,
-    calls_per_worker: int | None,
-) -> int:
-    """Return how many messages are handled at a time, at most: of cores and leases what is more.
-
-    One more than there are cores where workers are there for milliseconds: while they compute, this process
-    and the run's fork server hand over other messages. Longer ones would only take the cores from each other.
-    """
+def concurrency(settings: CallSettings, leases: int, max_workers: int | None, nodes: int) -> int:
+    """Return how many messages are handled at a time, at most: of cores and leases what is more."""
     if max_workers is not None:
         return min(max_workers, nodes)
-    is_short = calls_per_worker in (None, 1) and not _may_use_torch(app)
     ranks = settings.gpu.request.count  # of each message, as long as it is on several GPUs
-    return min(max(1, (cores() + is_short) // ranks, leases), nodes)
+    return min(max(1, cores() // ranks, leases), nodes)
 
 
 def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:

@@ -380,8 +380,9 @@ class History:
 
 
 def _drop_oldest(found: dict[Any, Any], most: int) -> None:
-    for key in list(islice(found, max(0, len(found) - most))):
-        del found[key]
+    if len(found) > most:
+        for key in list(islice(found, len(found) - most)):
+            del found[key]
 
 
 def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:

@@ -130,3 +130,11 @@ def test_it_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "flower-gpu: FIXED=theirs is not used: this worker keeps to its lease, which has 'ours'\n"
     )
+
+
+def test_a_block_within_another_one_has_the_rules_of_both() -> None:
+    with fixed({"FREE": lambda _: "1"}):
+        os.environ.update(FREE="2", FIXED="theirs")
+        assert (os.environ["FREE"], kept()) == ("1", True)
+    os.environ.update(FREE="2", FIXED="theirs")
+    assert (os.environ["FREE"], kept()) == ("2", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,8 +37,8 @@ def identity() -> Iterator[None]:
 def new_grid() -> Iterator[Callable[..., GridUnderTest]]:
     made: list[GridUnderTest] = []
 
-    def new(threads: int = 2) -> GridUnderTest:
-        made.append(GridUnderTest(threads))
+    def new(threads: int = 2, *, has_spare: bool = False) -> GridUnderTest:
+        made.append(GridUnderTest(threads, has_spare=has_spare))
         return made[-1]
 
     yield new
@@ -196,6 +197,19 @@ def test_a_stream_waits_for_its_reader(new_grid: Callable[..., GridUnderTest]) -
         assert until(lambda: one.handling.running == 0)
         assert len(one.handling.begun) <= number + 2 * 2
     assert len(list(stream)) == 1
+
+
+@pytest.mark.parametrize("are_short", [False, True])
+def test_one_more_is_handled_while_messages_are_short(
+    are_short: bool, new_grid: Callable[..., GridUnderTest]
+) -> None:
+    one = new_grid(2, has_spare=True)
+    if are_short:
+        one.grid.send_and_receive(one.messages(10))
+    one.grid.push_messages(one.messages(6, "gate"))
+    assert until(lambda: one.handling.running == 2 + are_short)
+    time.sleep(0.05)
+    assert one.handling.running == 2 + are_short
 
 
 def test_a_list_has_the_order_of_sending(new_grid: Callable[..., GridUnderTest]) -> None:
