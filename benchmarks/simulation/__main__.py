@@ -2,7 +2,7 @@
 
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
 loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
-resnet (on a GPU). README.md says what is measured.
+order (clients of different sizes, the longest first), resnet (on a GPU). README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run
-from benchmarks.simulation import digits, failures, no_op, ordinary, resnet
+from benchmarks.simulation import digits, failures, no_op, order, ordinary, resnet
 from benchmarks.simulation.engines import ENGINES, available
 
 
@@ -65,6 +65,11 @@ def _failures(options: Options, figures: Figures) -> None:
     figures["failures"] = failures.measure(*(failures.QUICK_SIZE if options.quick else failures.SIZE))
 
 
+def _order(options: Options, figures: Figures) -> None:
+    size, seeds = (order.QUICK_SIZE, order.QUICK_SEEDS) if options.quick else (order.SIZE, order.SEEDS)
+    figures["order"] = order.measure(*size, seeds)
+
+
 def _resnet(options: Options, figures: Figures) -> None:
     figures["resnet"] = []
     if options.device == "cuda" and not machine.gpu_models():
@@ -81,6 +86,7 @@ _PARTS = {
     "ordinary": _ordinary,
     "accuracy": _accuracy,
     "failures": _failures,
+    "order": _order,
     "resnet": _resnet,
 }
 
