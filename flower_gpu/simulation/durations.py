@@ -296,14 +296,21 @@ class _Expectation:
         self._examples = examples
         self._seconds: dict[str, dict[int, float]] = {}
         self._lines: dict[tuple[str, int], Line | None] = {}
-        self._mean_examples = fmean(examples[0].values()) if examples else 0.0
+        self._mean_examples: float | None = None
 
     def of(self, client: int | None) -> float:
         """Return what a client's call is expected to take."""
         if not self._figures:
-            found = (one[client] for one in self._examples if client is not None and client in one)
-            return next(found, self._mean_examples)
+            return self._examples_of(client)
         return fmean(self._on(device, client) for device in self._figures)
+
+    def _examples_of(self, client: int | None) -> float:
+        for examples in self._examples:
+            if client is not None and client in examples:
+                return examples[client]
+        if self._mean_examples is None:
+            self._mean_examples = fmean(self._examples[0].values()) if self._examples else 0.0
+        return self._mean_examples
 
     def _on(self, device: str, client: int | None) -> float:
         figures = self._figures[device]
