@@ -158,9 +158,8 @@ def test_no_copy_of_a_long_message_is_handled() -> None:
     assert not durations.is_long("evaluate", 1)  # a copy of it costs a round little
     recycling = Recycling()
     assert recycling.role("train", 1, is_used=False, is_long=True) is Role.NEW
-    for _ in range(3):
-        assert recycling.role("train", 1, is_used=False) is Role.TRIED
-        recycling.tried("train", 0.3, 0.1)
+    assert recycling.role("train", 1, is_used=False) is Role.TRIED
+    recycling.tried("train", 3.0, 0.1)
     assert recycling.role("train", 1, is_used=True, is_long=True) is Role.NEW  # not before two were compared
     for _ in range(2):
         assert recycling.role("train", 1, is_used=True) is Role.COMPARED
