@@ -131,21 +131,29 @@ class ClientCallError(FlowerGPUError):
     """A function of a ``ClientApp`` raised an exception, which is the cause; the message names the client."""
 
 
-class ClientsFailedError(FlowerGPUError):
-    """Every client failed in the first round, or in three rounds in a row, so the run was ended.
+class RunEndedError(FlowerGPUError):
+    """A simulated run was ended since it could not give what it is to give; the message says why.
 
     Attributes
     ----------
     folder : Path or None
         Where the run's results are.
     can_resume : bool
-        Whether there is a checkpoint to go on from, once the app is mended.
+        Whether there is a checkpoint to go on from, once the reason is gone.
     """
 
     def __init__(self, message: str, folder: Path | None = None, can_resume: bool = False) -> None:
         super().__init__(message)
         self.folder = folder
         self.can_resume = can_resume
+
+
+class ClientsFailedError(RunEndedError):
+    """Every client failed in the first round, or in three rounds in a row, so the run was ended."""
+
+
+class NotDeterministicError(RunEndedError):
+    """In a deterministic run something happened that would give another model the next time."""
 
 
 class InvalidResultError(FlowerGPUError, ValueError):

@@ -123,7 +123,9 @@ def lock(
             return
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(late)
-        sleep(pause_s * random.uniform(0.5, 1.5))  # hundreds of processes may wait for one file
+        # Hundreds of processes may wait for one file. Not by the generator that users have seeded: how often
+        # one waits is chance.
+        sleep(pause_s * random.SystemRandom().uniform(0.5, 1.5))
         pause_s = min(pause_s * 1.5, longest_s)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 
@@ -56,6 +57,18 @@ def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
         files.lock(second, None, sleep=lambda _: os.close(first))  # the kernel lets go of it
     finally:
         os.close(second)
+
+
+def test_who_waits_for_a_lock_draws_nothing_from_the_users_generator(tmp_path: Path) -> None:
+    """How often somebody waits is chance, and the draws of a run with a seed are not."""
+    path = tmp_path / "lock"
+    pauses: list[float] = []
+    with open(path, "w") as first, open(path) as second:
+        assert files.try_lock(first.fileno())
+        before = random.getstate()
+        with pytest.raises(TimeoutError):
+            files.lock(second.fileno(), time.monotonic() + 0.1, late="late", sleep=pauses.append)
+    assert random.getstate() == before and len(set(pauses)) > 1
 
 
 def test_a_file_that_was_removed_or_made_anew_has_lost_its_name(tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
                 )
+            if argv is None and arguments.command == "simulate":
+                simulate.begin_again(arguments)
             return _run(arguments)
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -19,11 +20,12 @@ from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
-from flower_gpu.errors import ClientsFailedError, ConfigError, GPUUnavailableError, shortened
+from flower_gpu.errors import ConfigError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
 from flower_gpu.launch.options import given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, options_of
+from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
 
@@ -65,6 +67,12 @@ _OPTIONS: Final = {
     "seed": Option(
         "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
         NON_NEGATIVE,
+        group="federation",
+    ),
+    "deterministic": Option(
+        "the same seed gives the same final model, bit for bit, with any number of workers, used or new, "
+        "after crashes and --resume; what would change it ends the run",
+        SWITCH,
         group="federation",
     ),
     "max_workers": Option(
@@ -138,6 +146,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
 
 
+def begin_again(arguments: argparse.Namespace) -> None:
+    """Replace this process by one with fixed hashes of texts, if the run is a deterministic one.
+
+    They are chosen when Python starts. Where an option of Python is against it, the run itself says so.
+    """
+    if not (arguments.deterministic or _earlier_config(arguments.resume).get("deterministic")):
+        return
+    if has_fixed_hashes() or os.environ.get(HASH_SEED) == FIXED or sys.flags.ignore_environment:
+        return
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED: FIXED})
+
+
+def _earlier_config(folder: Path | None) -> Mapping[str, Any]:
+    """Return what an earlier run was started with; nothing where that cannot be read, which is told later."""
+    if folder is None:
+        return {}
+    try:
+        found = json.loads((folder.expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the simulation.
 
@@ -190,6 +221,7 @@ def _run(arguments: argparse.Namespace) -> int:
         progress=arguments.progress and not is_quiet(arguments),
         state_memory=arguments.state_memory,
         keep_going=arguments.keep_going,
+        deterministic=arguments.deterministic,
         preload=preload,
         **calls,
     )
@@ -268,7 +300,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return _INTERRUPTED
-    except ClientsFailedError as failed:
+    except RunEndedError as failed:
         _say(str(failed))
         _say(_once_mended(failed.folder, failed.can_resume))
         return 1
@@ -309,7 +341,7 @@ def _once_mended(path: Path | None, can_resume: bool) -> str:
         return more
     more = f"all failures are in {short(path / FILE_NAME)}; {more}"
     if can_resume:
-        more += f"; once the app is mended, add this to the same command: --resume {short(path)}"
+        more += f"; once that is mended, add this to the same command: --resume {short(path)}"
     return more
 
 

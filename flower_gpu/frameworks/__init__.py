@@ -5,7 +5,8 @@ Other rooms ask here; only the fork server names torch, which it imports in any 
     fork server   read_at_import, comes_before, seed_fork ───┐
     worker        environment, held_to, figures, threads ────┼──>  ALL = (PyTorch, TensorFlow, JAX)
     second try    says_out_of_memory ────────────────────────┤          │
-    simulation    seed, settings (set back between calls) ───┘          └──> those loaded in this process
+    simulation    seed, settings (set back between calls),   │          └──> those loaded in this process
+                  be_deterministic, not_deterministic ───────┘
 
 Nothing here imports a framework: a task that uses JAX need not load PyTorch. To add one, answer the questions
 of :class:`~flower_gpu.frameworks.framework.Framework` in a file here, and add it to :data:`ALL`. What users
@@ -105,25 +106,51 @@ def held_to(caps: Sequence[Cap], on_start: Callable[[], None]) -> Iterator[list[
     ``on_start`` is called when one starts CUDA and can tell. The list has what holds a framework by then.
     """
     holds: list[Hold] = []
-    finders = []
 
-    def hold(framework: Framework, *, is_new: bool) -> None:
+    def hold(framework: Framework, is_new: bool) -> None:
         if (found := framework.hold(caps, on_start, is_new=is_new)) is not None:
             holds.append(found)
 
     try:
-        for framework in ALL:
-            if framework.is_loaded():
-                hold(framework, is_new=False)
-            else:
-                finders.append(AfterImport.begin(framework.module, partial(hold, framework, is_new=True)))
-        yield holds
+        with each_loaded(hold):
+            yield holds
     finally:
-        for finder in finders:
-            finder.end()
         for each in holds:
             with suppress(Exception):  # it must not take the place of the task's own error
                 each.release()
+
+
+@contextmanager
+def each_loaded(then: Callable[[Framework, bool], None]) -> Iterator[None]:
+    """Call a function with each framework: now, or in the block as soon as it is imported.
+
+    Its second argument tells whether the framework was imported just now.
+    """
+    finders = []
+    try:
+        for framework in ALL:
+            if framework.is_loaded():
+                then(framework, False)
+            else:
+                finders.append(AfterImport.begin(framework.module, partial(then, framework, True)))
+        yield
+    finally:
+        for finder in finders:
+            finder.end()
+
+
+def deterministic_variables(threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which frameworks give the same bits each time, whichever is imported."""
+    return {
+        name: value
+        for framework in ALL
+        for name, value in framework.deterministic_variables(threads, environ).items()
+    }
+
+
+def not_deterministic(text: str) -> str | None:
+    """Return what has no algorithm that gives the same bits each time, if that is what an error says."""
+    return next((found for each in ALL if (found := each.not_deterministic(text)) is not None), None)
 
 
 def reserved_bytes() -> list[int] | None:

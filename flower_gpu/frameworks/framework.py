@@ -135,6 +135,20 @@ class Framework:
     def seed_fork(self) -> None:
         """Give a fork random numbers of its own, where all forks would draw the same."""
 
+    def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables by which it gives the same bits each time, with so many threads.
+
+        A user's own values in ``environ`` that do no harm to that stay.
+        """
+        return {}
+
+    def be_deterministic(self) -> None:
+        """Use only algorithms that give the same bits each time; others raise an error from now on."""
+
+    def not_deterministic(self, text: str) -> str | None:
+        """Return what of it has no algorithm that gives the same bits, if that is what an error says."""
+        return None
+
     def settings(self) -> Iterator[Setting]:
         """Yield what code can set in it, for all calls that follow in this process."""
         return iter(())

@@ -15,6 +15,9 @@ from flower_gpu.frameworks.framework import Framework, Rule, smaller_fraction
 #: Both name the cap; with both set JAX does not start. All versions up to 0.10.2 take the second, older one.
 FRACTIONS: Final = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
+_FLAGS: Final = "XLA_FLAGS"
+_DETERMINISTIC_FLAGS: Final = ("--xla_gpu_deterministic_ops=true",)
+
 _ERRORS: Final = ("XlaRuntimeError", "JaxRuntimeError")
 
 
@@ -30,6 +33,12 @@ class JAX(Framework):
         """Tell whether it has looked for devices; importing it starts no threads (seen with 0.10)."""
         # No function of its API tells that without looking for devices.
         return bool(getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None))
+
+    def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Have XLA choose kernels for GPUs that give the same bits; on the CPU all of them do."""
+        flags = environ.get(_FLAGS, "").split()
+        ours = [flag for flag in _DETERMINISTIC_FLAGS if flag not in flags]
+        return {_FLAGS: " ".join([*flags, *ours])}
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
         """Tell by its class and text."""

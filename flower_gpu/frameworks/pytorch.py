@@ -57,6 +57,13 @@ _FLAGS: Final = (
 )
 
 
+# "Avoiding nondeterministic algorithms" in PyTorch's notes on reproducibility, and cuBLAS's on CUDA 10.2.
+_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
+_NO_ALGORITHM: Final = re.compile(r"(\S+) does not have a deterministic implementation")
+_NO_WORKSPACE: Final = "this operation is not deterministic because it uses CuBLAS"
+
+
 class PyTorch(Framework):
     """PyTorch."""
 
@@ -135,6 +142,27 @@ class PyTorch(Framework):
         torch.default_generator.manual_seed(number)
         if os.environ.get("CUDA_VISIBLE_DEVICES") != "":
             torch.cuda.manual_seed_all(number)
+
+    def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Have cuBLAS keep its workspaces apart, and the compiler choose kernels without measuring them."""
+        own = environ.get(_WORKSPACE, "")
+        return {
+            _WORKSPACE: own if own in _DETERMINISTIC_WORKSPACES else _DETERMINISTIC_WORKSPACES[0],
+            "TORCHINDUCTOR_DETERMINISTIC": "1",
+        }
+
+    def be_deterministic(self) -> None:
+        """Turn deterministic algorithms on, as an error where there is none."""
+        torch: Any = sys.modules["torch"]
+        # Not use_deterministic_algorithms(): that imports the compiler, which takes 2 seconds.
+        torch.set_deterministic_debug_mode("error")
+        torch.backends.cudnn.benchmark = False
+
+    def not_deterministic(self, text: str) -> str | None:
+        """Find the operation in the text of its RuntimeError."""
+        if (found := _NO_ALGORITHM.search(text)) is not None:
+            return f"PyTorch's {found[1]} has no deterministic implementation on this device"
+        return "cuBLAS has no deterministic workspace" if _NO_WORKSPACE in text else None
 
     def seed_fork(self) -> None:
         """Seed the CPU's generator; CUDA's is made in the worker."""

@@ -13,6 +13,7 @@ from CUDA themselves.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -20,6 +21,11 @@ from typing import Any, Final
 from flower_gpu.frameworks.framework import Cap, Framework, Hold, is_of
 
 _MIB: Final = 1 << 20
+_THREADS: Final = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+# tensorflow/core/util/determinism.h and those who include it.
+_NOT_DETERMINISTIC: Final = re.compile(
+    r"deterministic (GPU )?implementation|[Dd]eterminism is (not|enabled)|op-determinism"
+)
 
 
 class TensorFlow(Framework):
@@ -45,6 +51,23 @@ class TensorFlow(Framework):
         # No function of its API tells that without making one.
         context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
         return getattr(context, "_context_handle", None) is not None
+
+    def seed(self, seed: int) -> None:
+        """Seed what has no seed of its own."""
+        sys.modules["tensorflow"].random.set_seed(seed & (1 << 31) - 1)
+
+    def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+        """Set the number of its threads, where the user has not: sums are cut into as many parts."""
+        return {name: environ.get(name) or str(threads) for name in _THREADS}
+
+    def be_deterministic(self) -> None:
+        """Turn deterministic operations on, as an error where there is none."""
+        sys.modules["tensorflow"].config.experimental.enable_op_determinism()
+
+    def not_deterministic(self, text: str) -> str | None:
+        """Return the line of its error that says so."""
+        lines = (line.strip() for line in text.splitlines())
+        return next((f"TensorFlow: {line}" for line in lines if _NOT_DETERMINISTIC.search(line)), None)
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
         """Tell by its class and text."""

@@ -18,7 +18,13 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flower_gpu.errors import ConfigError, WorkerDiedError, shortened
+from flower_gpu.errors import (
+    ConfigError,
+    NotDeterministicError,
+    RunEndedError,
+    WorkerDiedError,
+    shortened,
+)
 from flower_gpu.flower.averaging import BLOCK_NODES, in_order_of_sending
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.boxes import Box, OrderedBox
@@ -62,11 +68,14 @@ class CallError(Error):
         As for Flower's ``Error``.
     traceback : str
         The worker's; empty where there is none.
+    ends_run : RunEndedError, optional
+        What the run is to be ended with.
     """
 
-    def __init__(self, code: int, reason: str, traceback: str) -> None:
+    def __init__(self, code: int, reason: str, traceback: str, ends_run: RunEndedError | None = None) -> None:
         super().__init__(code, reason)
         self.traceback = traceback
+        self.ends_run = ends_run
 
 
 class LocalGrid(Grid):
@@ -94,6 +103,8 @@ class LocalGrid(Grid):
     durations : Durations, optional
         What messages are expected to take: those that are sent together are handled from the longest to the
         shortest. Without it in the order of sending.
+    is_strict : bool
+        Whether messages that are not done in time end the run.
     """
 
     def __init__(
@@ -108,7 +119,9 @@ class LocalGrid(Grid):
         has_spare: bool = False,
         sums_in_order: bool = False,
         durations: Durations | None = None,
+        is_strict: bool = False,
     ) -> None:
+        self._is_strict = is_strict
         self.sums_in_order = sums_in_order
         self._run = run
         self._nodes = nodes
@@ -271,6 +284,11 @@ class LocalGrid(Grid):
             while ids:
                 with self._changed:
                     reply = box.next(None if deadline is None else deadline - time.monotonic())
+                if reply is None and self._is_strict:
+                    raise NotDeterministicError(
+                        f"{len(ids)} messages were not done within {timeout:g} s, which depends on this "
+                        "machine's load: give the strategy's start() a longer timeout"
+                    )
                 if reply is None:
                     return
                 ids.discard(reply.metadata.reply_to_message_id)
@@ -380,8 +398,9 @@ class LocalGrid(Grid):
                 self._call_s = seconds if math.isinf(self._call_s) else (3 * self._call_s + seconds) / 4
             except BaseException as error:  # a SystemExit is the client's, not this thread's
                 text = str(error) or type(error).__name__
+                ends_run = error if isinstance(error, RunEndedError) else None
                 reply = Message(
-                    CallError(_code(error), shortened(text), traceback_of(error)), reply_to=message
+                    CallError(_code(error), shortened(text), traceback_of(error), ends_run), reply_to=message
                 )
         finally:
             with self._changed:

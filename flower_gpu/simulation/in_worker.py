@@ -27,7 +27,7 @@ from flwr.supercore.object_ref import load_app
 
 from flower_gpu import frameworks
 from flower_gpu.flower import message_call
-from flower_gpu.frameworks.framework import Setting
+from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.workers.forkserver.run_program import leave_after_this_call, may_stay
 
 #: The record of what :func:`handle_and_tell` replies, and its key.
@@ -70,6 +70,24 @@ def handle(
     loaded = _load(app, seed) if isinstance(app, AppReference) else app
     with as_first(seed):
         return message_call.run(loaded, None, message, context, identity)
+
+
+def handle_deterministically(
+    app: AppReference | ClientApp,
+    seed: int,
+    message: Message,
+    context: Context,
+    identity: Mapping[str, Any],
+) -> tuple[Message, RecordDict]:
+    """Handle a message by algorithms that give the same bits each time; others raise an error."""
+
+    def prepare(framework: Framework, is_new: bool) -> None:
+        framework.be_deterministic()
+        if is_new:  # later workers find it loaded, and seeded
+            framework.seed(seed)
+
+    with frameworks.each_loaded(prepare):
+        return handle(app, seed, message, context, identity)
 
 
 def handle_and_tell(

@@ -13,13 +13,28 @@ from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 
+from flower_gpu import frameworks
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import FlowerGPUError, WorkerDiedError
+from flower_gpu.errors import (
+    FlowerGPUError,
+    GPUError,
+    NotDeterministicError,
+    WorkerDiedError,
+    WorkerStartError,
+    WorkerTimeoutError,
+)
 from flower_gpu.flower import message_call
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.host_memory import HostMemory
-from flower_gpu.simulation.in_worker import CHANGED, AppReference, handle, handle_and_tell, seed_of
+from flower_gpu.simulation.in_worker import (
+    CHANGED,
+    AppReference,
+    handle,
+    handle_and_tell,
+    handle_deterministically,
+    seed_of,
+)
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import Comparison, Differences, Handled, Recycling, Role, differences
 from flower_gpu.simulation.slots import Slot
@@ -28,6 +43,11 @@ T = TypeVar("T")
 
 #: Metrics in which a reply tells how many examples its client has: of the Message API, and of a NumPyClient.
 _EXAMPLES: Final = ("num-examples", "num_examples")
+# What another run would not have: no client's own error.
+_ACCIDENTS: Final = (WorkerDiedError, WorkerStartError, WorkerTimeoutError, GPUError)
+# Of these, what another try may not have either.
+_TRIED_AGAIN: Final = (WorkerDiedError, WorkerStartError)
+_TRIES: Final = 3  # of a message in a deterministic run
 
 
 class MessageHandler:
@@ -51,6 +71,10 @@ class MessageHandler:
         How many messages a worker handles.
     durations : Durations, optional
         Learns what messages take.
+    is_deterministic : bool
+        Whether algorithms must give the same bits each time. A message whose worker dies is tried again then.
+    is_strict : bool
+        Whether a failure that another run would not have ends the run.
     """
 
     def __init__(
@@ -63,7 +87,13 @@ class MessageHandler:
         new_slot: Callable[[], Slot],
         recycling: Recycling,
         durations: Durations | None = None,
+        *,
+        is_deterministic: bool = False,
+        is_strict: bool = False,
     ) -> None:
+        self._task = handle_deterministically if is_deterministic else handle
+        self._tries = _TRIES if is_deterministic else 1
+        self._is_strict = is_strict
         self._app = app
         self._nodes = nodes
         self._options = dict(options)
@@ -99,6 +129,10 @@ class MessageHandler:
             self._running[metadata.message_id] = slot
         try:
             reply, context = self._handled(message, seed, number, slot)
+        except FlowerGPUError as error:
+            if self._is_strict and (end := _end_of_run(error)) is not None:
+                raise end from error
+            raise
         finally:
             with self._lock:
                 is_wanted = self._running.pop(metadata.message_id, None) is not None
@@ -219,7 +253,21 @@ class MessageHandler:
         return reply, context
 
     def _run(
-        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any] = handle
+        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any] | None = None
+    ) -> tuple[Message, Context]:
+        """Have a message handled; where its worker dies, a few times."""
+        for left in reversed(range(self._tries)):
+            try:
+                return self._run_once(message, seed, slot, task or self._task)
+            except _TRIED_AGAIN:
+                with self._lock:
+                    is_wanted = message.metadata.message_id in self._running
+                if not left or not is_wanted:
+                    raise
+        raise AssertionError
+
+    def _run_once(
+        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any]
     ) -> tuple[Message, Context]:
         context = self._nodes.context_of(message.metadata.dst_node_id)
         partition = str(self._nodes.partition_of(context.node_id))
@@ -290,6 +338,19 @@ def _examples_of(reply: Message) -> float | None:
             value = record.get(name)
             if isinstance(value, int | float) and 0 <= value < inf:
                 return value
+    return None
+
+
+def _end_of_run(error: FlowerGPUError) -> NotDeterministicError | None:
+    """Return what a strict run is to be ended with after an error of a message; None where it goes on."""
+    operation = frameworks.not_deterministic(str(error))
+    if operation is not None:
+        label = str(error).partition(":")[0]
+        return NotDeterministicError(
+            f"{label}: {operation}. Use another operation, or run without --deterministic"
+        )
+    if isinstance(error, _ACCIDENTS):
+        return NotDeterministicError(f"{error}\nWithout this reply the model would be another one")
     return None
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.common.logger import log
 
+from flower_gpu.errors import NotDeterministicError
 from flower_gpu.printable import duration_text
 
 #: Messages of one worker, where only the kernel and other users of a GPU set a limit.
@@ -112,6 +113,8 @@ class Recycling:
     first : int
         So many messages of each kind have new workers before anything is tried: a run that has no more would
         not gain by it.
+    is_strict : bool
+        Whether weights that are different each time, or in used workers, end the run.
     """
 
     def __init__(
@@ -121,8 +124,10 @@ class Recycling:
         verifies: bool = False,
         on_gpu: bool = False,
         first: int = 0,
+        is_strict: bool = False,
     ) -> None:
         self._given = calls_per_worker
+        self._is_strict = is_strict
         self._first = first
         self._on_gpu = on_gpu
         self._checks = CHECKS if verifies else 0
@@ -220,7 +225,13 @@ class Recycling:
                 self._kinds[kind].asked -= 1
 
     def compared(self, kind: str, role: Role, found: Comparison) -> None:
-        """Take note of a comparison."""
+        """Take note of a comparison.
+
+        Raises
+        ------
+        NotDeterministicError
+            If there are differences, and the run is strict.
+        """
         noise = [name for name in found.noise if name.startswith(_ARRAY)]
         different = {} if noise else _without(found.used, found.noise)
         with self._lock:
@@ -235,6 +246,18 @@ class Recycling:
                 self._stop(
                     f"used workers give {_listed(list(different))} of client {found.client} another value"
                 )
+        if self._is_strict and noise:
+            raise NotDeterministicError(
+                f"{kind} of client {found.client}: two new workers give other values of {_listed(noise)}. "
+                "What does the app draw from a generator that it seeds by itself, or take from the clock?"
+            )
+        if self._is_strict and different:
+            changed = f" A call changes {_listed(found.changed)}." if found.changed else ""
+            raise NotDeterministicError(
+                f"{kind} of client {found.client}: a used worker gave another {_listed(list(different))} "
+                f"than a new one. The app keeps something from one call to the next.{changed} Use "
+                "--calls-per-worker 1"
+            )
         if different:
             _warn(kind, found, different, ends=self._given is None)
 

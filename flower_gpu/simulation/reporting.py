@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from flower_gpu.apps.failures import Failure, FailureLog, outcome_text
 from flower_gpu.apps.folder import short
-from flower_gpu.errors import ClientsFailedError, ConfigError, FlowerGPUError, shortened
+from flower_gpu.errors import ConfigError, FlowerGPUError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.strategy_state import OURS
@@ -75,8 +75,8 @@ def reported_run(
     ------
     SimulationStoppedError
         In the place of a KeyboardInterrupt.
-    ClientsFailedError
-        If all clients fail, and not ``keep_going``.
+    RunEndedError
+        If all clients fail, or one in a way that ends the run, and not ``keep_going``.
     """
     began_s = time.monotonic()
     history = History(keep_finished=False)
@@ -130,7 +130,7 @@ def reported_run(
             None if folder is None else folder.path, folder is not None and folder.can_resume
         ) from None
     except BaseException as error:
-        if isinstance(error, ClientsFailedError) and folder is not None:
+        if isinstance(error, RunEndedError) and folder is not None:
             error.folder, error.can_resume = folder.path, folder.can_resume
         outcome, why = "failed", error_text(error)
         raise

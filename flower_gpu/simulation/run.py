@@ -35,11 +35,11 @@ from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.simulation import workers
+from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS
 from flower_gpu.simulation.grid import LocalGrid
-from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.in_worker import AppReference, seed_of
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import Recycling
@@ -49,7 +49,7 @@ from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.own_calls import borrowed
-from flower_gpu.workers.threads import cores
+from flower_gpu.workers.threads import cores, planned_threads
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
@@ -95,6 +95,7 @@ def simulate(
     progress: bool = True,
     state_memory: int | str = STATE_MEMORY,
     keep_going: bool = False,
+    deterministic: bool = False,
     **options: Any,
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
@@ -137,6 +138,9 @@ def simulate(
         bytes.
     keep_going : bool
         Whether the run goes on when every client failed in its first round, or in three rounds in a row.
+    deterministic : bool
+        Whether the same seed gives the same model in each bit, whatever the number of workers. What would
+        change that ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
     **options
         How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
@@ -153,6 +157,8 @@ def simulate(
         After Ctrl-C.
     ClientsFailedError
         If every client failed, and not ``keep_going``.
+    NotDeterministicError
+        If a deterministic run had another result the next time, and not ``keep_going``.
     Exception
         What the ServerApp raised.
 
@@ -184,20 +190,33 @@ def simulate(
     if seed is None:
         seed = before.get("seed")
     seed = secrets.randbelow(_SEEDS) if seed is None else seed
-    # What a run that goes on must have in common with the run before.
-    identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
+    deterministic = deterministic or bool(before.get("deterministic"))
+    env: dict[str, str] = dict(options.get("env") or {})
     decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
+    gpus = workers.gpus()
+    of_all: dict[str, str] = {}
+    if deterministic:
+        determinism.check_interpreter()
+        determinism.check_gpus(settings.gpu.on_oom, gpus, decision.uuids)
+        of_all = determinism.variables({**os.environ, **env}, before.get("threads", 1))
+    is_strict = deterministic and not keep_going
     if verify_recycling and calls_per_worker == 1:
         raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
     leases = workers.most_leases(settings, decision.uuids)
     concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes)
-    variables = workers.variables(concurrency, options.get("env"))
+    variables = workers.variables(concurrency, {**env, **of_all})
+    count = planned_threads({**os.environ, **variables})
+    # What a run that goes on must have in common with the run before.
+    identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
+    if deterministic:
+        identity |= {"deterministic": True, "threads": count}
     memory_limit_bytes = memory_bytes(state_memory, "state_memory")
-    gpus = workers.gpus()
     recorded: RecordedRun | None = None
     with ExitStack() as stack:
         if folder is None and log_dir is not None:
             config = {
+                "deterministic": deterministic,
+                "threads": count,
                 **identity,
                 "app_folder": where,
                 "run_config": values,
@@ -228,7 +247,9 @@ def simulate(
             checkpoints = Checkpoints(folder.checkpoint, states, identity)
             stack.callback(checkpoints.close)
             state = checkpoints.read() if resume is not None else None
-        run_id = secrets.randbits(63)
+        run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
+        if deterministic:
+            stack.enter_context(determinism.here(seed_of(f"{seed} server"), of_all))
         nodes = VirtualNodes(num_supernodes, seed, run_id, values, states)
         stack.enter_context(_identity(run_id))
         report: Report | None = None
@@ -261,7 +282,11 @@ def simulate(
         if not gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
         recycling = Recycling(
-            calls_per_worker, verifies=verify_recycling, on_gpu=decision.on_gpu, first=concurrency
+            calls_per_worker,
+            verifies=verify_recycling or (deterministic and calls_per_worker != 1),
+            on_gpu=decision.on_gpu,
+            first=concurrency,
+            is_strict=is_strict,
         )
         handler = MessageHandler(
             client,
@@ -272,6 +297,8 @@ def simulate(
             lambda: Slot(run_server, turns),
             recycling,
             durations,
+            is_deterministic=deterministic,
+            is_strict=is_strict,
         )
         grid = LocalGrid(
             Run.create_empty(run_id),
@@ -282,6 +309,8 @@ def simulate(
             state,
             has_spare=max_workers is None and not leases,
             durations=durations if is_longest_first else None,
+            sums_in_order=deterministic,
+            is_strict=is_strict,
         )
         # Last in, first out: workers end at once, then the threads that wait for them.
         stack.callback(handler.close)

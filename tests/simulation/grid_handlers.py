@@ -73,14 +73,16 @@ class Handling:
 
 class GridUnderTest:
     def __init__(
-        self, threads: int, nodes: int = 4, durations: Durations | None = None, *, has_spare: bool = False
+        self,
+        threads: int,
+        nodes: int = 4,
+        durations: Durations | None = None,
+        **options: bool,
     ) -> None:
         self.nodes = VirtualNodes(nodes, 1, RUN_ID, {})
         self.handling = Handling()
         run = Run.create_empty(RUN_ID)
-        self.grid = LocalGrid(
-            run, self.nodes, self.handling, threads, has_spare=has_spare, durations=durations
-        )
+        self.grid = LocalGrid(run, self.nodes, self.handling, threads, durations=durations, **options)
 
     def messages(self, count: int, group: str = "answer") -> list[Message]:
         ids = self.nodes.ids

@@ -28,6 +28,9 @@ def train(message: Message, context: Context) -> Message:
     state["times"] += 1
     if task == "fail":
         raise ValueError("of the app")
+    if task == "die once" and not Path(str(config["file"])).exists():
+        Path(str(config["file"])).touch()
+        task = "die"
     if task == "die":
         os._exit(3)
     if task == "load" and calls == 1:  # what a used worker has

@@ -17,7 +17,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import RUN_ID, GridUnderTest, until
 
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, NotDeterministicError
 from flower_gpu.flower import message_call
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,8 +37,8 @@ def identity() -> Iterator[None]:
 def new_grid() -> Iterator[Callable[..., GridUnderTest]]:
     made: list[GridUnderTest] = []
 
-    def new(threads: int = 2, *, has_spare: bool = False) -> GridUnderTest:
-        made.append(GridUnderTest(threads, has_spare=has_spare))
+    def new(threads: int = 2, **options: bool) -> GridUnderTest:
+        made.append(GridUnderTest(threads, **options))
         return made[-1]
 
     yield new
@@ -257,6 +257,14 @@ def test_what_is_there_at_the_time_limit_comes_without_the_slow_one(
     sent = [*one.messages(1, "wait"), *one.messages(4)[1:]]
     found = [reply.metadata.src_node_id for reply in one.grid.stream(sent, timeout=1, in_order=True)]
     assert found == list(one.nodes.ids[1:])
+
+
+def test_what_is_late_ends_a_strict_run(new_grid: Callable[..., GridUnderTest]) -> None:
+    one = new_grid(2, is_strict=True)
+    sent = [*one.messages(3, "wait"), *one.messages(3)]
+    with pytest.raises(NotDeterministicError, match=r"messages were not done within 0\.2 s"):
+        list(one.grid.send_and_receive(sent, timeout=0.2))
+    assert until(lambda: sorted(one.handling.cancelled) == sorted(one.handling.begun))
 
 
 def test_who_reads_no_further_gives_the_rest_up(new_grid: Callable[..., GridUnderTest]) -> None:

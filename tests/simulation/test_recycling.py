@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import until
 
-from flower_gpu.errors import ClientCallError, FlowerGPUError, WorkerDiedError
+from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
 from flower_gpu.flower import message_call
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
@@ -119,6 +120,7 @@ class Handler:
         seed: int = 3,
         *,
         verifies: bool = False,
+        is_strict: bool = False,
     ) -> None:
         self.nodes = VirtualNodes(4, 1, RUN_ID, {})
         self.durations = Learning()
@@ -129,8 +131,10 @@ class Handler:
             "recycled",
             seed,
             lambda: Slot(run_server, LeaseTurns()),
-            Recycling(calls_per_worker, verifies=verifies),
+            Recycling(calls_per_worker, verifies=verifies, is_strict=is_strict),
             self.durations,
+            is_deterministic=is_strict,
+            is_strict=is_strict,
         )
         self._numbers = iter(range(1000))
 
@@ -211,12 +215,18 @@ def test_state_of_a_failed_message_is_as_before(new_handler: Callable[..., Handl
     assert len(handler.durations.learned) == 2
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    ("method", "is_strict"), [("forkserver", False), ("forkserver", True), ("spawn", False)]
+)
 def test_given_up_while_it_runs(
-    method: str, new_handler: Callable[..., Handler], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    is_strict: bool,
+    new_handler: Callable[..., Handler],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_START_METHOD", method)
-    handler = new_handler(5)
+    handler = new_handler(5, is_strict=is_strict)
     if method == "forkserver":
         handler(0)
     message = handler.message(1, "hang", file=str(tmp_path / "begun"))
@@ -351,6 +361,39 @@ def test_a_used_worker_that_changes_weights(
     (warning,) = caplog.messages
     assert "Client 0, train: a used worker gave another array arrays.0" in warning
     assert "A call changes recycled_app.calls." in warning
+
+
+@pytest.mark.parametrize(
+    ("task", "calls", "text"),
+    [
+        ("remember", None, "A call changes recycled_app.calls. Use --calls-per-worker 1"),
+        ("remember", 5, "client 1: a used worker gave another array arrays.0"),
+        ("own", None, "client 0: two new workers give other values of array arrays.0"),
+    ],
+)
+def test_other_weights_end_a_strict_run(
+    task: str, calls: int | None, text: str, new_handler: Callable[..., Handler]
+) -> None:
+    handler = new_handler(calls, verifies=calls is not None, is_strict=True)
+    with pytest.raises(NotDeterministicError, match=re.escape(text)):
+        for number in range(4):
+            handler(number, task)
+
+
+def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
+    new_handler: Callable[..., Handler], tmp_path: Path
+) -> None:
+    wanted = new_handler(1)(0)
+    handler = new_handler(1, is_strict=True)
+    found = handler(0, "die once", file=str(tmp_path / "died"))
+    assert found["drawn"] == wanted["drawn"] and found["times"] == 1
+    assert handler.handler.facts()["workers_started"] == 2
+    with pytest.raises(NotDeterministicError, match=r"(?s)exited with code 3.*model would be another one"):
+        handler(1, "die")
+    assert handler.handler.facts()["workers_started"] == 5
+    with pytest.raises(ClientCallError, match="of the app"):
+        handler(2, "fail")
+    assert handler.handler.facts()["workers_started"] == 6
 
 
 def test_weights_that_two_new_workers_do_not_share(new_handler: Callable[..., Handler]) -> None:

@@ -270,13 +270,18 @@ class OwnServer(Server):
         return super().fit(0, timeout)
 
 
+def scores_of(found: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    scores = [metrics["score"] for _, metrics in found]
+    return {"score": sum(scores), "is_sorted": scores == sorted(scores)}
+
+
 def legacy_parts() -> dict[str, Any]:
     strategy = legacy.FedAvg(
         min_fit_clients=CLIENTS,
         min_evaluate_clients=CLIENTS,
         min_available_clients=CLIENTS,
         evaluate_fn=lambda server_round, arrays, config: (0.1 * server_round, {"f1": np.float32(0.5)}),
-        fit_metrics_aggregation_fn=lambda found: {"score": sum(metrics["score"] for _, metrics in found)},
+        fit_metrics_aggregation_fn=scores_of,
     )
     return {"strategy": strategy, "config": ServerConfig(num_rounds=ROUNDS)}
 
@@ -323,7 +328,7 @@ def test_a_legacy_server_is_recorded(name: str) -> None:
     assert {phase.clients for phase in trained} == {CLIENTS}
     assert {phase.messages for phase in trained} == {CLIENTS * (4 if name == "SecAgg+" else 1)}
     if name != "SecAgg+":  # whose workflow has no metrics of clients
-        assert recorded.metrics("train") == {number: {"score": 15.0} for number in rounds}
+        assert recorded.metrics("train") == {number: {"score": 15.0, "is_sorted": True} for number in rounds}
     asked = recorded.phases("get_parameters")
     assert asked[0].round in (None, 0)  # Flower's Server sends no group id for round 0
     assert asked[0].clients == 1

@@ -112,15 +112,18 @@ class Recorder:
         self._rule = AllFailed()
         self._refused = 0
         self._why_over: str | None = None
+        self._ended_by: BaseException | None = None
 
     def check(self) -> None:
-        """Raise an exception if the run is over since all clients fail.
+        """Raise an exception if the run is over since all clients fail, or one in a way that ends it.
 
         Raises
         ------
-        ClientsFailedError
+        RunEndedError
             Each time: an app that catches it gets no further.
         """
+        if self._ended_by is not None:
+            raise self._ended_by
         if self._why_over is not None and self._pointer is not None:
             raise ClientsFailedError(f"{self._why_over}; {self._pointer()}")
 
@@ -224,6 +227,7 @@ class Recorder:
         if reply.has_error():
             reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
             with self._lock:
+                self._ended_by = self._ended_by or getattr(reply.error, "ends_run", None)
                 phase.refused.add(node_id)
                 self._refused += 1
                 self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
@@ -293,6 +297,11 @@ class Recorder:
         if why is not None and self._why_over is None:
             self._why_over = why
             self._on_event(trace.make("all_failed", reason=why))
+
+    def place_of(self, node_id: int) -> int:
+        """Return what nodes are sorted by: their partition where that is known."""
+        partition = self._partition(node_id)
+        return node_id if partition is None else partition
 
     def _partition(self, node_id: int) -> int | None:
         if self._partition_of is None:

@@ -250,6 +250,8 @@ class _Hooks:
                 with self._outermost(f"aggregate {kind}") as is_first:
                     # Flower's legacy server takes what is raised in its threads for the failure of a client.
                     self._recorder.check()
+                    if is_first and self._streams:
+                        self._sort_results([*args, *kwargs.values()])
                     result = method(*args, **kwargs)
                     if is_first:
                         for replies in (*args, *kwargs.values()):
@@ -262,6 +264,14 @@ class _Hooks:
             return aggregate
 
         return wrap
+
+    def _sort_results(self, arguments: list[Any]) -> None:
+        """Give results the order of the nodes: Flower's legacy server has them from a set."""
+        for results in arguments:
+            if isinstance(results, list) and all(isinstance(one, tuple) and len(one) == 2 for one in results):
+                nodes = [getattr(client, "node_id", None) for client, _ in results]
+                if None not in nodes:
+                    results.sort(key=lambda result: self._recorder.place_of(result[0].node_id))
 
     def _trained(self, result: Any) -> Mapping[str, Any]:
         model, metrics = result

@@ -1,0 +1,123 @@
+"""What a deterministic run fixes: the same seed gives the same bits, whatever runs beside or before.
+
+    interpreter    hashes of texts, by PYTHONHASHSEED: this process must be started with it
+    environment    threads, and what frameworks read when they start
+    frameworks     seeds and deterministic algorithms: in the ServerApp's process here, in workers by
+                   ``in_worker.handle_deterministically``
+
+Sums in order are the grid's and :mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`, and
+comparisons in :mod:`.recycling`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+from flower_gpu import frameworks
+from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks.framework import Framework, Setting
+from flower_gpu.gpu.inventory import GPU
+from flower_gpu.workers import threads
+from flower_gpu.workers.own_calls import borrowed
+
+HASH_SEED: Final = "PYTHONHASHSEED"
+#: The value of :data:`HASH_SEED` in all processes of a deterministic run: hashes are not randomized.
+FIXED: Final = "0"
+
+_RUN_ID_BITS: Final = 63
+
+
+def has_fixed_hashes() -> bool:
+    """Tell whether this interpreter was started with fixed hashes of texts."""
+    return not sys.flags.hash_randomization
+
+
+def check_interpreter() -> None:
+    """Check that this process orders sets of texts in the same way each time.
+
+    Raises
+    ------
+    ConfigError
+        If it does not.
+    """
+    if not has_fixed_hashes():
+        raise ConfigError(
+            f"a deterministic run needs {HASH_SEED}={FIXED} from the start of Python: sets of texts have "
+            "another order in each process, also in your ServerApp. Start Python, or Jupyter, with "
+            f"{HASH_SEED}={FIXED}, or use the command flower-gpu simulate --deterministic"
+        )
+
+
+def check_gpus(on_oom: str, gpus: Sequence[GPU], uuids: Sequence[str]) -> None:
+    """Check that each message can only run on one kind of device.
+
+    Raises
+    ------
+    ConfigError
+        If it may be one or another.
+    """
+    if uuids and on_oom == "cpu":
+        raise ConfigError(
+            "--on-oom cpu lets chance decide what runs on the CPU, and a deterministic run cannot have that: "
+            "use --on-oom retry"
+        )
+    models = sorted({gpu.name for gpu in gpus if gpu.uuid in uuids})
+    if len(models) > 1:
+        raise ConfigError(
+            f"a deterministic run needs GPUs of one model, and these are {', '.join(models)}: choose some of "
+            "them with --gpu-ids"
+        )
+
+
+def variables(environ: Mapping[str, str], count: int = 1) -> dict[str, str]:
+    """Return the environment variables of all processes of a deterministic run.
+
+    ``count``: their threads, where ``environ`` does not say another number.
+    """
+    count = threads.openmp_threads(environ) or count
+    return {
+        HASH_SEED: FIXED,
+        threads.VARIABLE: str(count),
+        **frameworks.deterministic_variables(count, environ),
+    }
+
+
+def run_id(seed: int) -> int:
+    """Return the id of a run, which apps can see."""
+    return random.Random(f"flower-gpu run {seed}").getrandbits(_RUN_ID_BITS)
+
+
+@contextmanager
+def here(seed: int, env: Mapping[str, str]) -> Iterator[None]:
+    """Have this process compute deterministically in the block: what the ServerApp does itself."""
+    before: list[tuple[Setting, Any]] = []
+
+    def prepare(framework: Framework, is_new: bool) -> None:
+        if not is_new:
+            before.extend((setting, setting.get()) for setting in _flags(framework))
+        framework.be_deterministic()
+        framework.seed(seed)
+
+    with borrowed(env):
+        os.environ.update(env)
+        try:
+            with threads.restored(), frameworks.each_loaded(prepare):
+                threads.apply(env)
+                yield
+        finally:
+            for setting, value in before:
+                with suppress(RuntimeError, AttributeError):
+                    if setting.get() != value:
+                        setting.set(value)
+
+
+def _flags(framework: Framework) -> Iterator[Setting]:
+    for setting in framework.settings():
+        with suppress(RuntimeError, AttributeError, TypeError):
+            setting.get()
+            yield setting

@@ -1,0 +1,1 @@
+"""An app for tests: all that can change bits is in it."""

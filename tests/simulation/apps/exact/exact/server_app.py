@@ -1,0 +1,21 @@
+"""A server that averages over a sample of clients."""
+
+import numpy as np
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import strategy as strategies
+
+from flower_gpu import FedAvg
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the rounds."""
+    config = context.run_config
+    kind = {"ours": FedAvg, "median": strategies.FedMedian, "fedavg": strategies.FedAvg}[config["strategy"]]
+    options = {} if config["strategy"] == "ours" else {"fraction_evaluate": 0.0}
+    initial = np.random.default_rng(5).normal(size=(8, 32)).astype(np.float32)
+    strategy = kind(fraction_train=config["fraction-train"], **options)
+    strategy.start(grid, ArrayRecord([initial]), num_rounds=config["num-server-rounds"])

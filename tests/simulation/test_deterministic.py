@@ -1,0 +1,113 @@
+"""``--deterministic``: one seed, one model, whatever the workers, and an error for what cannot be so."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulations import APPS, Simulation, run, running, wait_for_line
+
+from flower_gpu import simulate
+from flower_gpu.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(300)
+pytest.importorskip("torch")
+
+NODES = 20
+OPTIONS = ("--seed", "3", "--deterministic", "--no-report")
+
+
+def model_of(done: Simulation) -> str:
+    """Return the SHA-256 of a run's model, as its last lines have it."""
+    assert done.status == 0, done.output
+    (found,) = re.findall(r"^model sha256 +([0-9a-f]{64})$", done.output, re.MULTILINE)
+    assert done.summary["model_sha256"] == found and done.summary["failed"] == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """A run with one worker at a time, each of them new."""
+    options = (*OPTIONS, "--max-workers", "1", "--calls-per-worker", "1")
+    return run("exact", NODES, tmp_path_factory.mktemp("alone"), *options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--max-workers", "2", "--calls-per-worker", "1000"),
+        ("--max-workers", "8", "--calls-per-worker", "1"),
+        ("--max-workers", "8", "--calls-per-worker", "auto"),
+    ],
+    ids=" ".join,
+)
+def test_the_model_is_the_same(options: tuple[str, ...], alone: Simulation, tmp_path: Path) -> None:
+    done = run("exact", NODES, tmp_path, *OPTIONS, *options)
+    assert model_of(done) == model_of(alone)
+    assert {call["threads"] for call in done.calls} == {1}
+    if "1" not in options:
+        recycling = done.summary["recycling"]
+        assert recycling["compared"] >= 3 and not recycling["different_clients"]
+
+
+def test_the_model_is_the_same_after_a_client_was_killed(alone: Simulation, tmp_path: Path) -> None:
+    file = tmp_path / "killed"
+    done = run("exact", NODES, tmp_path / "runs", *OPTIONS, "--run-config", f"dies='{file}'")
+    assert model_of(done) == model_of(alone)
+    assert file.exists() and [call["outcome"] for call in done.calls].count("died") == 1
+
+
+def test_the_model_is_the_same_after_the_run_was_killed(alone: Simulation, tmp_path: Path) -> None:
+    options = ("--max-workers", "2", *OPTIONS)
+    with running("exact", NODES, tmp_path, *options) as process:
+        wait_for_line(process, "round 2/3")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(30)
+    (folder,) = tmp_path.iterdir()
+    shutil.rmtree(folder / "states", ignore_errors=True)
+    done = run("exact", NODES, tmp_path, "--max-workers", "8", "--no-report", "--resume", str(folder))
+    assert "Going on after round" in done.output
+    assert model_of(done) == model_of(alone)
+
+
+def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "2")
+        done = run("exact", NODES, tmp_path, *OPTIONS)
+        assert {call["threads"] for call in done.calls} == {2}
+        again = run("exact", NODES, tmp_path, "--no-report", "--resume", str(alone.folder))
+    assert model_of(done) != model_of(alone), "the app's bits depend on the threads"
+    assert again.status == 2 and "threads was 1 and is 2" in again.output
+
+
+def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:
+    done = run("exact", NODES, tmp_path, *OPTIONS, "--run-config", "operation='put'")
+    assert done.status == 1
+    lines = done.output.splitlines()
+    (last,) = {line for line in lines if line.startswith("flower-gpu simulate: train of client ")}
+    assert "PyTorch's put_ has no deterministic implementation" in last
+    assert done.summary["outcome"] == "failed" and "NotDeterministicError" in done.summary["error"]
+
+
+@pytest.mark.skipif(not sys.flags.hash_randomization, reason="this one has fixed hashes")
+def test_python_with_random_hashes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED=0 from the start of Python"):
+        simulate(APPS / "exact", 2, deterministic=True, log_dir=tmp_path / "runs")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interpreter_that_ignores_the_variable_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-E", "-m", "flower_gpu.cli", "simulate", str(APPS / "exact")]
+    done = subprocess.run(
+        [*command, "--num-supernodes", "2", "--deterministic", "--log-dir", str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "PYTHONHASHSEED=0" in done.stderr
