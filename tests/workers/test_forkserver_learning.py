@@ -121,6 +121,14 @@ class TestLibraries:
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
 
+    def test_so_are_modules_of_this_package_where_it_is_installed_in_place(self, python: str) -> None:
+        with forkservers.own_servers(light=True), Client(python) as caller:
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.calls.leased_worker") == [True]
+            server = only_server()
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.spans") == [False]
+            assert until_only(lambda status: "flower_gpu" in status.libraries).pid != server.pid
+            assert caller.call("tasks_forkserver:uses", "flower_gpu.watch.spans") == [True]
+
     def test_a_worker_that_is_ended_while_it_imports_has_told_what(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:
             assert caller.call("tasks_forkserver:server") == only_server().pid

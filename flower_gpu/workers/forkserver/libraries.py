@@ -40,6 +40,9 @@ ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
 _THREADS_SURVIVE_FORKS = {"pyarrow"}
 
 
+_PACKAGE = __name__.partition(".")[0]
+
+
 class UnfitLibraryError(Exception):
     """Importing a library did something that a fork could not undo.
 
@@ -83,6 +86,12 @@ def import_all(names: Iterable[str]) -> None:
         for name in names:
             with suppress(ImportError, AttributeError):
                 import_module(name)
+
+
+def import_own(function: str | None) -> None:
+    """Import the module of a function, given as ``"package.module:function"``, if it is this package's."""
+    if function is not None and _is_ours(function):
+        import_module(function.partition(":")[0])
 
 
 def preload_on_cpu(functions: Preload) -> None:
@@ -226,7 +235,9 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
         spec = getattr(sys.modules[name], "__spec__", None)
         origin = getattr(spec, "origin", None)
         # By its own name and from a file: not what libraries put into sys.modules by hand.
-        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith(prefixes):
+        if spec is None or spec.name != name or not isinstance(origin, str):
+            continue
+        if _is_ours(name) or origin.startswith(prefixes):
             found.append(name)
     return found
 
@@ -234,8 +245,16 @@ def imported_since(count: int, folders: Sequence[str]) -> list[str]:
 def is_installed(name: str, folders: Sequence[str]) -> bool:
     """Tell whether a module is one of an installed package; nothing is imported."""
     with suppress(ValueError, ImportError):
-        return PathFinder.find_spec(name.partition(".")[0], folders) is not None
+        return _is_ours(name) or PathFinder.find_spec(name.partition(".")[0], folders) is not None
     return False
+
+
+def _is_ours(name: str) -> bool:
+    """Tell whether a module is this package's: installed in place it is in no folder of installed packages.
+
+    Whoever edits it gets another fork server.
+    """
+    return name.partition(".")[0] == _PACKAGE
 
 
 #: Of the memory file in which a worker writes what it had to import.

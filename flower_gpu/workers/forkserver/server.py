@@ -167,6 +167,7 @@ class Server:
         hidden = self._shadows.hidden(path, os.readlink(f"/proc/self/fd/{session.folder}"))
         if different or hidden:
             return {"variables": different, "without": hidden}
+        libraries.import_own(session.record["setup"])  # what runs around the tasks of its workers
         return {"fit": True}
 
     def _on_fork(self, session: Session, _: _Message, descriptors: list[int]) -> _Answer:
