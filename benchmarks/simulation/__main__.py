@@ -2,7 +2,8 @@
 
 Parts: no-op (what a message costs, and memory), many (10,000 clients), digits (small clients, beside a plain
 loop), ordinary (an app as most are written), accuracy (the models of both), failures (clients that fail),
-order (clients of different sizes, the longest first), resnet (on a GPU). README.md says what is measured.
+order (clients of different sizes, the longest first), deterministic (what that option costs), resnet (on a
+GPU). README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.shared import machine
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run
-from benchmarks.simulation import digits, failures, no_op, order, ordinary, resnet
+from benchmarks.simulation import deterministic, digits, failures, no_op, order, ordinary, resnet
 from benchmarks.simulation.engines import ENGINES, available
 
 
@@ -70,6 +71,11 @@ def _order(options: Options, figures: Figures) -> None:
     figures["order"] = order.measure(*size, seeds)
 
 
+def _deterministic(options: Options, figures: Figures) -> None:
+    sizes = deterministic.QUICK_SIZES if options.quick else deterministic.SIZES
+    figures["deterministic"] = deterministic.measure(sizes, options.runs)
+
+
 def _resnet(options: Options, figures: Figures) -> None:
     figures["resnet"] = []
     if options.device == "cuda" and not machine.gpu_models():
@@ -87,6 +93,7 @@ _PARTS = {
     "accuracy": _accuracy,
     "failures": _failures,
     "order": _order,
+    "deterministic": _deterministic,
     "resnet": _resnet,
 }
 

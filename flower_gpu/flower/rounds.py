@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import random
 import time
@@ -16,6 +17,7 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
+from flower_gpu import frameworks
 from flower_gpu.flower.averaging import InBlocks
 from flower_gpu.flower.strategy_state import OURS, StrategyState
 
@@ -87,19 +89,27 @@ class _Closeable(Protocol):
 
 
 def capture_random_state() -> RandomState:
-    """Return the state of Python's and of numpy's global random number generator, for JSON."""
+    """Return the states of the global generators of Python, numpy and loaded frameworks, for JSON."""
     version, numbers, gauss = random.getstate()
+    of_frameworks = ((each.name, each.random_state()) for each in frameworks.loaded())
     return {
         "python": [version, list(numbers), gauss],
         "numpy": _without_arrays(np.random.get_state(legacy=False)),
+        "frameworks": {
+            name: base64.b64encode(state).decode() for name, state in of_frameworks if state is not None
+        },
     }
 
 
 def restore_random_state(state: RandomState) -> None:
-    """Set both generators to what :func:`capture_random_state` returned."""
+    """Set the generators to what :func:`capture_random_state` returned, as far as they are loaded."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
+    of_frameworks = state.get("frameworks", {})  # not in checkpoints of earlier versions
+    for each in frameworks.loaded():
+        if each.name in of_frameworks:
+            each.set_random_state(base64.b64decode(of_frameworks[each.name]))
 
 
 def run(

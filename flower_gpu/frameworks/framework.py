@@ -132,6 +132,13 @@ class Framework:
     def seed(self, seed: int) -> None:
         """Seed its random number generators."""
 
+    def random_state(self) -> bytes | None:
+        """Return the state of its global generator on the CPU; None where it has none that can be set."""
+        return None
+
+    def set_random_state(self, state: bytes) -> None:
+        """Set that generator to what :meth:`random_state` returned."""
+
     def seed_fork(self) -> None:
         """Give a fork random numbers of its own, where all forks would draw the same."""
 

@@ -164,6 +164,16 @@ class PyTorch(Framework):
             return f"PyTorch's {found[1]} has no deterministic implementation on this device"
         return "cuBLAS has no deterministic workspace" if _NO_WORKSPACE in text else None
 
+    def random_state(self) -> bytes:
+        """Return the state of the CPU's generator."""
+        state: bytes = sys.modules["torch"].get_rng_state().numpy().tobytes()
+        return state
+
+    def set_random_state(self, state: bytes) -> None:
+        """Set the CPU's generator."""
+        torch: Any = sys.modules["torch"]
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
     def seed_fork(self) -> None:
         """Seed the CPU's generator; CUDA's is made in the worker."""
         sys.modules["torch"].default_generator.seed()

@@ -37,7 +37,7 @@ def test_ours_and_ray_are_compared(figures: Figures) -> None:
 
 
 def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figures) -> None:
-    parts = "many,digits,ordinary,accuracy,failures,order"
+    parts = "many,digits,ordinary,accuracy,failures,order,deterministic"
     result = figures("simulation", "--quick", "--only", parts, "--engines", "ours,loop", "--epochs", 1)
 
     (many,) = result["many"]
@@ -68,6 +68,10 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
     rows = result["failures"]
     assert {row["failure"]: row["named"] for row in rows} == {"raise": [[0, 3]], "kill": [[1]], "hang": [[2]]}
     assert all(row["outcome"].startswith("completed, ") for row in rows)
+
+    default, deterministic = result["deterministic"]
+    assert [row["is_deterministic"] for row in (default, deterministic)] == [False, True]
+    assert default["round_to_default"] == 1 and deterministic["models"] == 1
 
     row, medians = result["order"]
     assert [row[name] for name in ("clients", "workers", "rounds")] == [8, 2, 1]

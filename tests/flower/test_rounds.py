@@ -145,6 +145,16 @@ def test_random_state_survives_json(bit_generator: str) -> None:
         np.random.set_bit_generator(before)
 
 
+def test_the_state_of_pytorchs_generator_survives_json() -> None:
+    torch = pytest.importorskip("torch")
+    torch.randn(3)
+    state = json.loads(json.dumps(rounds.capture_random_state()))
+    wanted = torch.randn(20)
+    rounds.restore_random_state(state)
+    assert torch.equal(torch.randn(20), wanted)
+    rounds.restore_random_state({name: state[name] for name in ("python", "numpy")})  # an earlier version's
+
+
 class Listing(FedAvg):
     """What a user may write: looks at the replies, then leaves the rest to FedAvg."""
 

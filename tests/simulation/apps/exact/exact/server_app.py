@@ -14,7 +14,12 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the rounds."""
     config = context.run_config
-    kind = {"ours": FedAvg, "median": strategies.FedMedian, "fedavg": strategies.FedAvg}[config["strategy"]]
+    kind = {
+        "ours": FedAvg,
+        "median": strategies.FedMedian,
+        "fedavg": strategies.FedAvg,
+        "fedadam": strategies.FedAdam,
+    }[config["strategy"]]
     options = {} if config["strategy"] == "ours" else {"fraction_evaluate": 0.0}
     initial = np.random.default_rng(5).normal(size=(8, 32)).astype(np.float32)
     strategy = kind(fraction_train=config["fraction-train"], **options)
