@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +21,6 @@ from flwr.supercore.object_ref import load_app
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-import flower_gpu
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.calls import leasing
@@ -35,7 +32,7 @@ from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.simulation import determinism, workers
+from flower_gpu.simulation import determinism, machine, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS
 from flower_gpu.simulation.grid import LocalGrid
@@ -198,6 +195,7 @@ def simulate(
     if deterministic:
         determinism.check_interpreter()
         determinism.check_gpus(settings.gpu.on_oom, gpus, decision.uuids)
+        machine.check_same(before, machine.described(gpus), is_strict=not keep_going)
         of_all = determinism.variables({**os.environ, **env}, before.get("threads", 1))
     is_strict = deterministic and not keep_going
     if verify_recycling and calls_per_worker == 1:
@@ -226,9 +224,8 @@ def simulate(
                 "order": order,
                 "state_memory_bytes": memory_limit_bytes,
                 "options": {option: _plain(value) for option, value in options.items()},
-                "gpus": [gpu.name for gpu in gpus],
                 "cores": cores(),
-                "versions": _versions(),
+                **machine.described(gpus),
             }
             folder = ResultFolder.create(Path(log_dir), config)
         if folder is not None:
@@ -362,11 +359,6 @@ def _loaded(reference: str, folder: Path | None) -> ServerApp:
 
 def _shown(name: str, folder: object) -> str:
     return f"{name} ({path_text(str(folder))})" if folder else name
-
-
-def _versions() -> dict[str, str]:
-    found = {name: version(name) for name in ("flwr", "numpy")}
-    return {"flower-gpu": flower_gpu.__version__, **found, "python": sys.version.split()[0]}
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from simulations import APPS, Simulation, run, running, wait_for_line
 
 from flower_gpu import simulate
 from flower_gpu.errors import ConfigError
+from flower_gpu.simulation import machine
 
 pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
@@ -84,6 +85,17 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
         again = run("exact", NODES, tmp_path, "--no-report", "--resume", str(alone.folder))
     assert model_of(done) != model_of(alone), "the app's bits depend on the threads"
     assert again.status == 2 and "threads was 1 and is 2" in again.output
+
+
+def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    here = machine.described([])
+    machine.check_same(here, here, is_strict=True)
+    machine.check_same({"seed": 1}, here, is_strict=True)  # of an earlier version, which did not note it
+    before = {**here, "cpu": "Z80", "versions": {**here["versions"], "numpy": "1.0"}}
+    with pytest.raises(ConfigError, match=r"cpu was Z80 and is .+; versions was .*numpy 1\.0.* and is "):
+        machine.check_same(before, here, is_strict=True)
+    machine.check_same(before, here, is_strict=False)
+    assert "The model may be another one" in caplog.text
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named(tmp_path: Path) -> None:

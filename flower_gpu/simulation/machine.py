@@ -1,0 +1,78 @@
+"""What a run depends on beside the app and its seed: processors, GPUs, versions of libraries."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from logging import WARNING
+from pathlib import Path
+from typing import Any, Final
+
+from flwr.common.logger import log
+
+import flower_gpu
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu.inventory import GPU
+
+#: Keys of ``config.json`` that a deterministic run goes on with.
+KEYS: Final = ("cpu", "gpus", "versions")
+_LIBRARIES: Final = ("flwr", "numpy", "torch", "tensorflow", "jax")
+
+
+def described(gpus: Sequence[GPU]) -> dict[str, Any]:
+    """Return the models of processors and GPUs, and versions, as ``config.json`` has them."""
+    versions = {name: found for name in _LIBRARIES if (found := _version(name)) is not None}
+    return {
+        "cpu": _cpu_model(),
+        "gpus": [gpu.name for gpu in gpus],
+        "versions": {
+            "flower-gpu": flower_gpu.__version__,
+            **versions,
+            "python": sys.version.split()[0],
+        },
+    }
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
+    """Check that a run goes on where it began; what one of the two does not know is left out.
+
+    Raises
+    ------
+    ConfigError
+        If something is different, and the run is strict. Else a line in the log says so.
+    """
+    different = [
+        f"{name} was {_shown(before[name])} and is {_shown(now[name])}"
+        for name in KEYS
+        if name in before and before[name] != now[name]
+    ]
+    if not different:
+        return
+    text = f"this deterministic run has begun elsewhere: {'; '.join(different)}"
+    if is_strict:
+        raise ConfigError(f"{text}. Go on there, or accept another model with --keep-going")
+    log(WARNING, "%s. The model may be another one", text)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:  # not on Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
