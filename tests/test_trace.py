@@ -102,6 +102,8 @@ def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pyte
     assert (task, result) == ({**call, "event": "task_started"}, {**call, "event": "worker_result"})
     assert started == {**common, "event": "worker_started"}
     seconds, task_at, result_at = (finished.pop(name) for name in ("seconds", "task_at", "result_at"))
+    # Of a process that may compute other things meanwhile, nobody knows it.
+    assert (finished.pop("cpu_s") is None) == (start_method in ("in-process", "inline"))
     nothing = {"error": None, "cuda_at": None}
     assert finished == {**common, **nothing, "event": "worker_finished", "outcome": "ok"}
     assert isinstance(seconds, float) and isinstance(task_at, float) and isinstance(result_at, float)

@@ -222,7 +222,7 @@ class _Run:
             record["lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
         self.told = told = {}
-        times: dict[str, float | None] = dict.fromkeys(_TIMES.values())
+        times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s"))
 
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)

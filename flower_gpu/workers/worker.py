@@ -16,6 +16,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -53,6 +54,7 @@ class Outcome:
     """What a worker found out: a value or an error, never both."""
 
     value: Any = None  # what the task returned
+    cpu_s: float | None = None  # what the CPUs took for that, in all threads of the process
     error_type: str | None = None  # ``module.Class`` of the exception
     error_text: str = ""  # ``str`` of the exception
     error_traceback: str = ""  # the formatted traceback
@@ -215,7 +217,7 @@ def serve(
     outcome = run_task(env, setup, load, send, set_too_late)
     if outcome is not None:
         leave_reply(outcome, descriptors.reply)
-        send({"event": "result"})
+        send({"event": "result", "cpu_s": outcome.cpu_s})
 
 
 def keep_for_caller(descriptor: int) -> None:
@@ -260,9 +262,11 @@ def run_task(
                     send({"event": "set_too_late", "variables": variables})
                     return None
                 send({"event": "task_started"})
+                began_s = time.process_time()
                 value = function(*args, **kwargs)
+                cpu_s = time.process_time() - began_s
                 time_of_imports.tell()
-                return Outcome(value=value)
+                return Outcome(value=value, cpu_s=cpu_s)
         except SystemExit:
             raise  # the task asked for it; the caller reports the exit code
         except BaseException as error:

@@ -135,7 +135,8 @@ class Watch:
             self.peak_bytes = message["peak_bytes"]
             self._is_over = self.stays
             if self._on_event is not None:
-                self._on_event({"event": "worker_result", "task_at": message["task_at"]})
+                told = {name: message[name] for name in ("task_at", "cpu_s")}
+                self._on_event({"event": "worker_result", **told})
         elif event == "exited":
             # Of the worker before, that ended after its result: nobody has waited for it.
             if self.pid in (-1, message["pid"]):

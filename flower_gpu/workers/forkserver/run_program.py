@@ -333,11 +333,12 @@ def _do_calls(
             break
         say = _Say(send)
         with events.imports_seen_by(modules.look):
-            stays = _do(message, descriptors, say)
+            stays, cpu_s = _do(message, descriptors, say)
         tell_imported()
         if stays is not None:
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-            send({"event": "result", "stays": stays, "peak_bytes": peak_bytes, "task_at": say.task_at})
+            figures = {"peak_bytes": peak_bytes, "task_at": say.task_at, "cpu_s": cpu_s}
+            send({"event": "result", "stays": stays, **figures})
         if not stays:
             break
     atexit._run_exitfuncs()
@@ -357,8 +358,10 @@ class _Say:
             self._send(event)
 
 
-def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool | None:
-    """Do one call; tell whether another one may come, None if this one has no result."""
+def _do(
+    message: Mapping[str, Any], descriptors: list[int], send: Any
+) -> tuple[bool | None, float | None]:
+    """Do one call; tell whether another one may come, None if this one has no result, and its CPU seconds."""
     global _may_stay
     _may_stay = bool(message["stays"])
     request, reply, *held = descriptors  # what else came is held open until the end of the call
@@ -368,7 +371,7 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     load = partial(transport.read_request, request)
     outcome = child.run_task(message["env"], message["setup"], load, send)
     if outcome is None:
-        return None
+        return None, None
     child.leave_reply(outcome, reply)
     stays = _may_stay
     for stream in (sys.stdout, sys.stderr):
@@ -379,4 +382,4 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> bool |
     for descriptor in descriptors:
         os.close(descriptor)
     # After an error much may be different from what the next client expects to find.
-    return stays and outcome.error_type is None and not _has_to_leave
+    return stays and outcome.error_type is None and not _has_to_leave, outcome.cpu_s
