@@ -83,15 +83,28 @@ def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
         "engine": run.engine,
         "calls_per_worker": int(run.options[1]) if run.options else None,
         "preload": "--preload" in run.options,
+        "is_second": run.is_second,
         "clients": run.clients,
         "rounds": run.config["num-server-rounds"],
         "runs": len(done),
         "total_s": round(median(each.total_s for each in done), 2),
         "round_s": round(median(each.round_s for each in done), 3),
+        "strategy_s": round(median(sum(each.figures["rounds_s"]) for each in done), 2),
+        "app_share": _app_share(done),
         "peak_tree_mb": round(done[-1].peak_mb, 1),
         "all_total_s": [round(each.total_s, 2) for each in done],
         "all_rounds_s": [[round(value, 3) for value in each.figures["rounds_s"]] for each in done],
     }
+
+
+def _app_share(done: Sequence[Done]) -> float | None:
+    """Return how much of the cores' time from the second round on was the app's own; ours only."""
+    shares = [
+        sum(each.cpu_s[1:]) / sum(each.figures["rounds_s"][1:]) / len(os.sched_getaffinity(0))
+        for each in done
+        if len(each.cpu_s) > 1
+    ]
+    return round(median(shares), 3) if shares else None
 
 
 def compare_to_ideal(rows: Sequence[dict[str, Any]], at_a_time: int | None = None) -> None:
@@ -114,20 +127,25 @@ def show(title: str, rows: Sequence[dict[str, Any]], ideal: str) -> None:
             "engine",
             "calls per worker",
             "total",
+            "strategy",
             "a round",
             "total to ideal",
             "round to ideal",
+            "app's share",
             "accuracy",
             "peak",
         ),
         [
             (
                 row["engine"],
-                f"{row['calls_per_worker'] or ''}{', data preloaded' * row['preload']}",
+                f"{row['calls_per_worker'] or ''}{', data preloaded' * row['preload']}"
+                f"{', second run' * row['is_second']}",
                 f"{row['total_s']:.1f} s",
+                f"{row['strategy_s']:.1f} s",
                 f"{row['round_s']:.2f} s",
                 times(row["total_to_ideal"]),
                 times(row["round_to_ideal"]),
+                "" if row["app_share"] is None else f"{row['app_share']:.0%}",
                 f"{row['accuracy']:.3f}" if "accuracy" in row else "",
                 f"{row['peak_tree_mb']:.0f} MB",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,8 @@ class Run:
         More options of ``flower-gpu simulate``.
     num_gpus : float
         The share of a GPU that a client has.
+    is_second : bool
+        Ours: whether it finds the fork server of a run before it.
     """
 
     engine: str
@@ -69,6 +72,7 @@ class Run:
     saves_model: bool = False
     options: Sequence[str] = ()
     num_gpus: float = 0.0
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class Done:
         Ours: ``summary.json``.
     replied : list of float
         Ours: when each worker finished, as ``time.time()`` gives it.
+    cpu_s : list of float
+        Ours: what the CPUs took for the app's own tasks, for each round.
     """
 
     total_s: float
@@ -97,6 +103,7 @@ class Done:
     model: list[NDArray[Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     replied: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
 
     @property
     def peak_mb(self) -> float:
@@ -158,6 +165,9 @@ def perform(run: Run, *, is_watched: bool = True) -> Done:
         }
         command, env = _COMMANDS[run.engine](run, config, folder)
         try:
+            if run.is_second:
+                _timed(command, env, folder, is_watched=False)
+                shutil.rmtree(folder / "runs")
             total_s, memory, status = _timed(command, env, folder, is_watched)
         finally:
             _end_what_is_left()
@@ -247,8 +257,11 @@ def _model(path: Path) -> list[NDArray[Any]]:
         return [file[name] for name in file.files]
 
 
-def _results(folder: Path) -> tuple[dict[str, Any], list[float]]:
+def _results(folder: Path) -> tuple[dict[str, Any], list[float], list[float]]:
     (results,) = (folder / "runs").iterdir()
-    events = trace.read(results / trace.FILE_NAME)
-    replied = [event["time"] for event in events if event["event"] == "worker_finished"]
-    return json.loads((results / "summary.json").read_text()), replied
+    events = [event for event in trace.read(results / trace.FILE_NAME) if event["event"] == "worker_finished"]
+    # Of a message that was compared one copy counts: the others are not the app's own work.
+    cpu_s = {(event["round"], event["task"], event["client"]): event["cpu_s"] or 0.0 for event in events}
+    rounds = sorted({server_round for server_round, _, _ in cpu_s if server_round is not None})
+    of_rounds = [sum(value for key, value in cpu_s.items() if key[0] == one) for one in rounds]
+    return json.loads((results / "summary.json").read_text()), [event["time"] for event in events], of_rounds

@@ -358,9 +358,7 @@ class _Say:
             self._send(event)
 
 
-def _do(
-    message: Mapping[str, Any], descriptors: list[int], send: Any
-) -> tuple[bool | None, float | None]:
+def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> tuple[bool | None, float | None]:
     """Do one call; tell whether another one may come, None if this one has no result, and its CPU seconds."""
     global _may_stay
     _may_stay = bool(message["stays"])
