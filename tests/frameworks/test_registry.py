@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from flower_gpu import frameworks
-from flower_gpu.frameworks import Cap, Framework, Hold, Rule, out_of_memory
+from flower_gpu.flower.rounds import capture_random_state, restore_random_state
+from flower_gpu.frameworks import Cap, Framework, Hold, Rule, jax, out_of_memory, pytorch, tensorflow
 from flower_gpu.frameworks.framework import Setting
+from flower_gpu.simulation import determinism
 from flower_gpu.simulation.in_worker import ProcessState, seed_all
 
 
@@ -56,6 +58,21 @@ class Toy(Framework):
     def seed_fork(self) -> None:
         self.seeds.append(None)
 
+    def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
+        return {"TOY_THREADS": environ.get("TOY_THREADS", str(threads))}
+
+    def be_deterministic(self) -> None:
+        self.seeds.append(-1)
+
+    def not_deterministic(self, text: str) -> str | None:
+        return "Toy's dice" if "the dice" in text else None
+
+    def random_state(self) -> bytes:
+        return repr(self.seeds).encode()
+
+    def set_random_state(self, state: bytes) -> None:
+        self.seeds = [int(number) for number in state.decode().strip("[]").split(",")]
+
     def settings(self) -> Iterator[Setting]:
         toy = sys.modules[self.module]
         yield Setting(lambda: toy.flag, lambda value: setattr(toy, "flag", value))
@@ -81,6 +98,9 @@ def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> No
     assert frameworks.comes_before("toy_framework") == "toy_base"
     assert "TOY_CAP" in frameworks.set_by_modules()
     assert out_of_memory.out_of_memory_in(ValueError("the toy box is full"))
+    assert frameworks.deterministic_variables(2, {"TOY_THREADS": "3"}) == {"TOY_THREADS": "3"}
+    assert frameworks.not_deterministic("ValueError: the dice are thrown") == "Toy's dice"
+    assert frameworks.not_deterministic("ValueError: of the app") is None
     assert toy not in frameworks.loaded()
 
     module: Any = import_module("toy_framework")
@@ -88,6 +108,11 @@ def test_the_answers_of_a_new_framework_are_asked_for_everywhere(toy: Toy) -> No
     seed_all(7)
     frameworks.seed_fork()
     assert toy.seeds == [7, None]
+    toy.seeds = [1, 2]
+    state = capture_random_state()
+    toy.seeds = []
+    restore_random_state(state)
+    assert toy.seeds == [1, 2]
     found = ProcessState()
     module.flag = 2
     found.restore()
@@ -109,3 +134,55 @@ def test_a_framework_is_held_for_a_block_whenever_it_is_imported(toy: Toy, is_ne
     sys.modules.pop("toy_framework")
     import_module("toy_framework")
     assert toy.held == []  # nothing waits for it any more
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["imported-before", "imported-in-the-block"])
+def test_a_deterministic_run_computes_so_whenever_a_framework_is_imported(toy: Toy, is_new: bool) -> None:
+    if not is_new:
+        import_module("toy_framework")
+    with determinism.here(7, {}):
+        assert bool(toy.seeds) is not is_new
+        module: Any = import_module("toy_framework")
+        assert toy.seeds == [-1, 7]
+        module.flag = 5
+    assert module.flag == (5 if is_new else 1)  # what nobody has had before is nobody's
+
+
+def test_variables_of_users_that_do_no_harm_stay_in_a_deterministic_run() -> None:
+    def of(kind: type[Framework], **environ: str) -> dict[str, str]:
+        return kind().deterministic_variables(2, environ)
+
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    found = [of(pytorch.PyTorch, **{name: value})[name] for value in ("", ":16:8", ":0:0")]
+    assert found == [":4096:8", ":16:8", ":4096:8"]
+    assert of(tensorflow.TensorFlow, TF_NUM_INTRAOP_THREADS="3") == {
+        "TF_NUM_INTRAOP_THREADS": "3",
+        "TF_NUM_INTEROP_THREADS": "2",
+    }
+    ours = "--xla_gpu_deterministic_ops=true"
+    assert of(jax.JAX, XLA_FLAGS="--xla_dump_to=/tmp") == {"XLA_FLAGS": f"--xla_dump_to=/tmp {ours}"}
+    assert of(jax.JAX, XLA_FLAGS=ours) == {"XLA_FLAGS": ours}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "RuntimeError: put_ does not have a deterministic implementation, but you set",
+            "PyTorch's put_ has no deterministic implementation on this device",
+        ),
+        (
+            "RuntimeError: Deterministic behavior was enabled with either ..., but this operation is not "
+            "deterministic because it uses CuBLAS and you have CUDA >= 10.2.",
+            "cuBLAS has no deterministic workspace",
+        ),
+        (
+            "ValueError: tf.image.x requires a non-zero seed to be passed in when determinism is enabled",
+            "TensorFlow: ValueError: tf.image.x requires a non-zero seed to be passed in when determinism is "
+            "enabled",
+        ),
+        ("RuntimeError: the loss is nan", None),
+    ],
+)
+def test_operations_without_a_deterministic_algorithm_are_named(text: str, found: str | None) -> None:
+    assert frameworks.not_deterministic(text) == found

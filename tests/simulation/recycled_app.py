@@ -39,6 +39,11 @@ def train(message: Message, context: Context) -> Message:
     more = {"remember": calls, "own": int.from_bytes(os.urandom(4), "little")}.get(task, 0)
     arrays = [np.full(4, drawn + more, np.float64)]
     facts = {"pid": os.getpid(), "times": state["times"], "drawn": drawn}
+    if task == "late torch":
+        import torch
+
+        facts["is_deterministic"] = int(torch.are_deterministic_algorithms_enabled())
+        facts["seed"] = torch.initial_seed()
     if task == "answer":
         facts["calls"] = calls
     os.environ["OF_A_CLIENT"] = "1"

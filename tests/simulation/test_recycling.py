@@ -396,6 +396,15 @@ def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
     assert handler.handler.facts()["workers_started"] == 6
 
 
+def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
+    new_handler: Callable[..., Handler],
+) -> None:
+    """So a worker that is forked with it later has the same numbers."""
+    torch = pytest.importorskip("torch")
+    found = new_handler(1, is_strict=True)(0, "late torch")
+    assert found["is_deterministic"] and found["seed"] != torch.Generator().initial_seed()
+
+
 def test_weights_that_two_new_workers_do_not_share(new_handler: Callable[..., Handler]) -> None:
     handler = new_handler()
     found = [handler(number % 4, "own") for number in range(3)]
