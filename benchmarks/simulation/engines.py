@@ -95,6 +95,8 @@ class Done:
         Ours: when each worker finished, as ``time.time()`` gives it.
     cpu_s : list of float
         Ours: what the CPUs took for the app's own tasks, for each round.
+    calls_s : dict of int to list of float
+        Ours: what each call of a round took, with the start of its worker.
     """
 
     total_s: float
@@ -104,6 +106,7 @@ class Done:
     summary: dict[str, Any] = field(default_factory=dict)
     replied: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    calls_s: dict[int, list[float]] = field(default_factory=dict)
 
     @property
     def peak_mb(self) -> float:
@@ -257,11 +260,17 @@ def _model(path: Path) -> list[NDArray[Any]]:
         return [file[name] for name in file.files]
 
 
-def _results(folder: Path) -> tuple[dict[str, Any], list[float], list[float]]:
+def _results(
+    folder: Path,
+) -> tuple[dict[str, Any], list[float], list[float], dict[int, list[float]]]:
     (results,) = (folder / "runs").iterdir()
     events = [event for event in trace.read(results / trace.FILE_NAME) if event["event"] == "worker_finished"]
     # Of a message that was compared one copy counts: the others are not the app's own work.
     cpu_s = {(event["round"], event["task"], event["client"]): event["cpu_s"] or 0.0 for event in events}
     rounds = sorted({server_round for server_round, _, _ in cpu_s if server_round is not None})
     of_rounds = [sum(value for key, value in cpu_s.items() if key[0] == one) for one in rounds]
-    return json.loads((results / "summary.json").read_text()), [event["time"] for event in events], of_rounds
+    calls_s: dict[int, list[float]] = {}
+    for event in events:
+        calls_s.setdefault(event["round"], []).append(event["seconds"])
+    replied = [event["time"] for event in events]
+    return json.loads((results / "summary.json").read_text()), replied, of_rounds, calls_s
