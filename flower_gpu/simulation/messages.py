@@ -350,7 +350,10 @@ def _end_of_run(error: FlowerGPUError) -> NotDeterministicError | None:
             f"{label}: {operation}. Use another operation, or run without --deterministic"
         )
     if isinstance(error, _ACCIDENTS):
-        return NotDeterministicError(f"{error}\nWithout this reply the model would be another one")
+        tries = f" {_TRIES} workers have tried." if isinstance(error, _TRIED_AGAIN) else ""
+        return NotDeterministicError(
+            f"{error}\nWithout this reply the model would be another one, so the run ends.{tries}"
+        )
     return None
 
 

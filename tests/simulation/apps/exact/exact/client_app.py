@@ -18,21 +18,22 @@ def train(message: Message, context: Context) -> Message:
     """Train for one step."""
     partition = int(context.node_config["partition-id"])
     _die(str(context.run_config["dies"]), partition)
-    weights = torch.tensor(message.content["arrays"].to_numpy_ndarrays()[0])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = torch.tensor(message.content["arrays"].to_numpy_ndarrays()[0]).to(device)
     drawn = torch.randn(200_000) * random.random() + float(np.random.rand())
     scale = float(drawn.sum())  # in as many parts as there are threads
     for word in {f"word {number}" for number in range(9)}:  # in the order of hashes
         scale = (scale + len(word) / 7 + int(word[-1]) / 3) / 1.1
     if context.run_config["operation"] == "put":
-        weights.put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
+        weights.put_(torch.tensor([0, 0]).to(device), torch.tensor([1.0, 2.0]).to(device))
     before = context.state.array_records.get("before")
     momentum = before.to_numpy_ndarrays()[0] if before is not None else 0
-    change = (weights @ weights.T @ weights * scale * 1e-7).numpy() + 0.5 * momentum
+    change = (weights @ weights.T @ weights * scale * 1e-7).cpu().numpy() + 0.5 * momentum
     context.state["before"] = ArrayRecord([change])
     return Message(
         RecordDict(
             {
-                "arrays": ArrayRecord([weights.numpy() - change.astype(np.float32)]),
+                "arrays": ArrayRecord([weights.cpu().numpy() - change.astype(np.float32)]),
                 "metrics": MetricRecord({"num-examples": 1 + partition * 7, "scale": scale}),
             }
         ),
