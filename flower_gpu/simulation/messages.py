@@ -6,12 +6,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from math import inf
 from typing import Any, Final, TypeVar
 
 from flwr.app import Context, Message, MetricRecord
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
+from flwr.common.logger import log
 
 from flower_gpu import frameworks
 from flower_gpu.calls.settings import CallSettings
@@ -259,11 +261,13 @@ class MessageHandler:
         for left in reversed(range(self._tries)):
             try:
                 return self._run_once(message, seed, slot, task or self._task)
-            except _TRIED_AGAIN:
+            except _TRIED_AGAIN as error:
                 with self._lock:
                     is_wanted = message.metadata.message_id in self._running
                 if not left or not is_wanted:
                     raise
+                first = str(error).partition("\n")[0].rstrip(".")
+                log(WARNING, "%s. A new worker handles the message again", first)
         raise AssertionError
 
     def _run_once(
