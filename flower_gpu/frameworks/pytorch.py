@@ -144,10 +144,12 @@ class PyTorch(Framework):
             torch.cuda.manual_seed_all(number)
 
     def deterministic_variables(self, threads: int, environ: Mapping[str, str]) -> dict[str, str]:
-        """Have cuBLAS keep its workspaces apart, and the compiler choose kernels without measuring them."""
+        """Fix what cuBLAS and MKL do, and have the compiler choose kernels without measuring them."""
         own = environ.get(_WORKSPACE, "")
         return {
             _WORKSPACE: own if own in _DETERMINISTIC_WORKSPACES else _DETERMINISTIC_WORKSPACES[0],
+            # Of MKL ("Conditional Numerical Reproducibility"): the same bits wherever arrays lie in memory.
+            "MKL_CBWR": environ.get("MKL_CBWR") or "AUTO",
             "TORCHINDUCTOR_DETERMINISTIC": "1",
         }
 

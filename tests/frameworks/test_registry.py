@@ -159,6 +159,11 @@ def test_variables_of_users_that_do_no_harm_stay_in_a_deterministic_run() -> Non
         "TF_NUM_INTRAOP_THREADS": "3",
         "TF_NUM_INTEROP_THREADS": "2",
     }
+    assert determinism.variables({"MKL_NUM_THREADS": "7"})["MKL_NUM_THREADS"] == "1"
+    assert (
+        determinism.variables({"MKL_NUM_THREADS": "7", "OMP_NUM_THREADS": "2"}, 5)["MKL_NUM_THREADS"] == "2"
+    )
+    assert determinism.variables({}, 5)["OMP_NUM_THREADS"] == "5"
     ours = "--xla_gpu_deterministic_ops=true"
     assert of(jax.JAX, XLA_FLAGS="--xla_dump_to=/tmp") == {"XLA_FLAGS": f"--xla_dump_to=/tmp {ours}"}
     assert of(jax.JAX, XLA_FLAGS=ours) == {"XLA_FLAGS": ours}
