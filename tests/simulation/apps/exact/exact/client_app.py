@@ -25,7 +25,7 @@ def train(message: Message, context: Context) -> Message:
     for word in {f"word {number}" for number in range(9)}:  # in the order of hashes
         scale = (scale + len(word) / 7 + int(word[-1]) / 3) / 1.1
     if context.run_config["operation"] == "put":
-        weights.put_(torch.tensor([0, 0]).to(device), torch.tensor([1.0, 2.0]).to(device))
+        weights.put_(torch.tensor([0, 0]).to(device), torch.tensor([1.0, 2.0]).to(weights))
     before = context.state.array_records.get("before")
     momentum = before.to_numpy_ndarrays()[0] if before is not None else 0
     change = (weights @ weights.T @ weights * scale * 1e-7).cpu().numpy() + 0.5 * momentum
@@ -33,7 +33,7 @@ def train(message: Message, context: Context) -> Message:
     return Message(
         RecordDict(
             {
-                "arrays": ArrayRecord([weights.cpu().numpy() - change.astype(np.float32)]),
+                "arrays": ArrayRecord([weights.cpu().numpy() - change]),
                 "metrics": MetricRecord({"num-examples": 1 + partition * 7, "scale": scale}),
             }
         ),
