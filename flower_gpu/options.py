@@ -236,7 +236,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
         ),
         "FLOWER_GPU_LEDGER_DIR": Option("folder that the ledger's users share", default="/tmp"),
         "FLOWER_GPU_SERVER_IDLE_S": Option(
-            "seconds after which an unused fork server ends", SECONDS_OR_0, default=60.0
+            "seconds after which an unused fork server ends", SECONDS_OR_0, default=300.0
         ),
         CONCURRENCY_VARIABLE: Option(
             "how many workers may run at the same time; they share the cores", COUNT, default=1
