@@ -1,12 +1,16 @@
-"""Which libraries an app imports, read from its source: nothing of it runs."""
+"""Which libraries an app imports, read from its source or from its functions: nothing of it runs."""
 
 from __future__ import annotations
 
 import ast
+import dis
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Final
 
 _TASK = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -36,6 +40,64 @@ def libraries_of(folder: Path, module: str) -> list[str]:
                 imported = [each for each in (*_imported(tree, package), *named) if each not in seen]
                 waiting[:0] = [part for each in imported for part in _with_parents(each)]
     return found
+
+
+_MAIN: Final = "__main__"
+_MOST_ITEMS: Final = 1000  # of a list or a table: there may be a whole data set
+
+
+def libraries_used(*values: object) -> list[str]:
+    """Return the modules that functions of a script or a notebook import or use, and classes of theirs.
+
+    ``values``: such functions, or whatever holds them. What comes from other modules is not looked into.
+    """
+    found: dict[str, None] = {}
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(value, FunctionType) and module == _MAIN:
+            codes = list(_codes(value.__code__))
+            found.update((name, None) for code in codes for name in _imported_by(code))
+            names = {name for code in codes for name in code.co_names}
+            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
+            waiting += [value.__dict__, value.__defaults__, value.__kwdefaults__]
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)
+        elif isinstance(value, type) and module == _MAIN:
+            waiting += [*value.__bases__, *vars(value).values()]
+        elif isinstance(value, dict):
+            waiting += islice(value.values(), _MOST_ITEMS)
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += islice(value, _MOST_ITEMS)
+        elif isinstance(module, str) and module != _MAIN:
+            found[module] = None
+        elif not isinstance(value, type | FunctionType):
+            waiting.append(type(value))
+    return list(dict.fromkeys(part for name in found for part in _with_parents(name)))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _imported_by(code: CodeType) -> Iterable[str]:
+    base = ""
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            base = str(step.argval)
+            yield base
+        elif step.opname == "IMPORT_FROM":
+            yield f"{base}.{step.argval}"
 
 
 def _with_parents(name: str) -> list[str]:

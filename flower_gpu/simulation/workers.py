@@ -13,7 +13,7 @@ import numpy as np
 from flwr.clientapp import ClientApp
 
 from flower_gpu import frameworks
-from flower_gpu.apps.app_imports import libraries_of
+from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls import environment
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError
@@ -85,16 +85,14 @@ def run_server_settings(
     name: str, app: ClientApp | AppReference, settings: CallSettings, env: Mapping[str, str]
 ) -> RunServerSettings:
     """Return what an app's workers are forked from: a process with the libraries that the app imports."""
-    libraries: list[str] = []
     without: frozenset[str] = frozenset()
     if settings.gpu.policy.gpu == "never":  # a module that looks for GPUs when it is imported finds none
         env = {**env, **environment.of_worker(None, {})}
-    if isinstance(app, AppReference):
-        libraries = _libraries_of(app)
-        if not _may_use_torch(app):
-            without = frozenset({"torch"})
-        else:
-            libraries = [*libraries, "torch", *frameworks.imported_in_use("torch")]
+    libraries = _libraries_of(app)
+    if not _may_use_torch(libraries):
+        without = frozenset({"torch"})
+    else:
+        libraries = [*libraries, "torch", *frameworks.imported_in_use("torch")]
     return RunServerSettings(
         name,
         env=threads.environment(planned_threads(env), env),
@@ -143,13 +141,13 @@ def seed_server(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def _libraries_of(app: AppReference) -> list[str]:
-    return libraries_of(app.folder, app.name.partition(":")[0])
+def _libraries_of(app: ClientApp | AppReference) -> list[str]:
+    if isinstance(app, AppReference):
+        return libraries_of(app.folder, app.name.partition(":")[0])
+    return libraries_used(vars(app))
 
 
-def _may_use_torch(app: ClientApp | AppReference) -> bool:
-    if not isinstance(app, AppReference):
-        return True
-    names = _libraries_of(app)
+def _may_use_torch(libraries: Sequence[str]) -> bool:
     # Of a library that is not known to do without, whoever wrote it may have used torch.
-    return "flower_gpu.pytorch" in names or bool({name.partition(".")[0] for name in names} - _WITHOUT_TORCH)
+    tops = {name.partition(".")[0] for name in libraries}
+    return "flower_gpu.pytorch" in libraries or bool(tops - _WITHOUT_TORCH)

@@ -9,7 +9,7 @@ from textwrap import dedent
 
 import pytest
 
-from flower_gpu.apps.app_imports import libraries_of
+from flower_gpu.apps.app_imports import libraries_of, libraries_used
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -123,3 +123,47 @@ def test_it_is_what_python_asks_for() -> None:
     asked = {each for each in done.stdout.split() if each.split(".")[0] != package}
     assert asked
     assert asked <= set(libraries_of(Path(folder), f"{package}.client_app"))
+
+
+NOTEBOOK = """
+import json as text
+from functools import partial, wraps
+from queue import Queue
+
+class Base:
+    def load(self):
+        import wave
+
+class Net(Base):
+    pass
+
+def logged(function):
+    @wraps(function)
+    def run(*args):
+        import zipfile
+        return function(*args)
+    return run
+
+TABLE = {"net": [Net]}
+
+@logged
+def train(message, number=Queue()):
+    from xml import sax
+    def inner():
+        import csv
+        train(TABLE)
+    text.dumps(0)
+
+unused = partial
+"""
+
+
+def test_what_functions_of_a_notebook_use() -> None:
+    """Decorated, within others, by classes and tables of theirs; a cell is no file to read."""
+    cells: dict[str, object] = {"__name__": "__main__"}
+    exec(NOTEBOOK, cells)
+    found = libraries_used({"train": cells["train"]})
+    assert {"csv", "json", "queue", "wave", "xml", "xml.sax", "zipfile"} <= set(found)
+    assert not {"functools", "__main__"} & set(found)
+    assert found.index("xml") < found.index("xml.sax")
+    assert libraries_used(libraries_used) == ["flower_gpu", "flower_gpu.apps", "flower_gpu.apps.app_imports"]
