@@ -48,6 +48,8 @@ class Slot(Workers):
         Whether the last call had a worker that had run others before.
     call_s : float
         How long the last call took in its worker, with the worker's start if it was new.
+    import_s : float, optional
+        What of that were imports of libraries, at least, which later workers are forked with.
     device : str
         What the last call was on: models of GPUs, or the CPU.
     workers_started : int
@@ -69,6 +71,7 @@ class Slot(Workers):
         self._ordering = threading.Lock()
         self.is_used_again = False
         self.call_s = 0.0
+        self.import_s: float | None = None
         self.device = CPU
         self.workers_started = 0
 
@@ -81,11 +84,6 @@ class Slot(Workers):
     def has_worker(self) -> bool:
         """Whether a worker waits for another call."""
         return self._line.has_worker
-
-    @property
-    def import_s(self) -> float | None:
-        """What of that were imports of libraries, at least, which later workers are forked with."""
-        return self._line.import_s
 
     @property
     def has_lease(self) -> bool:
@@ -112,7 +110,7 @@ class Slot(Workers):
             try:
                 return self._run_own(call, method, **options)
             finally:
-                self.call_s = time.monotonic() - began
+                self.call_s, self.import_s = time.monotonic() - began, None
         del options["or_spawn"]
         most = 1 if self._is_for_one_call else self.calls_per_worker
         self.is_used_again = self._line.has_worker
@@ -120,7 +118,7 @@ class Slot(Workers):
         try:
             return self._line.run(call, calls=most, **options)
         finally:
-            self.call_s = self._line.call_s
+            self.call_s, self.import_s = self._line.call_s, self._line.import_s
 
     def _run_own(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker of its own, which is none of the run's fork server's."""

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from flwr.app import Message, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.constant import ErrorCode
 from flwr.server import SimpleClientManager
 from flwr.server.compat.app_utils import start_update_client_manager_thread
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
-from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import RUN_ID, GridUnderTest, until
 
 from flower_gpu.errors import ConfigError, NotDeterministicError
-from flower_gpu.flower import message_call
+from flower_gpu.simulation.run import _identity
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,11 +25,8 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[None]:
     """Flower lets only the SuperLink's side of a run make messages."""
-    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, 1
-    yield
-    for name, value in before.items():
-        setattr(TaskIdentity, name, value)
+    with _identity(RUN_ID):
+        yield
 
 
 @pytest.fixture

@@ -18,23 +18,20 @@ from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordD
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
-from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg as LegacyFedAvg
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import RUN_ID, GridUnderTest, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flower_gpu
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import message_call
 from flower_gpu.simulation import grid as grid_module
 from flower_gpu.simulation.duration_file import DurationFile, Known
 from flower_gpu.simulation.durations import CPU, Durations, Figures, device_text, fit
 from flower_gpu.simulation.recycling import Comparison, Recycling, Role
-from flower_gpu.simulation.run import simulate
+from flower_gpu.simulation.run import _identity, simulate
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -205,11 +202,8 @@ def test_a_round_takes_at_most_a_third_longer_than_the_best(seconds: list[float]
 @pytest.fixture
 def identity() -> Iterator[None]:
     """Flower lets only the SuperLink's side of a run make messages."""
-    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, 1
-    yield
-    for name, value in before.items():
-        setattr(TaskIdentity, name, value)
+    with _identity(RUN_ID):
+        yield
 
 
 @pytest.fixture

@@ -13,17 +13,15 @@ import pytest
 import recycled_app
 import recycling_tasks
 from flwr.app import Message
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.supercore.task_identity import TaskIdentity
 from grid_handlers import until
 
 from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
-from flower_gpu.flower import message_call
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import CHECKS, Comparison, Recycling, Role, difference
+from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
@@ -167,19 +165,16 @@ def run_server() -> Iterator[RunServer]:
 
 @pytest.fixture
 def new_handler(run_server: RunServer) -> Iterator[Callable[..., Handler]]:
-    before = {name: getattr(TaskIdentity, name) for name in message_call.IDENTITY}
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, 1
     made: list[Handler] = []
 
     def new(*args: Any, **kwargs: Any) -> Handler:
         made.append(Handler(run_server, *args, **kwargs))
         return made[-1]
 
-    yield new
-    for one in made:
-        one.handler.close()
-    for name, value in before.items():
-        setattr(TaskIdentity, name, value)
+    with _identity(RUN_ID):
+        yield new
+        for one in made:
+            one.handler.close()
 
 
 def test_messages_of_one_worker(new_handler: Callable[..., Handler]) -> None:
