@@ -84,10 +84,12 @@ class _Measured:
 
     - what a worker had reported before NVML was asked, or what NVML reported of it; no later report counts;
     - nothing for leases that are newer than the answer: their workers had reported nothing;
-    - nothing for leases that have ended since: their memory counts as another program's until the next look.
+    - for leases that have ended since, what NVML reported of the worker. Where it reports none, their memory
+      counts as another program's until the next look.
     """
 
     found: Inventory  # the GPUs
+    held: Sequence[Entry]  # the leases before that
     # By ticket the last report of its worker before that, see :meth:`Entry.reported`
     told: Mapping[str, tuple[int, dict[str, int]]]
     fresh_until: float  # On the clock of ``time.monotonic``. Other programs' use may have grown by then.
@@ -196,9 +198,10 @@ class Ledger:
             yield measured
 
     def _measure(self, entries: Sequence[Entry]) -> _Measured:
-        told = {entry.id: entry.reported() for entry in entries if entry.parts}
+        held = [entry for entry in entries if entry.parts]
+        told = {entry.id: entry.reported() for entry in held}
         found = inventory.take()  # after the reports, see _Measured
-        return _Measured(found, told, time.monotonic() + _FRESH_S)
+        return _Measured(found, held, told, time.monotonic() + _FRESH_S)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -234,7 +237,9 @@ class Ledger:
         )
 
     def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:
-        return tuple(self._card(gpu, holders, measured.told) for gpu in measured.found.usable)
+        now = {entry.id for entry in holders}
+        ended = [entry for entry in measured.held if entry.id not in now]
+        return tuple(self._card(gpu, holders, ended, measured.told) for gpu in measured.found.usable)
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.is_alive():
@@ -250,7 +255,11 @@ class Ledger:
         return replace(state, waiting=tuple(filter(self._is_alive, state.waiting))).granted()
 
     def _card(
-        self, gpu: GPU, holders: Sequence[Entry], reports: Mapping[str, tuple[int, dict[str, int]]]
+        self,
+        gpu: GPU,
+        holders: Sequence[Entry],
+        ended: Sequence[Entry],
+        reports: Mapping[str, tuple[int, dict[str, int]]],
     ) -> Card:
         """Return how much of a GPU can be leased: all but what other programs use.
 
@@ -260,16 +269,16 @@ class Ledger:
         assert gpu.total_bytes is not None and gpu.used_bytes is not None
         listed = {process.pid: process.used_bytes for process in gpu.processes or ()}
         ours = untold = 0
-        for entry in holders:
+        for entry in (*holders, *ended):
             leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
             if leased:
                 pid, told = reports.get(entry.id, (0, {}))
                 used = min(told.get(gpu.uuid, 0), leased)
                 is_seen = entry.pid_namespace == self._pid_namespace
-                if is_seen and pid and not Path(f"/proc/{pid}").exists():
-                    used = 0  # its worker is gone, and what it used may be another program's by now
-                elif is_seen and listed.get(pid) is not None:
+                if is_seen and listed.get(pid) is not None:
                     used = min(listed[pid] or 0, leased)
+                elif entry in ended or (is_seen and pid and not Path(f"/proc/{pid}").exists()):
+                    used = 0  # its worker is gone, and what it used may be another program's by now
                 else:
                     untold += leased - used
                 ours += used
