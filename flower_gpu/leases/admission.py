@@ -175,12 +175,13 @@ class _Spot:
         Only earlier leases count. If later ones did, what a claim needs would change with them, and its
         reservation would be wrong.
         """
-        budget = int(self.capacity * SHARED_PART)
+        # What may be our workers' use is not another program's: a share would stay too small by that.
+        budget = int(self.most * SHARED_PART)
         for at, part in self.held:
             if at >= order:
                 break
             near = abs(part.budget_bytes - budget) <= _SAME_BUDGET * budget
-            if near and part.budget_bytes <= self.capacity:
+            if near and part.budget_bytes <= self.most:
                 return part.budget_bytes
         return budget
 
