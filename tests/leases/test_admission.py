@@ -405,3 +405,10 @@ def test_other_programs_that_come_and_go_starve_nobody(
         host.present.pop(0)  # who has held longest
         host.settle()
         assert order < 1000
+
+
+def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
+    card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
+    claim = Claim("late", 2, (Option(A, share=0.25),))
+    [part] = plan([card], [], [claim])["late"]
+    assert part.memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
