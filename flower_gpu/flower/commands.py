@@ -6,6 +6,9 @@
       │  PATH begins with the folder of our commands; FLOWER_GPU_SUPERNODE is "lease" or "start" (here)
       ▼
     flower-supernode: Flower's own, which waits less between two messages (supernode.py)
+      │  Flower starts a "flower-superexec" beside it, by its name
+      ▼
+    flower-superexec: Flower's own, woken for each message instead of asking for it (superexec.py)
       │  Flower starts a "flwr-clientapp" for each message, by its name
       ▼
     flwr-clientapp: asks the host's fork server for a child, and waits for it (flwr_clientapp.py)
@@ -45,6 +48,7 @@ COMMANDS: Final = MappingProxyType(
     {
         "flwr-clientapp": "flower_gpu.flower.flwr_clientapp",
         "flower-supernode": "flower_gpu.flower.supernode",
+        "flower-superexec": "flower_gpu.flower.superexec",
     }
 )
 

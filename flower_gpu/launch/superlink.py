@@ -23,8 +23,14 @@ from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
-# What the SuperLink finds in the place of Flower's own, by the module with its ``main``.
-_COMMANDS: Final = MappingProxyType({"flwr-serverapp": "flower_gpu.flower.serverapp"})
+# The SuperLink, and what it finds in the place of Flower's own, by the module with its ``main``.
+_COMMANDS: Final = MappingProxyType(
+    {
+        "flower-superlink": "flower_gpu.flower.superlink",
+        "flower-superexec": "flower_gpu.flower.superexec",
+        "flwr-serverapp": "flower_gpu.flower.serverapp",
+    }
+)
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # flwr.supernode: said once, when the SuperLink has given it its id.

@@ -123,12 +123,13 @@ def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int,
         ["evaluate-fails-on='1'"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
+    environment = {**os.environ, "FLWR_LOG_LEVEL": "DEBUG"}  # then it logs each question of a SuperExec
     started = []
     for number, more in enumerate(options):
         log_dir = tmp_path_factory.mktemp(f"ordinary-{number}")
         process = subprocess.Popen(
             [*COMMAND, str(ORDINARY_APP), "--log-dir", str(log_dir), "--run-config", *more],
-            env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"},
+            env={name: value for name, value in environment.items() if name != "FLOWER_GPU_RUN_DIR"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -209,6 +210,14 @@ def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) 
         program = "flwr-clientapp" if fast else str(Path(sys.executable).with_name("flwr-clientapp"))
         assert f"started as {program}\n" in (folder / "client-0.log").read_text()
         assert (folder / "flwr" / "config.toml").exists()
+
+
+def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Path, str, str]) -> None:
+    folder, *_ = ordinary_run
+    for log, tasks in (("superlink", 1), ("client-0", 4), ("client-1", 4)):
+        questions = (folder / f"{log}.log").read_text().count("Runtime.AcquireTask")
+        # One more at the start, and one in 30 s; Flower's asks ten times in a second.
+        assert tasks <= questions <= tasks + 12, log
 
 
 def test_a_failed_server_is_named_and_shown(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:

@@ -1,0 +1,86 @@
+"""Our ``flower-superexec``: Flower's, woken by its parent (wakeup.py) instead of asking it again and again.
+
+Beside each SuperNode, and beside a SuperLink, Flower starts a ``flower-superexec``. It asks its parent for a
+task, at our interval ten times a second, and starts a process for each. With a hundred SuperNodes those
+questions alone are more than two cores can answer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+from flower_gpu.flower import wakeup
+
+#: How long this waits without a wake-up: one may get lost.
+LONGEST_S: Final = 30.0
+
+_LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does not tell of its end
+
+
+def main() -> None:
+    """Run Flower's SuperExec."""
+    loop = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    from flwr.supercore.cli import flower_superexec
+
+    # With --executor somebody else has started it, for tasks that may have to wait for capacity.
+    wake_ups = wakeup.found()
+    is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
+    if wake_ups is not None and is_parents and hasattr(loop, "time"):
+        loop.time = Clock(wake_ups)  # type: ignore[attr-defined]
+        if hasattr(loop, _MONITOR):
+            setattr(loop, _MONITOR, end_with)
+    sys.argv[0] = "flower-superexec"
+    flower_superexec()
+
+
+class Clock:
+    """The module ``time`` for a SuperExec's loop."""
+
+    def __init__(self, wake_ups: wakeup.WakeUps, longest_s: float = LONGEST_S) -> None:
+        self._wake_ups = wake_ups
+        self._longest_s = longest_s
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for a wake-up, at least as long as Flower wants where none comes."""
+        self._wake_ups.wait(max(seconds, self._longest_s))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+_MONITOR: Final = "start_parent_process_monitor"  # as Flower calls it
+
+
+def end_with(pid: int) -> None:
+    """End this process by SIGINT when its parent ends, as Flower does.
+
+    Flower's looks five times a second whether the parent is there. And its signal would not interrupt a wait.
+    """
+    main_thread = threading.main_thread().ident
+    threading.Thread(target=_end_with, args=(pid, main_thread), daemon=True).start()
+
+
+def _end_with(pid: int, main_thread: int) -> None:
+    _wait_for_end_of(pid)
+    signal.pthread_kill(main_thread, signal.SIGINT)
+
+
+def _wait_for_end_of(pid: int) -> None:
+    with suppress(OSError, AttributeError):  # no such process; not Linux, or an old kernel
+        descriptor = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll()
+        os.close(descriptor)
+    with suppress(OSError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(_LOOK_S)

@@ -1,0 +1,26 @@
+"""Our ``flower-superlink``, for ``flower-gpu launch``: Flower's, which wakes its SuperExec for each run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from flower_gpu.flower.wakeup import Waker, call_after
+
+# Flower's states, by module, and what makes a task in them.
+_STATES: Final = (
+    ("flwr.server.superlink.linkstate.in_memory_linkstate", "InMemoryLinkState"),
+    ("flwr.server.superlink.linkstate.sql_linkstate", "SqlLinkState"),
+)
+_TASK_MAKERS: Final = ("create_run", "create_task")
+
+
+def main() -> None:
+    """Run Flower's SuperLink."""
+    from flwr.superlink.cli import flower_superlink
+
+    waker = Waker()
+    if all(call_after(state, maker, waker.wake) for state in _STATES for maker in _TASK_MAKERS):
+        waker.announce()  # else it is another Flower, whose SuperExec goes on asking
+    sys.argv[0] = "flower-superlink"
+    flower_superlink()

@@ -1,0 +1,154 @@
+"""A SuperExec that its parent wakes: by whom, when, and for how long it waits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flower_gpu.flower import wakeup
+from flower_gpu.flower.superexec import Clock
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract sockets"),
+]
+
+LONG_S = 50.0
+#: Writes to a socket as another account.
+WRITE_AS_NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"\\n", "\\0" + sys.argv[1])
+"""
+#: As a SuperExec: waits, and ends with its parent.
+WAIT = """
+import os, sys
+from flower_gpu.flower import superexec, wakeup
+clock = superexec.Clock(wakeup.found())
+superexec.end_with(int(sys.argv[1]))
+print(os.environ.get("FLOWER_GPU_WAKEUP"), flush=True)
+try:
+    while True:
+        clock.sleep(0.1)
+        print("woken", flush=True)
+except KeyboardInterrupt:
+    print("ended", flush=True)
+"""
+
+
+@pytest.fixture
+def waker(monkeypatch: pytest.MonkeyPatch) -> wakeup.Waker:
+    monkeypatch.setenv(wakeup.VARIABLE, "")
+    waker = wakeup.Waker()
+    waker.announce()
+    return waker
+
+
+def test_a_wake_up_that_comes_before_the_wait_is_not_lost(waker: wakeup.Waker) -> None:
+    waker.wake()  # nobody is there yet
+    wake_ups = wakeup.found()
+    assert wake_ups is not None
+    assert not wake_ups.wait(0.01)
+    waker.wake()
+    waker.wake()
+    assert [wake_ups.wait(LONG_S), wake_ups.wait(LONG_S), wake_ups.wait(0.01)] == [True, True, False]
+
+
+def test_only_one_process_is_woken_and_the_name_goes_no_further(waker: wakeup.Waker) -> None:
+    name = os.environ[wakeup.VARIABLE]
+    first = wakeup.found()
+    assert first is not None
+    assert wakeup.VARIABLE not in os.environ
+    assert wakeup.found() is None
+    os.environ[wakeup.VARIABLE] = name
+    assert wakeup.found() is None, "another one has the name"
+    for _ in range(1000):
+        waker.wake()  # more than its queue holds
+    assert first.wait(LONG_S)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_account_wakes_nobody(waker: wakeup.Waker) -> None:
+    name = os.environ[wakeup.VARIABLE]
+    wake_ups = wakeup.found()
+    assert wake_ups is not None
+    subprocess.run([sys.executable, "-c", WRITE_AS_NOBODY, name], check=True, timeout=50)
+    assert not wake_ups.wait(0.3)
+    waker.wake()
+    assert wake_ups.wait(LONG_S)
+
+
+def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: wakeup.Waker) -> None:
+    wake_ups = wakeup.found()
+    assert wake_ups is not None
+    clock = Clock(wake_ups, longest_s=0.2)
+    began_s = clock.monotonic()
+    clock.sleep(0.01)
+    clock.sleep(0.3)
+    assert clock.monotonic() - began_s >= 0.5
+
+
+def test_a_waiting_superexec_is_woken_and_ends_with_its_parent(waker: wakeup.Waker) -> None:
+    parent = subprocess.Popen(["sleep", "100"])
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", WAIT, str(parent.pid)], stdout=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout is not None
+    try:
+        assert waiting.stdout.readline() == "None\n"
+        for _ in range(3):
+            waker.wake()
+            assert waiting.stdout.readline() == "woken\n"
+        parent.kill()
+        parent.wait()  # till then it is there
+        assert waiting.stdout.readline() == "ended\n"
+        assert waiting.wait(30) == 0
+    finally:
+        for process in (parent, waiting):
+            process.kill()
+            process.wait()
+        waiting.stdout.close()
+
+
+#: The loop of a SuperNode, and a thread that talks to SuperExec and ClientApp, in Flower's states.
+SUPERNODE = """
+import threading
+from types import SimpleNamespace
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supernode.nodestate import NodeStateFactory
+from flower_gpu.flower import wakeup
+from flower_gpu.flower.supernode import Exchange
+
+wait_for_reply = Exchange().wait_for_reply()
+wake_ups = wakeup.found()
+state = NodeStateFactory(ObjectStoreFactory()).state()
+
+def in_thread(target, *arguments):
+    thread = threading.Thread(target=target, args=arguments)
+    thread.start()
+    thread.join()
+
+def make_task():
+    assert state.create_task(task_type="flwr-clientapp", run_id=1) is not None
+
+make_task()
+print(wake_ups.wait(0.01))
+wait_for_reply(0.01)
+print(wake_ups.wait(1000))
+wait_for_reply(0.01)
+print(wake_ups.wait(0.01))
+in_thread(make_task)
+print(wake_ups.wait(1000))
+in_thread(state.store_message, SimpleNamespace(metadata=SimpleNamespace(message_id="1")))
+wait_for_reply(1000)
+"""
+
+
+def test_a_supernode_wakes_when_the_message_is_complete_and_is_woken_by_the_reply() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERNODE], capture_output=True, text=True, timeout=50, check=True
+    )
+    assert done.stdout.split() == ["False", "True", "False", "True"]
