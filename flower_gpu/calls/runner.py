@@ -42,9 +42,9 @@ class Workers:
 
     shows_progress = True  # whether the progress of a call is drawn
 
-    def choose(self, start_method: str, *, preload: bool = False) -> StartMethod:
+    def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
-        return start.choose(start_method, preload=preload)
+        return start.choose(start_method, server_first=server_first)
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker, as :func:`flower_gpu.workers.caller.run` does."""
@@ -73,8 +73,12 @@ def run_call(
     config: Mapping[str, Any] | None = None,
     server_round: int | None = None,
     workers: Workers | None = None,
+    by_name: bool = False,
 ) -> Any:
     """Run one call of one client in its own worker, on a GPU as far as node and server want that.
+
+    ``by_name``: whether of the user's function only the name is given, so that its worker needs nothing of
+    this process.
 
     Raises
     ------
@@ -90,7 +94,7 @@ def run_call(
     if server_round is None:
         server_round = _round_in(config or {})
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    call = _Run(task, args, kwargs or {}, settings, label, fields, workers or Workers())
+    call = _Run(task, args, kwargs or {}, settings, label, fields, workers or Workers(), by_name)
     environ = {**environment.without_ray(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
@@ -116,6 +120,7 @@ class _Run:
     label: str
     fields: Mapping[str, Any]
     workers: Workers
+    by_name: bool  # and a fork server can have it, as far as is known
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     method: StartMethod = start.SPAWN  # by which it was tried last
 
@@ -192,7 +197,10 @@ class _Run:
     def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
         """Run it in one worker."""
         settings = self.settings.worker
-        method = self.workers.choose(settings.start_method, preload=bool(settings.preload))
+        server_first = self.by_name or bool(settings.preload)
+        method = self.workers.choose(settings.start_method, server_first=server_first)
+        # A copy of this process can have what no other process can: a lock in the arguments, say.
+        or_copy = not settings.preload and method != self.workers.choose(settings.start_method)
         if not method.is_own_process and settings.start_method == "auto":
             found = lease.Lease.from_environment(gpu_env)
             # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
@@ -261,7 +269,10 @@ class _Run:
                     on_event=on_event,
                     on_start=on_start,
                     or_spawn=settings.start_method == "auto",
+                    or_copy=or_copy,
                 )
+        except start.CopyInsteadError:
+            self.by_name = False
         except BaseException as caught:
             error = caught
             raise
@@ -278,6 +289,7 @@ class _Run:
                     error=None if error is None else text_of(error),
                     **_traceback(error),
                 )
+        return self.once(gpu_env, descriptor, held)
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
@@ -325,7 +337,15 @@ def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
         value for value in (*args, *rest.values()) if hasattr(value, "shape") and hasattr(value, "dtype")
     ]
     settings = CallSettings.resolve(options)
-    return run_call(task, args, rest, settings=settings, kind=task_name(task), arrays=arrays)
+    return run_call(
+        task,
+        args,
+        rest,
+        settings=settings,
+        kind=task_name(task),
+        arrays=arrays,
+        by_name=isinstance(task, str),
+    )
 
 
 def _log_prefix(fields: Mapping[str, Any]) -> str:

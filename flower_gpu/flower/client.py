@@ -212,18 +212,21 @@ class GPUClient(NumPyClient):
         if leasing.is_worker() and not self._wants_process:
             return load_task(task)(*args)  # the whole message is in a worker already, with its lease
         user_task = args[0] if weights else task
+        named = self._named(user_task)
         return run_call(
             task,
             args,
             settings=self._settings_of.get(_num_gpus(user_task), self._settings),
             kind=kind,
-            name=self._name_of(user_task),
+            name=task_name(named),
             arrays=weights,
             config=config,
+            by_name=isinstance(named, str),
         )
 
-    def _name_of(self, task: Task) -> str:
-        return task_name(task)
+    def _named(self, task: Task) -> Task:
+        """Return what the user has named or given, of which a task is made."""
+        return task
 
 
 def _num_gpus(task: Any) -> int | None:
@@ -315,8 +318,8 @@ class _HostedClient(GPUClient):
         properties: Config = self._run(self.get_properties_in_worker, (config,), "get_properties")
         return properties
 
-    def _name_of(self, task: Task) -> str:
-        return task_name(self._class)
+    def _named(self, task: Task) -> Task:
+        return self._class
 
     def _build(self, method: str) -> NumPyClient:
         client = load_task(self._class)(*self._args, **self._kwargs)

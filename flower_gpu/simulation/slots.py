@@ -90,11 +90,11 @@ class Slot(Workers):
         """Whether its worker waits for another call with a lease."""
         return self._held is not None
 
-    def choose(self, start_method: str, *, preload: bool = False) -> StartMethod:
+    def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Choose how a worker is started, once for all calls: it is not this process that is forked."""
-        key = (start_method, preload)
+        key = (start_method, server_first)
         if key not in self._chosen:
-            self._chosen[key] = start.choose(start_method, preload=preload)
+            self._chosen[key] = start.choose(start_method, server_first=server_first)
         return self._chosen[key]
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
@@ -111,7 +111,7 @@ class Slot(Workers):
                 return self._run_own(call, method, **options)
             finally:
                 self.call_s, self.import_s = time.monotonic() - began, None
-        del options["or_spawn"]
+        del options["or_spawn"], options["or_copy"]
         most = 1 if self._is_for_one_call else self.calls_per_worker
         self.is_used_again = self._line.has_worker
         self.workers_started += not self.is_used_again

@@ -132,7 +132,7 @@ def durations(
 def loads_data(settings: CallSettings) -> bool:
     """Tell whether data are loaded where workers are forked from."""
     worker = settings.worker
-    return bool(worker.preload) and start.choose(worker.start_method, preload=True).from_server
+    return bool(worker.preload) and start.choose(worker.start_method, server_first=True).from_server
 
 
 def seed_server(seed: int) -> None:

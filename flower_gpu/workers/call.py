@@ -46,6 +46,11 @@ class Call:
     def __post_init__(self) -> None:
         check_task(self.task)
 
+    @property
+    def names(self) -> list[str]:
+        """The name of its task, and of the user's, where that is the first argument of one of ours."""
+        return [task_name(self.task), *(name for name in self.args[:1] if isinstance(name, str))]
+
 
 def check_task(task: Task) -> None:
     """Refuse what cannot be a task, where the user wrote it and not later in a worker.

@@ -18,7 +18,7 @@ from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import outcomes, own_calls, socket_folder
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
-from flower_gpu.workers.events import Sink, send, sending_to
+from flower_gpu.workers.events import Sink, note_imported, send, sending_to
 from flower_gpu.workers.life import Process, StopOrder, deferred_interrupts
 from flower_gpu.workers.outcomes import Lines, Stream, Tail, echo
 from flower_gpu.workers.worker import Outcome
@@ -38,6 +38,7 @@ def run(
     on_event: Sink | None = None,
     on_start: Callable[[int, str], None] | None = None,
     or_spawn: bool = False,
+    or_copy: bool = False,
     stopped_by: StopOrder | None = None,
 ) -> Any:
     """Run ``call`` and return what its task returned, once the worker is gone.
@@ -47,6 +48,7 @@ def run(
     in this process.
     ``on_start``: receives the pid of the worker, and how it was started.
     ``or_spawn``: spawn the worker where there can be no fork server, instead of an error.
+    ``or_copy``: raise CopyInsteadError there, and where the call cannot be passed to another process.
     ``stopped_by``: by which another thread can have the worker ended.
     Raises WorkerStartError: the worker could not be started.
     Raises WorkerDiedError: it ended without a result.
@@ -65,7 +67,7 @@ def run(
 
     def prepare() -> start.Prepared:
         try:
-            return start.prepare(call, method, or_spawn=or_spawn, deadline=deadline)
+            return start.prepare(call, method, or_spawn=or_spawn, or_copy=or_copy, deadline=deadline)
         except TimeoutError as error:
             raise WorkerTimeoutError(
                 f"{call.label}: no worker within timeout_s={timeout_s:g}, {error}. Raise timeout_s if this "
@@ -84,7 +86,7 @@ def run(
     if worker.set_too_late is not None:
         start.remember_variables(call, worker.set_too_late, or_spawn=or_spawn)
         left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
-        return run(call, method, left_s, on_event, on_start, or_spawn, stopped_by)
+        return run(call, method, left_s, on_event, on_start, or_spawn, stopped_by=stopped_by)
     if outcome is not None:
         return outcomes.unwrap(call, outcome)
     if worker.is_stopped:
@@ -284,6 +286,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
                 on_event({"event": "worker_result", "cpu_s": event.get("cpu_s")})
         elif event.get("event") == "importing":
             worker.import_s = float(event["seconds"])
+        elif event.get("event") == "imported":
+            note_imported(event["names"])
         elif event.get("event") == "set_too_late":
             worker.set_too_late = event["variables"]
         elif on_event is not None:

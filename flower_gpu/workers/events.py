@@ -165,10 +165,40 @@ class ImportedModules:
 
     def look(self, _: str) -> None:
         """Tell it, if it is something else than the last time, and that was not just now."""
-        now = time.monotonic()
-        if len(sys.modules) != self._count and now - self._told_at >= _TELL_S:
-            self._count, self._told_at = len(sys.modules), now
+        if time.monotonic() - self._told_at >= _TELL_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell it, if it is something else than the last time."""
+        if len(sys.modules) != self._count:
+            self._count, self._told_at = len(sys.modules), time.monotonic()
             self._tell()
+
+
+# What forks of this process had to import, in a process that reports it to its fork server; else None.
+_imported_by_forks: dict[str, None] | None = None
+
+
+def learn_from_forks() -> None:
+    """Have workers that are forks of this process tell it what they had to import."""
+    global _imported_by_forks
+    _imported_by_forks = {}
+
+
+def learns_from_forks() -> bool:
+    """Tell whether they are to do so."""
+    return _imported_by_forks is not None
+
+
+def note_imported(names: Iterable[str]) -> None:
+    """Note what a worker had to import."""
+    if _imported_by_forks is not None:
+        _imported_by_forks.update(dict.fromkeys(names))
+
+
+def imported_by_forks() -> list[str]:
+    """Return what was noted, in its order."""
+    return list(_imported_by_forks or ())
 
 
 #: Of our own lines: below Flower's, whose handler and format they have where Flower is imported.

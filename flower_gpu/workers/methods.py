@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import socket_folder, transport
+from flower_gpu.workers import events, socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client
@@ -67,12 +67,24 @@ class Prepared:
             self.place = None
 
 
-def prepare(call: Call, method: StartMethod, *, or_spawn: bool, deadline: float | None) -> Prepared:
+class CopyInsteadError(Exception):
+    """No fork server can have this call: there is none, or something of the call cannot be passed to it."""
+
+
+def prepare(
+    call: Call, method: StartMethod, *, or_spawn: bool, or_copy: bool = False, deadline: float | None
+) -> Prepared:
     """Do what comes before the start of a worker; may take long, and may be interrupted.
 
-    With ``or_spawn`` the worker is spawned where there can be no fork server. The deadline is on the clock of
+    With ``or_spawn`` the worker is spawned where there can be no fork server; with ``or_copy`` it raises
+    CopyInsteadError there, and where the call cannot be passed on. The deadline is on the clock of
     ``time.monotonic``; TimeoutError if there is no fork server until then.
     """
+    if or_copy:
+        try:
+            return prepare(call, method, or_spawn=False, deadline=deadline)
+        except WorkerStartError as error:
+            raise CopyInsteadError from error
     prepared = Prepared(method)
     try:
         with _standard_descriptors_occupied():
@@ -95,9 +107,7 @@ _set_by_modules: dict[str, dict[str, str]] = {}
 
 
 def _key(call: Call) -> str:
-    # The user's task may be the first argument of one of ours.
-    names = (name for name in (call.task, *call.args[:1]) if isinstance(name, str))
-    return repr([task_name(call.task), *names, call.preload])
+    return repr([*call.names, call.preload])
 
 
 def _find_place(prepared: Prepared, call: Call, or_spawn: bool, deadline: float | None) -> None:
@@ -195,15 +205,18 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
     return process, Lines(life_write, reply, events, stdout, stderr)
 
 
-def choose(start_method: str, *, preload: bool = False) -> StartMethod:
+def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     """Turn ``"auto"`` into the method for this process, and check a method that was asked for.
 
     A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
     Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
     itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
-    where TensorFlow or JAX has started its threads. What it preloads, however, would be gone with it: then
-    the fork server keeps that. Whether the GPU it sees is that of the call's lease is not known here yet.
+    where TensorFlow or JAX has started its threads. Whether the GPU it sees is that of the call's lease is
+    not known here yet.
 
+    ``server_first``: whether a fork server is better there, too. It keeps what a call preloads, which would
+    be gone with a ``flwr-clientapp``. And a call whose function is only named needs nothing of this process,
+    but libraries, which the server has.
     ConfigError if the method that was asked for cannot be used here.
     """
     asked = None if start_method == "auto" else named(start_method)
@@ -224,7 +237,7 @@ def choose(start_method: str, *, preload: bool = False) -> StartMethod:
     if asked is not None:
         return asked
     in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
-    if in_client_app and not (preload and client.is_supported()):
+    if in_client_app and not (server_first and client.is_supported()):
         if gpus is None:
             return FORK if runtime is None else SPAWN
         return INLINE if gpus == 1 else SPAWN
@@ -266,9 +279,23 @@ def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
-    target = partial(child.forked, descriptors, stdout, stderr, call.env, call.setup, lambda: request)
+    target = partial(
+        child.forked,
+        *(descriptors, stdout, stderr, call.env, call.setup, lambda: request),
+        imported=_imported_by_fork(),
+    )
     pid = child.fork_process(target, f"flower-gpu: {call.label}")
     return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
+
+
+def _imported_by_fork() -> Callable[[], list[str]] | None:
+    """Return what tells a fork of this process what it had to import, where somebody wants to know that."""
+    if not events.learns_from_forks():
+        return None
+    from flower_gpu.workers.forkserver import identity, libraries  # there are no lighter ways to it
+
+    folders = identity.installed_folders(sys.path)
+    return partial(libraries.imported_since, len(sys.modules), folders)
 
 
 def forkserver(

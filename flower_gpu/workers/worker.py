@@ -20,7 +20,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -157,6 +157,7 @@ def forked(
     setup: str | None,
     load: Callable[[], tuple[Any, ...]],
     set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+    imported: Callable[[], list[str]] | None = None,
 ) -> None:
     """Run in a fork, where locks and streams are those of the process that was forked."""
     os.dup2(stderr, 2)  # first: what fails from here on is told there
@@ -172,7 +173,7 @@ def forked(
         # Its lock is one for the whole family of processes: a worker that is killed with it, or that
         # waits for the caller to read its output, would stop the caller's bars for ever.
         sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
-    serve(descriptors, env, setup, load, set_too_late)
+    serve(descriptors, env, setup, load, set_too_late, imported)
 
 
 def serve(
@@ -181,6 +182,7 @@ def serve(
     setup: str | None,
     load: Callable[[], tuple[Any, ...]],
     set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+    imported: Callable[[], list[str]] | None = None,
 ) -> None:
     """Do one call: load the task and its arguments, run it, leave the result in the reply file.
 
@@ -189,6 +191,7 @@ def serve(
     ``load``: returns ``(task, args, kwargs, preload, log_prefix)``. May import whatever the task needs.
     ``set_too_late``: returns the environment variables that the task's module has set after libraries had
     read them; then the caller is told, and the task is not run.
+    ``imported``: returns what this worker had to import by now, for the caller.
     """
     keep_for_caller(descriptors.held)
     die_with_the_caller(descriptors.life)
@@ -203,7 +206,7 @@ def serve(
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(env)
-    from flower_gpu.workers import socket_folder
+    from flower_gpu.workers import events, socket_folder
 
     socket_folder.take()
     lock = threading.Lock()
@@ -214,7 +217,12 @@ def serve(
             while data:  # a signal may interrupt a write to a full pipe
                 data = data[os.write(descriptors.events, data) :]
 
-    outcome = run_task(env, setup, load, send, set_too_late)
+    with ExitStack() as seen:
+        if imported is not None:
+            modules = events.ImportedModules(lambda: send({"event": "imported", "names": imported()}))
+            seen.enter_context(events.imports_seen_by(modules.look))
+            seen.callback(modules.tell)
+        outcome = run_task(env, setup, load, send, set_too_late)
     if outcome is not None:
         leave_reply(outcome, descriptors.reply)
         send({"event": "result", "cpu_s": outcome.cpu_s})

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from flower_gpu import (
     InvalidResultError,
     WorkerDiedError,
     gpu_client,
+    trace,
 )
 
 METHODS = ["forkserver", "in-process"]
@@ -85,6 +88,25 @@ def test_existing_client_needs_no_rewriting(client_class: Any, method: str) -> N
     assert client.get_parameters({})[0].tolist() == [[3.0, 3.0]] * 2
     properties = client.get_properties({})
     assert properties["partition"] == 2 and properties["pid"] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("make", "what", "method"),
+    [
+        (GPUClient, "flower_tasks:add_one", "forkserver"),
+        (GPUClient, flower_tasks.add_one, "fork"),
+        (partial(gpu_client, step=4.0), "flower_tasks:ExistingClient", "forkserver"),
+        (partial(gpu_client, step=4.0), flower_tasks.ExistingClient, "fork"),
+    ],
+)
+def test_in_a_clientapp_what_is_only_named_gets_the_fork_server(
+    make: Callable[..., GPUClient], what: Any, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["/some/where/flwr-clientapp"])
+    make(what).fit(weights(), {})
+    events = trace.read(tmp_path / trace.FILE_NAME)
+    assert {event["start_method"] for event in events if "start_method" in event} == {method}
 
 
 def test_only_what_is_implemented_is_offered_to_the_server() -> None:

@@ -56,6 +56,14 @@ def uses(*modules: str) -> list[bool]:
     return loaded_before(*modules)
 
 
+def uses_in_fork(*modules: str) -> list[list[bool]]:
+    """Import modules in forks of this worker, each in one after the other; tell which were there already."""
+    from flower_gpu.workers import caller, methods
+    from flower_gpu.workers.call import Call
+
+    return [caller.run(Call(uses, modules[: count + 1]), methods.FORK) for count in range(len(modules))]
+
+
 def imports_without_descriptors(folder: str, module: str) -> None:
     os.closerange(3, 256)
     files = [(Path(folder) / str(number)).open("w") for number in range(60)]
@@ -110,6 +118,10 @@ def hashed(text: str) -> int:
 
 def main_names() -> list[str]:
     return sorted(vars(sys.modules["__main__"]))
+
+
+def parent_of(_: Any) -> int:
+    return os.getppid()
 
 
 def plus_one(weights: list[Any]) -> tuple[list[Any], int]:

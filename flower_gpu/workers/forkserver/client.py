@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -17,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.options import value_of
+from flower_gpu.options import RUN_DIR_VARIABLE, value_of
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
@@ -147,7 +148,13 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     Raises TimeoutError if that took until ``deadline`` (of ``time.monotonic``).
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
-    offer = {"inherited": asdict(inherited), "env": dict(call.env), "setup": call.setup, "label": call.label}
+    offer = {
+        "inherited": asdict(inherited),
+        "env": dict(call.env),
+        "setup": call.setup,
+        "label": call.label,
+        "kind": _kind(call.names, inherited.environ),
+    }
     folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         patience = time.monotonic() + LEARN_S
@@ -181,12 +188,23 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     )
 
 
-def learn(names: Sequence[str], without: frozenset[str] = frozenset(), patience_s: float = LEARN_S) -> None:
+def _kind(names: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Name the calls of these tasks in this run: also of callers that come and go, they import the same."""
+    return json.dumps([environ.get(RUN_DIR_VARIABLE), *names])
+
+
+def learn(
+    names: Sequence[str],
+    without: frozenset[str] = frozenset(),
+    patience_s: float = LEARN_S,
+    tasks: Sequence[str] = (),
+) -> None:
     """Have the fork server of this process import libraries now, so that no worker has to.
 
     Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
 
     ``names``: modules. What is not of an installed package is left out.
+    ``tasks``: whose calls in this run will need them; workers for these wait as well.
     Raises WorkerStartError if there is no fork server and none could be started.
     """
     patience = time.monotonic() + patience_s
@@ -198,7 +216,8 @@ def learn(names: Sequence[str], without: frozenset[str] = frozenset(), patience_
             suppress(Gone),  # a successor has taken its place just now
             _connect_or_start(kind, environ, patience) as connection,
         ):
-            if not ask(connection, {"op": "learn", "names": list(names)})["learning"]:
+            message = {"op": "learn", "names": list(names), "kind": _kind(tasks, environ)}
+            if not ask(connection, message)["learning"]:
                 return
         _wait_a_moment(None, _FIRST_PAUSE_S)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
+from flower_gpu.workers import events
 from flower_gpu.workers.call import Preload, run_preload
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
@@ -279,7 +280,7 @@ class Learning:
         self._learned: list[str] = []
         self._tried: set[str] = set()
         self._reported: list[str] = []
-        self._reporters: set[int] = set()
+        self._reporters: set[int | str] = set()
 
     def libraries(self) -> list[str]:
         """Return the names of the libraries that were learned."""
@@ -303,28 +304,29 @@ class Learning:
     def report(self, count: int, report: int) -> None:
         """Write down, in a worker, what it had to import since there were ``count`` modules.
 
-        In the place of what it has written before.
+        And what forks of it had to. In the place of what it has written before.
         """
         with suppress(OSError):  # the task has closed all descriptors
             if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
                 return  # and has opened a file of its own
-            data = json.dumps(imported_since(count, self._folders)).encode()
+            names = dict.fromkeys([*imported_since(count, self._folders), *events.imported_by_forks()])
+            data = json.dumps(list(names)).encode()
             os.pwrite(report, data, 0)
             os.ftruncate(report, len(data))
 
-    def take(self, report: int, caller: int) -> None:
-        """Read what a worker of the process ``caller`` has written down."""
+    def take(self, report: int, *whose: int | str) -> None:
+        """Read what a worker has written down. ``whose``: its caller, and what kind of call it was."""
         if size := os.fstat(report).st_size:
             with suppress(ValueError):  # it was killed while writing
-                self._note(json.loads(os.pread(report, size, 0)), caller)
+                self._note(json.loads(os.pread(report, size, 0)), whose)
 
-    def ask(self, names: Sequence[str], caller: int) -> None:
-        """Note what workers of the process ``caller`` are about to import; only installed libraries count."""
-        self._note([name for name in names if is_installed(name, self._folders)], caller)
+    def ask(self, names: Sequence[str], *whose: int | str) -> None:
+        """Note what workers are about to import; only installed libraries count. ``whose``: as above."""
+        self._note([name for name in names if is_installed(name, self._folders)], whose)
 
-    def _note(self, names: Sequence[str], caller: int) -> None:
+    def _note(self, names: Sequence[str], whose: Sequence[int | str]) -> None:
         self._reported = list(dict.fromkeys([*self._reported, *names]))
-        self._reporters.add(caller)
+        self._reporters.update(whose)
 
     def wanted(self) -> list[str]:
         """Return the modules that should be imported, in their order: each is tried once."""
@@ -335,9 +337,9 @@ class Learning:
             if name not in sys.modules and name not in self._tried and name.partition(".")[0] not in avoid
         ]
 
-    def is_worth_waiting(self, caller: int) -> bool:
-        """Tell whether the next worker of this process would import what is being imported right now."""
-        return self.running is not None and caller in self._reporters
+    def is_worth_waiting(self, *whose: int | str) -> bool:
+        """Tell whether the next worker of these would import what is being imported right now."""
+        return self.running is not None and not self._reporters.isdisjoint(whose)
 
     def learn(self, names: list[str]) -> None:
         """Import modules, in a fork of the server.

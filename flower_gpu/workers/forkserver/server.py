@@ -153,7 +153,9 @@ class Server:
 
     def _on_open(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Take the record of a call that is about to come, and say whether this server is good for it."""
-        if self._learning.is_worth_waiting(session.caller) and not message.get("now"):
+        if self._learning.is_worth_waiting(session.caller, message["record"]["kind"]) and not message.get(
+            "now"
+        ):
             return {"wait": True}
         if session.folder >= 0:
             raise ValueError("open twice")
@@ -194,7 +196,7 @@ class Server:
             raise ValueError("reap without fork")
         status = os.waitpid(session.pid, 0)[1]
         session.pid = -1
-        self._learning.take(session.imported, session.caller)
+        self._take_imported(session)
         self._grow()
         return {"exitcode": os.waitstatus_to_exitcode(status)}
 
@@ -205,7 +207,7 @@ class Server:
 
     def _on_learn(self, session: Session, message: _Message, _: list[int]) -> _Answer:
         """Import what workers will need before the first of them comes; says whether there is more to do."""
-        self._learning.ask(message["names"], session.caller)
+        self._learning.ask(message["names"], session.caller, message["kind"])
         self._grow()
         return {"learning": bool(self._learning.wanted())}
 
@@ -270,17 +272,22 @@ class Server:
         request = partial(transport.read_request, lines.request)
         late = self._use.set_too_late
         report = partial(self._learning.report, self._modules, imported)
+        events.learn_from_forks()
         with events.imports_seen_by(events.ImportedModules(report).look):
             child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
         report()
         atexit._run_exitfuncs()
+
+    def _take_imported(self, session: Session) -> None:
+        """Read what a worker had to import; those that come for the same will wait until it is here."""
+        self._learning.take(session.imported, session.caller, session.record["kind"])
 
     def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""
         self._selector.unregister(session.connection)
         del self._sessions[session.connection.fileno()]
         if session.pid >= 0:
-            self._learning.take(session.imported, session.caller)
+            self._take_imported(session)
             self._orphans.add(session.pid)
             self._on_signal()  # it may have been a zombie for long
         session.close()

@@ -1,0 +1,117 @@
+"""What `auto` takes in a ``flwr-clientapp``, which is new for every message, and what is learned there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import forkservers
+import pytest
+from forkservers import Client, only_server, until_only
+
+from flower_gpu.workers.forkserver import client
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+# The last one is imported by the server only when a file is there; by workers at once.
+PACKAGES = {
+    "by_name": "",
+    "by_fork": "",
+    "by_fork_of_it": "",
+    "late": """
+        import os, time
+        while os.getsid(0) == os.getpid() and not os.path.exists(__file__ + ".now"):
+            time.sleep(0.05)
+        """,
+}
+
+
+@pytest.fixture(scope="module")
+def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clientapp") / "venv"
+    forkservers.make_environment(folder, PACKAGES)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers(light=True) as found:
+        yield found
+
+
+def clientapp(venv: Path, **env: str) -> Client:
+    """A process that the choice takes for a ``flwr-clientapp``."""
+    found = Client(str(venv / "bin" / "python"), {"FLOWER_GPU_START_METHOD": "auto", **env})
+    found.do("sys.argv[0] = '/somewhere/bin/flwr-clientapp'")
+    return found
+
+
+def test_a_function_that_is_named_gets_the_fork_server(venv: Path) -> None:
+    """What one message's worker imports is there for the next one's."""
+    with clientapp(venv) as app:
+        assert app.call("tasks_forkserver:uses", "by_name") == [False]
+    until_only(lambda status: "by_name" in status.libraries)
+    with clientapp(venv) as app:
+        assert app.call("tasks_forkserver:uses", "by_name") == [True]
+        assert app.call("tasks_forkserver:server") == only_server().pid != app.pid
+
+
+def test_a_function_that_is_an_object_is_forked(venv: Path) -> None:
+    with clientapp(venv) as app:
+        app.do("import threading, tasks_forkserver\nlock = threading.Lock()")
+        assert app.do("answer = run_in_worker(tasks_forkserver.server)") == app.pid
+        assert app.do("answer = run_in_worker(lambda lock: os.getppid(), lock)") == app.pid
+
+
+def test_what_cannot_be_passed_on_is_forked(venv: Path) -> None:
+    with clientapp(venv) as app:
+        app.do("import threading; lock = threading.Lock()")
+        assert app.do("answer = run_in_worker('tasks_forkserver:parent_of', lock)") == app.pid
+        assert "lower" not in app.errors()
+        with pytest.raises(forkservers.CallError, match="WorkerStartError"):
+            app.do("run_in_worker('tasks_forkserver:parent_of', lock, start_method='forkserver')")
+        # An error of the task's own is none of that: it is not run twice.
+        with pytest.raises(forkservers.CallError, match="WorkerStartError: cannot import the task"):
+            app.call("no_such_module:task")
+
+
+def test_where_there_can_be_no_fork_server_it_is_forked(venv: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with clientapp(venv, FLOWER_GPU_STATE_DIR=str(tmp_path / "file")) as app:
+        assert app.call("tasks_forkserver:server") == app.pid
+        assert app.errors() == ""
+
+
+def test_what_a_fork_imports_is_learned(venv: Path) -> None:
+    """A ``flwr-clientapp`` of ours is a worker itself, and what it forks tells it what it had to import."""
+    with Client(str(venv / "bin" / "python")) as starter:
+        found = starter.call("tasks_forkserver:uses_in_fork", "by_fork", "by_fork_of_it")
+        assert found == [[False], [False, False]]
+        until_only(lambda status: {"by_fork", "by_fork_of_it"} <= set(status.libraries))
+        assert starter.call("tasks_forkserver:uses_in_fork", "by_fork", "by_fork_of_it") == [
+            [True],
+            [True] * 2,
+        ]
+
+
+def test_the_next_message_waits_for_what_the_last_one_imported(venv: Path, tmp_path: Path) -> None:
+    """Not those of another run, which may need nothing of it."""
+    marker = forkservers.site_packages(venv) / "late" / "__init__.py.now"
+    runs = [tmp_path / name for name in ("this", "other")]
+    for run in runs:
+        run.mkdir()
+    with (
+        clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[0])) as first,
+        clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[0])) as second,
+        clientapp(venv, FLOWER_GPU_RUN_DIR=str(runs[1])) as of_other,
+    ):
+        assert first.call("tasks_forkserver:uses", "late") == [False]
+        second.send("tasks_forkserver:uses", "late")
+        assert of_other.call("tasks_forkserver:uses", "late") == [False]
+        time.sleep(0.5)  # the one that waits would have its answer by now
+        marker.touch()
+        assert second.receive() == [True]
