@@ -30,6 +30,12 @@ def cpu_quota(proc: Path = _PROC) -> float | None:
     float or None
         Such as 2.5; None where nothing limits it.
     """
+    limit = cpu_limit(proc)
+    return None if limit is None else limit[0]
+
+
+def cpu_limit(proc: Path = _PROC) -> tuple[float, int] | None:
+    """Return the same with a number that all processes of the host know the group by."""
     found = []
     for version, folder in _folders("cpu", proc):
         with suppress(OSError, ValueError):
@@ -39,7 +45,7 @@ def cpu_quota(proc: Path = _PROC) -> float | None:
                 quota = (folder / "cpu.cfs_quota_us").read_text()
                 period = (folder / "cpu.cfs_period_us").read_text()
             if quota != "max" and int(quota) > 0:  # version 1 says -1 where there is none
-                found.append(int(quota) / int(period))
+                found.append((int(quota) / int(period), folder.stat().st_ino))
     return min(found, default=None)
 
 
@@ -59,6 +65,12 @@ def available_memory(proc: Path = _PROC) -> tuple[int, int] | None:
         Bytes that are available, and the limit they are of, in the group with the least. None where nothing
         limits it.
     """
+    limit = memory_limit(proc)
+    return None if limit is None else limit[:2]
+
+
+def memory_limit(proc: Path = _PROC) -> tuple[int, int, int] | None:
+    """Return the same with a number that all processes of the host know the group by."""
     found = []
     for version, folder in _folders("memory", proc):
         with suppress(OSError, ValueError):
@@ -69,7 +81,8 @@ def available_memory(proc: Path = _PROC) -> tuple[int, int] | None:
             lines = (folder / "memory.stat").read_text().splitlines()
             names = _RECLAIMABLE if version == 2 else _RECLAIMABLE_V1
             taken_back = sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
-            found.append((min(limit, max(0, limit - used + taken_back)), limit))
+            available = min(limit, max(0, limit - used + taken_back))
+            found.append((available, limit, folder.stat().st_ino))
     return min(found, default=None)
 
 

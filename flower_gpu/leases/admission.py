@@ -1,6 +1,9 @@
-"""Decide which request gets which share of which GPU: one pure function over all that is known.
+"""Decide which request gets what of GPUs, cores and main memory: one pure function over all that is known.
 
 Every process of a host runs it for itself and must come to the same result: it depends on its arguments only.
+
+Cores and main memory are cards like GPUs, with a name in the place of a uuid. A claim names what it needs of
+them beside its options, and gets all of it together or nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +19,18 @@ SHARED_PART = 0.99
 #: A share smaller than this could hardly hold a CUDA context; the GPU counts as full.
 LEAST_SHARE_BYTES = 640 << 20
 
+#: The cores of the host, as a card; amounts are in thousandths of a core.
+CORES = "cores"
+#: The main memory of the host, as a card; amounts are in bytes.
+MEMORY = "memory"
+
+_OF_GROUP = ":"  # between one of these names and a control group, whose limit is a card of its own
 _SAME_BUDGET = 0.05  # a new lease that comes this near to the budget of present leases shares that budget
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as admission sees it."""
+    """A GPU as admission sees it; or :data:`CORES`, or :data:`MEMORY`, of the host or of a control group."""
 
     uuid: str
     # What leases may take of it: its memory, without the reserve and what other programs use
@@ -41,24 +50,45 @@ class Option:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a claim needs of cores or main memory, whichever GPUs it gets.
+
+    If it asks for more than there is, it gets all that there is, and is alone with that.
+    """
+
+    resource: str  # a card's name, see :func:`of_group`
+    amount: int
+    # With so much of it, the claim goes on, and gets what is free. The same as ``amount``: all or nothing
+    least: int
+    # What the asker's control group allows, where the card is a group's: others cannot measure that
+    capacity: int = 0
+
+
+@dataclass(frozen=True)
 class Claim:
     """A request that waits."""
 
     id: str  # its ticket
     order: int  # its place in the line; smaller ones came first
     options: tuple[Option, ...]  # one for each GPU it may be on
-    count: int = 1  # how many of these GPUs it needs, all at once
+    count: int = 1  # how many of these GPUs it needs, all at once; 0: none
     pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
+    needs: tuple[Need, ...] = ()  # what it needs besides, at the same time
 
 
 @dataclass(frozen=True)
 class Part:
-    """A granted share of one GPU."""
+    """A granted share of one GPU, or of cores or main memory."""
 
     uuid: str
-    memory_bytes: int  # memory granted
+    memory_bytes: int  # memory granted; of cores: thousandths of a core
     budget_bytes: int  # what shares of this GPU were parts of, when it was granted
     alone: bool = False  # whether nobody else gets a lease there meanwhile
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is of a GPU."""
+        return kind_of(self.uuid) is None
 
 
 @dataclass(frozen=True)
@@ -70,19 +100,31 @@ class Holding:
     parts: tuple[Part, ...]
 
 
+def of_group(resource: str, group: int) -> str:
+    """Return the name of the card for what a control group allows of cores or main memory."""
+    return f"{resource}{_OF_GROUP}{group}"
+
+
+def kind_of(uuid: str) -> str | None:
+    """Return :data:`CORES` or :data:`MEMORY` for a card of these, also for a control group's; None: a GPU."""
+    kind = uuid.partition(_OF_GROUP)[0]
+    return kind if kind in (CORES, MEMORY) else None
+
+
 def plan(
     cards: Iterable[Card], holdings: Iterable[Holding], claims: Iterable[Claim]
 ) -> dict[str, tuple[Part, ...]]:
     """Decide which claims can be granted now.
 
     First come, first served. A claim that cannot be granted yet reserves the GPUs that become free for it
-    soonest: later claims get there only what it cannot use. While the use of other programs does not change,
-    a claim waits for earlier claims only. So later, smaller claims never starve it, however many they are.
+    soonest, and what it needs of cores and memory: later claims get there only what it cannot use. While the
+    use of other programs does not change, a claim waits for earlier claims only. So later, smaller claims
+    never starve it, however many they are.
 
     Parameters
     ----------
     cards : iterable of Card
-        The usable GPUs.
+        The usable GPUs, cores and main memory.
     holdings : iterable of Holding
         The leases that are held.
     claims : iterable of Claim
@@ -98,8 +140,10 @@ def plan(
     # All processes must use the same order, also if a broken ticket repeats an order.
     line = sorted(claims, key=lambda claim: (claim.order, claim.id))
     least_bytes = min((_least_bytes(option) for claim in line for option in claim.options), default=0)
+    all_want_gpus = all(claim.count for claim in line)
     for claim in line:
-        if room.most_bytes() < least_bytes:  # saves time with a long line: nothing after this fits
+        # Saves time with a long line: nothing after this fits.
+        if all_want_gpus and room.most_bytes() < least_bytes:
             break
         parts = room.grant(claim)
         if parts is None:
@@ -114,7 +158,8 @@ class _Spot:
     """One GPU while ``plan`` goes through the claims."""
 
     def __init__(self, card: Card) -> None:
-        self.capacity = card.capacity_bytes
+        # Something, so that whoever is alone with memory that others have all of can have it, and go on
+        self.capacity = card.capacity_bytes if kind_of(card.uuid) is None else max(1, card.capacity_bytes)
         self.most = card.capacity_bytes + card.untold_bytes  # once all workers have told what they use
         self.held: list[tuple[int, Part]] = []  # by the order of their holders
         self.held_bytes = 0
@@ -142,6 +187,18 @@ class _Spot:
         if memory_bytes < LEAST_SHARE_BYTES:
             return None
         return Part(option.uuid, memory_bytes, budget, option.alone)
+
+    def part_for(self, need: Need) -> Part | None:
+        """Return what a need gets now; None if that is too little."""
+        amount = self.most_for(need)
+        free = max(0, self.free_bytes)
+        if free < min(need.least, amount):
+            return None
+        return Part(need.resource, min(amount, free), self.capacity)
+
+    def most_for(self, need: Need) -> int:
+        """Return what a need comes to here: never more than there is, so that it is met some day."""
+        return min(need.amount, self.capacity)
 
     def fits(self, part: Part) -> bool:
         """Tell whether a part fits beside the leases and the reservations of earlier claims."""
@@ -196,7 +253,8 @@ class _Room:
 
     def most_bytes(self) -> int:
         """Return the most that a claim could still get of one GPU."""
-        return max((spot.free_bytes for spot in self._spots.values()), default=-1)
+        gpus = (spot.free_bytes for uuid, spot in self._spots.items() if kind_of(uuid) is None)
+        return max(gpus, default=-1)
 
     def take(self, holding: Holding) -> None:
         for part in holding.parts:
@@ -209,10 +267,17 @@ class _Room:
         if len(fitting) < claim.count:
             return None
         fitting.sort(key=lambda found: found[0].capacity - found[0].held_bytes, reverse=not claim.pack)
-        return tuple(part for _, part in fitting[: claim.count])
+        parts = [part for _, part in fitting[: claim.count]]
+        for need in claim.needs:
+            spot = self._spots.get(need.resource)
+            part = spot.part_for(need) if spot else None
+            if part is None:
+                return None
+            parts.append(part)
+        return tuple(parts)
 
     def reserve(self, claim: Claim) -> None:
-        """Reserve for a claim that has to wait the GPUs that become free for it soonest.
+        """Reserve for a claim that has to wait the GPUs that become free for it soonest, and its needs.
 
         GPUs where only earlier claims are in its way come first. The GPU that it reserved in the last plan is
         always one of them, so the claim never waits for a later one.
@@ -223,10 +288,16 @@ class _Room:
             if part.memory_bytes <= spot.most:
                 before, after = spot.in_the_way(part, claim.order)
                 found.append(((after > 0, spot.reservations, before + after), spot, part))
-        if len(found) >= claim.count:
-            found.sort(key=itemgetter(0))
-            for _, spot, part in found[: claim.count]:
-                spot.reserve(part, claim.order)
+        if len(found) < claim.count:
+            return
+        found.sort(key=itemgetter(0))
+        for _, spot, part in found[: claim.count]:
+            spot.reserve(part, claim.order)
+        for need in claim.needs:
+            if need.least and need.resource in self._spots:
+                spot = self._spots[need.resource]
+                amount = min(need.least, spot.most_for(need))
+                spot.reserve(Part(need.resource, amount, spot.capacity), claim.order)
 
     def _parts(self, claim: Claim) -> list[tuple[_Spot, Part]]:
         found = []

@@ -18,8 +18,9 @@ from pathlib import Path
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.leases import admission, tickets
-from flower_gpu.leases.admission import Card, Option, Part
+from flower_gpu.leases import admission, host, tickets
+from flower_gpu.leases.admission import CORES, Card, Need, Option, Part
+from flower_gpu.leases.host import HostMeasured
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Entry, Reader, Ticket
@@ -45,7 +46,9 @@ class Wish:
     # change while the request waits
     options: Callable[[Sequence[GPU]], tuple[Option, ...]]
     version: Callable[[], object] = lambda: None  # returns a value that differs after such a change
-    count: int = 1  # how many GPUs
+    count: int = 1  # how many GPUs; 0: none, only what ``needs`` returns
+    # Returns what it takes of the host's cores and main memory, as of now
+    needs: Callable[[], tuple[Need, ...]] = lambda: ()
     pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
     label: str = ""  # what it is for; shown to this account only
 
@@ -56,6 +59,7 @@ class State:
 
     gpus: tuple[GPU, ...]  # those that can be used
     cards: tuple[Card, ...]  # the same, as admission sees them
+    host: tuple[Card, ...]  # cores and main memory
     holders: tuple[Entry, ...]  # leases
     waiting: tuple[Entry, ...]  # requests that wait, in the order of the line
     # When something was changed in the ledger, see :meth:`LedgerFolder.stamps`
@@ -64,10 +68,11 @@ class State:
     def granted(self) -> dict[str, tuple[Part, ...]]:
         """Return the parts of each waiting request that can be granted now."""
         holdings = [entry.holding for entry in self.holders]
-        return admission.plan(self.cards, holdings, [entry.claim for entry in self.waiting])
+        cards = (*self.cards, *self.host)
+        return admission.plan(cards, holdings, [entry.claim for entry in self.waiting])
 
     def leased_bytes(self, uuid: str) -> int:
-        """Memory of a GPU that is leased."""
+        """Memory of a GPU that is leased; of cores, thousandths of a core."""
         return sum(part.memory_bytes for entry in self.holders for part in entry.parts if part.uuid == uuid)
 
 
@@ -88,7 +93,8 @@ class _Measured:
       counts as another program's until the next look.
     """
 
-    found: Inventory  # the GPUs
+    found: Inventory  # the GPUs; none where nobody asks for one
+    host: HostMeasured  # cores and main memory
     held: Sequence[Entry]  # the leases before that
     # By ticket the last report of its worker before that, see :meth:`Entry.reported`
     told: Mapping[str, tuple[int, dict[str, int]]]
@@ -104,11 +110,19 @@ class Ledger:
         Where it is; default: the host's.
     reserve_bytes : int
         Memory of each GPU that is never leased.
+    host_reserve_bytes : int, optional
+        Main memory that is never leased; default: :data:`flower_gpu.leases.host.RESERVED_PART` of it.
     """
 
-    def __init__(self, folder: LedgerFolder | None = None, reserve_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        folder: LedgerFolder | None = None,
+        reserve_bytes: int = 256 << 20,
+        host_reserve_bytes: int | None = None,
+    ) -> None:
         self.folder = folder or LedgerFolder.find()
         self._reserve_bytes = reserve_bytes
+        self._host_reserve_bytes = host_reserve_bytes
         self._reader = Reader()
         self._pid_namespace = tickets.pid_namespace()
         self._verified_at = 0.0
@@ -150,7 +164,7 @@ class Ledger:
     def _enqueue(self, wish: Wish) -> tuple[Ticket, State, object]:
         """Write a ticket, granted if that is possible at once."""
         version = wish.version()
-        with self._locked() as measured:
+        with self._locked(wish.count > 0) as measured:
             _check(measured, wish)
             own = self.folder.own()
             state = self._look(measured, verify=True)
@@ -158,8 +172,11 @@ class Ledger:
             tickets.clean(own, [entry for entry in alive if entry.user == os.getuid()])
             options = self._options(wish, state)
             order = 1 + max((entry.order for entry in alive), default=0)
-            entry = tickets.new_entry(own, order, options, wish.count, wish.pack)
-            granted = replace(state, waiting=(*state.waiting, entry)).granted()
+            needs = measured.host.needs(wish.needs())
+            entry = tickets.new_entry(own, order, options, wish.count, wish.pack, needs)
+            state = replace(state, waiting=(*state.waiting, entry))
+            state = replace(state, host=self._host_cards(measured, state.holders, state.waiting))
+            granted = state.granted()
             ticket = Ticket.create(own, replace(entry, parts=granted.get(entry.id, ())), wish.label)
         return ticket, state, version
 
@@ -172,7 +189,7 @@ class Ledger:
                     ticket.remove()
                     entries = self._reader.read(self.folder.all())
                 if any(not entry.parts for entry in entries):
-                    with self._locked() as measured:
+                    with self._locked(asks_for_gpus=False) as measured:
                         state = self._look(measured)
                         _wake(state.waiting, self._ready(state))
         except LeaseError:  # the ledger cannot be used; a removed ticket is enough
@@ -180,28 +197,36 @@ class Ledger:
 
     def status(self) -> State:
         """Return what the ledger says now. It waits for the mutex, so that it sees no half-done change."""
-        with self._clear_errors(), self._locked() as measured:
+        with self._clear_errors(), self._locked(asks_for_gpus=True) as measured:
             return self._look(measured, verify=True)
 
     @contextmanager
-    def _locked(self) -> Iterator[_Measured]:
+    def _locked(self, asks_for_gpus: bool) -> Iterator[_Measured]:
         """Hold the mutex, with what was measured just before."""
         # The tickets are read here once more: then little is left to read while others wait for the mutex.
-        measured = self._measure(self._reader.read(self.folder.all()))
+        measured = self._measure(self._reader.read(self.folder.all()), asks_for_gpus)
 
         def measure_again() -> None:
             nonlocal measured
             if time.monotonic() > measured.fresh_until:
-                measured = self._measure(self._reader.read(self.folder.all()))
+                measured = self._measure(self._reader.read(self.folder.all()), asks_for_gpus)
 
         with self.folder.locked(measure_again):
             yield measured
 
-    def _measure(self, entries: Sequence[Entry]) -> _Measured:
+    def _measure(self, entries: Sequence[Entry], asks_for_gpus: bool) -> _Measured:
+        """Look what there is.
+
+        NVML is not asked where no request is about GPUs: its answer takes long, and would start it in
+        processes that have no use for it.
+        """
         held = [entry for entry in entries if entry.parts]
-        told = {entry.id: entry.reported() for entry in held}
-        found = inventory.take()  # after the reports, see _Measured
-        return _Measured(found, held, told, time.monotonic() + _FRESH_S)
+        told: dict[str, tuple[int, dict[str, int]]] = {}
+        found = Inventory((), None, None)
+        if asks_for_gpus or any(not entry.parts and entry.count for entry in entries):
+            told = {entry.id: entry.reported() for entry in held}
+            found = inventory.take()  # after the reports, see _Measured
+        return _Measured(found, host.measure(), held, told, time.monotonic() + _FRESH_S)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -226,20 +251,32 @@ class Ledger:
             self._verified_at = time.monotonic()
         holders = tuple(entry for entry in alive if entry.parts)
         waiting = tuple(entry for entry in alive if not entry.parts)
-        return State(measured.found.usable, self._cards(measured, holders), holders, waiting, stamps)
+        cards = self._cards(measured, holders)
+        of_host = self._host_cards(measured, holders, waiting)
+        return State(measured.found.usable, cards, of_host, holders, waiting, stamps)
 
     def _is_old(self, state: State) -> bool:
         """Tell whether anything may have changed, without the mutex and without reading all tickets."""
-        return (
-            self.folder.stamps(self.folder.all()) != state.stamps
-            or not all(entry.is_alive() for entry in state.holders)
-            or _roughly(self._cards(self._measure(state.holders), state.holders)) != _roughly(state.cards)
+        if self.folder.stamps(self.folder.all()) != state.stamps:
+            return True
+        if not all(entry.is_alive() for entry in state.holders):
+            return True
+        measured = self._measure((*state.holders, *state.waiting), asks_for_gpus=False)
+        now = (
+            *self._cards(measured, state.holders),
+            *self._host_cards(measured, state.holders, state.waiting),
         )
+        return _roughly(now) != _roughly((*state.cards, *state.host))
 
     def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:
         now = {entry.id for entry in holders}
         ended = [entry for entry in measured.held if entry.id not in now]
         return tuple(self._card(gpu, holders, ended, measured.told) for gpu in measured.found.usable)
+
+    def _host_cards(
+        self, measured: _Measured, holders: Sequence[Entry], waiting: Sequence[Entry]
+    ) -> tuple[Card, ...]:
+        return measured.host.cards(holders, waiting, self._host_reserve_bytes)
 
     def _is_alive(self, entry: Entry) -> bool:
         if entry.is_alive():
@@ -293,6 +330,8 @@ class Ledger:
         }
 
     def _options(self, wish: Wish, state: State) -> tuple[Option, ...]:
+        if not wish.count:
+            return ()
         options = wish.options(state.gpus)
         sizes = self.sizes(state.gpus)
         possible = admission.possible(sizes, options)
@@ -304,14 +343,15 @@ class Ledger:
         """Wait until the ticket is granted."""
         while True:
             news, verify = self._pause(ticket, wish, version, state, deadline)
-            with self._locked() as measured:
+            with self._locked(wish.count > 0) as measured:
                 _check(measured, wish)
                 state = self._look(measured, verify=verify)
                 if ticket.entry.id not in [entry.id for entry in state.waiting]:
                     raise LeaseError(f"{wish.label or 'a call'}: its ticket {ticket.entry.path} was removed")
                 if news != version:
                     version = news
-                    ticket.write(replace(ticket.entry, options=self._options(wish, state)))
+                    needs = measured.host.needs(wish.needs())
+                    ticket.write(replace(ticket.entry, options=self._options(wish, state), needs=needs))
                     waiting = [ticket.entry if e.id == ticket.entry.id else e for e in state.waiting]
                     state = replace(state, waiting=tuple(waiting))
                 ready = self._ready(state)
@@ -353,7 +393,14 @@ class Ledger:
     def _what_is_held(self, wish: Wish) -> str:
         state = self.status()
         lines = []
-        for gpu, card in zip(state.gpus, state.cards, strict=True):
+        for card in state.host if not wish.count else ():
+            lines.append(f"{amount_text(card.uuid, card.capacity_bytes)} can be leased in all")
+            for entry in state.holders:
+                for part in entry.parts:
+                    if part.uuid == card.uuid and part.memory_bytes:
+                        amount = amount_text(part.uuid, part.memory_bytes)
+                        lines.append(f"  {amount} held by {describe(entry)}")
+        for gpu, card in zip(state.gpus, state.cards, strict=True) if wish.count else ():
             free = card.capacity_bytes - state.leased_bytes(gpu.uuid)
             lines.append(f"GPU {gpu.index} ({gpu.name}): {format_bytes(max(0, free))} can be leased")
             for entry in state.holders:
@@ -361,13 +408,21 @@ class Ledger:
                     if part.uuid == gpu.uuid:
                         lines.append(f"  {format_bytes(part.memory_bytes)} held by {describe(entry)}")
         text = "\n".join(lines)
-        return f"{wish.label or 'a call'} got no GPU in time; {len(state.waiting)} were waiting.\n{text}"
+        what = "GPU" if wish.count else "cores or memory"
+        return f"{wish.label or 'a call'} got no {what} in time; {len(state.waiting)} were waiting.\n{text}"
 
 
 def _check(measured: _Measured, wish: Wish) -> None:
     """Fail if NVML hangs: a process that kept its place in the line would keep the others waiting."""
-    if measured.found.hangs:
+    if wish.count and measured.found.hangs:
         raise LeaseError(f"{wish.label or 'a call'} gets no lease: {measured.found.problem}")
+
+
+def amount_text(uuid: str, amount: int) -> str:
+    """Return an amount of cores or main memory in words."""
+    if admission.kind_of(uuid) == CORES:
+        return f"{amount / 1000:g} core{'' if amount == 1000 else 's'}"
+    return f"{format_bytes(amount)} of main memory"
 
 
 def describe(entry: Entry) -> str:

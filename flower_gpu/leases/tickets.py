@@ -14,14 +14,14 @@ import select
 import stat
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flower_gpu import files
-from flower_gpu.leases.admission import Claim, Holding, Option, Part
+from flower_gpu.leases.admission import CORES, MEMORY, Claim, Holding, Need, Option, Part
 from flower_gpu.leases.lease import Lease
 
 _VERSION = 1
@@ -53,19 +53,42 @@ class Entry:
     pid_namespace: int  # where that process id is valid
     since: float  # when the request was made, or granted; seconds since the epoch
     options: tuple[Option, ...]  # the GPUs it may be on
-    count: int = 1  # how many of them it needs
+    count: int = 1  # how many of them it needs; 0: it asks for cores and memory only
     pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
     parts: tuple[Part, ...] = ()  # what it holds; empty while it waits
+    needs: tuple[Need, ...] = ()  # what it asks for beside GPUs
 
     @property
     def claim(self) -> Claim:
         """The request, for admission."""
-        return Claim(self.id, self.order, self.options, self.count, self.pack)
+        return Claim(self.id, self.order, self.options, self.count, self.pack, self.needs)
 
     @property
     def holding(self) -> Holding:
         """The lease, for admission."""
         return Holding(self.id, self.order, self.parts)
+
+    @property
+    def gpu_parts(self) -> tuple[Part, ...]:
+        """What it holds of GPUs."""
+        return tuple(part for part in self.parts if part.is_gpu)
+
+    @property
+    def cores(self) -> float | None:
+        """The cores that it holds, or asks for while it waits; None: it is not about cores."""
+        amount = self._amount_of(CORES)
+        return None if amount is None else amount / 1000
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """The main memory that it holds, or asks for while it waits; None: it is not about memory."""
+        return self._amount_of(MEMORY)
+
+    def _amount_of(self, resource: str) -> int | None:
+        found = {part.uuid: part.memory_bytes for part in self.parts}
+        if not self.parts:
+            found = {need.resource: need.amount for need in self.needs}
+        return found.get(resource)
 
     def label(self) -> str:
         """Return what the request is for; empty where it is another account's."""
@@ -89,17 +112,31 @@ class Entry:
 
     def reported(self) -> tuple[int, dict[str, int]]:
         """Return the last report of its worker: process id (0: none), and the bytes it uses by GPU."""
+        pid, used, _ = self._report()
+        return pid, used
+
+    def own_memory_bytes(self, of_process: Callable[[int], int]) -> int:
+        """Return the main memory that its worker has taken by now; 0 where that is not known.
+
+        ``of_process`` returns what a process of this pid namespace has.
+        """
+        pid, _, base_bytes = self._report()
+        if not pid or self.pid_namespace != pid_namespace():
+            return 0
+        return max(0, of_process(pid) - base_bytes)
+
+    def _report(self) -> tuple[int, dict[str, int], int]:
         try:
             with _opened(self.path) as descriptor:
                 data = os.pread(descriptor, _REPORT_BYTES, _REPORT_AT)
             checksum, _, text = data.partition(b"\n")[0].partition(b" ")
             if int(checksum, 16) != zlib.crc32(text):  # read while it was being written
-                return 0, {}
+                return 0, {}, 0
             told = json.loads(text)
             used = {str(uuid): _amount(nbytes) for uuid, nbytes in told["used"].items()}
-            return _amount(told["pid"]), used
+            return _amount(told["pid"]), used, _amount(told.get("base_bytes", 0))
         except (OSError, *_NOT_OURS):
-            return 0, {}
+            return 0, {}, 0
 
 
 class Ticket:
@@ -148,6 +185,8 @@ class Ticket:
             "pack": entry.pack,
             "options": [asdict(option) for option in entry.options],
             "parts": [asdict(part) for part in entry.parts],
+            # Other versions know no needs. They see cores and memory that are held as GPUs of another host.
+            "needs": [asdict(need) for need in entry.needs],
         }
         data = json.dumps(fields).encode() + b"\n"
         self._revision += 1
@@ -280,6 +319,7 @@ def _read(path: Path, user: int) -> Entry | None:
         fields = json.loads(data.partition(b"\n")[0])
         if fields["v"] != _VERSION:
             return None
+        options = tuple(_option(**option) for option in fields["options"])
         return Entry(
             id=id_,
             order=min(_amount(int(order)), LAST_ORDER),
@@ -288,10 +328,11 @@ def _read(path: Path, user: int) -> Entry | None:
             pid=_amount(fields["pid"]),
             pid_namespace=_amount(fields["pid_namespace"]),
             since=float(fields["since"]),
-            options=tuple(_option(**option) for option in fields["options"]),
-            count=max(1, _amount(fields["count"])),
+            options=options,
+            count=max(1, _amount(fields["count"])) if options else 0,
             pack=bool(fields["pack"]),
             parts=tuple(_part(**part) for part in fields["parts"]),
+            needs=tuple(_need(**need) for need in fields.get("needs", ())),
         )
     except _NOT_OURS:
         return None
@@ -319,7 +360,18 @@ def _part(uuid: str, memory_bytes: int, budget_bytes: int, alone: bool) -> Part:
     return Part(str(uuid), _amount(memory_bytes), _amount(budget_bytes), bool(alone))
 
 
-def new_entry(folder: Path, order: int, options: tuple[Option, ...], count: int, pack: bool) -> Entry:
+def _need(resource: str, amount: int, least: int, capacity: int) -> Need:
+    return Need(str(resource), _amount(amount), min(_amount(least), amount), _amount(capacity))
+
+
+def new_entry(
+    folder: Path,
+    order: int,
+    options: tuple[Option, ...],
+    count: int,
+    pack: bool,
+    needs: tuple[Need, ...] = (),
+) -> Entry:
     """Return the content of a new ticket of this process."""
     return Entry(
         id=os.urandom(8).hex(),
@@ -332,6 +384,7 @@ def new_entry(folder: Path, order: int, options: tuple[Option, ...], count: int,
         options=options,
         count=count,
         pack=pack,
+        needs=needs,
     )
 
 

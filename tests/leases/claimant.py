@@ -25,7 +25,7 @@ from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases import ledger as ledger_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import Option
+from flower_gpu.leases.admission import CORES, MEMORY, Need, Option
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, State, Wish
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -42,12 +42,20 @@ def wish(
     pack: bool = False,
     alone: bool = False,
     label: str = "",
+    cores: int | None = None,
+    least_cores: int | None = None,
+    host_memory: int | None = None,
 ) -> Wish:
     def options(usable: Any) -> tuple[Option, ...]:
         chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
         return tuple(Option(gpu.uuid, memory, share, alone) for gpu in chosen)
 
-    return Wish(options, count=count, pack=pack, label=label)
+    needs = []
+    if cores is not None:
+        needs.append(Need(CORES, cores, cores if least_cores is None else least_cores))
+    if host_memory is not None:
+        needs.append(Need(MEMORY, host_memory, host_memory))
+    return Wish(options, count=count, pack=pack, label=label, needs=lambda: tuple(needs))
 
 
 def lease_of(ticket: Ticket) -> Lease:
@@ -60,6 +68,7 @@ def described(state: State) -> dict[str, Any]:
     return {
         "cards": {card.uuid: card.capacity_bytes for card in state.cards},
         "leased": {card.uuid: state.leased_bytes(card.uuid) for card in state.cards},
+        "host": {card.uuid: [state.leased_bytes(card.uuid), card.capacity_bytes] for card in state.host},
         "holders": [entry.pid for entry in state.holders],
         "waiting": [entry.pid for entry in state.waiting],
         "ready": [entry.pid for entry in state.waiting if entry.id in granted],
@@ -168,8 +177,8 @@ class Commands:
         ledger_module._FRESH_S = 1000.0
         measure = self.ledger._measure
 
-        def paused(entries: Any) -> Any:
-            measured = measure(entries)
+        def paused(*entries: Any, **how: Any) -> Any:
+            measured = measure(*entries, **how)
             Path(f"{path}.measured").touch()
             while not Path(path).exists():
                 time.sleep(0.005)

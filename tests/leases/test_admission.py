@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu.leases.admission import (
+    CORES,
     LEAST_SHARE_BYTES,
+    MEMORY,
     SHARED_PART,
     Card,
     Claim,
     Holding,
+    Need,
     Option,
     Part,
+    of_group,
     plan,
     possible,
 )
@@ -46,6 +50,28 @@ def share(order: int, part: float | None, uuids: Iterable[str] = (A,), **fields:
 def held(order: int, gib: float, *uuids: str, alone: bool = False) -> Holding:
     parts = tuple(Part(uuid, int(gib * GIB), 16 * GIB, alone) for uuid in uuids or (A,))
     return Holding(f"t{order}", order, parts)
+
+
+def cores(
+    order: int, amount: int, least: int | None = None, *, memory_gib: float = 0, **fields: object
+) -> Claim:
+    """A claim for thousandths of a core, and for main memory."""
+    needs = (Need(CORES, amount, amount if least is None else least),)
+    if memory_gib:
+        needs += (Need(MEMORY, int(memory_gib * GIB), int(memory_gib * GIB)),)
+    return Claim(f"t{order}", order, **{"options": (), "count": 0, **fields}, needs=needs)  # type: ignore[arg-type]
+
+
+def computing(order: int, amount: int, memory_gib: float = 0) -> Holding:
+    parts = (Part(CORES, amount, 4000), Part(MEMORY, int(memory_gib * GIB), 16 * GIB))
+    return Holding(f"t{order}", order, parts)
+
+
+HOST = [Card(CORES, 4000), Card(MEMORY, 16 * GIB)]
+
+
+def amounts(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[int]]:
+    return {id_: [part.memory_bytes for part in parts] for id_, parts in granted.items()}
 
 
 def where(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[str]]:
@@ -202,6 +228,56 @@ def test_a_whole_gpu_is_not_starved_by_shares_granted_when_there_was_more() -> N
     assert not plan(now, holdings, [share(2, 1.0), share(3, 0.125)])
 
 
+def test_cores_are_never_leased_twice_and_first_come_is_first_served() -> None:
+    claims = [cores(order, 1500) for order in (3, 1, 2)] + [cores(4, 500)]
+    assert amounts(plan(HOST, [], claims)) == {"t1": [1500], "t2": [1500], "t4": [500]}
+    assert not plan(HOST, [computing(0, 3000)], [cores(1, 2000), cores(2, 1500)])  # it would pass the first
+    assert amounts(plan(HOST, [computing(0, 1500)], [cores(1, 3000), cores(2, 1000)])) == {"t2": [1000]}
+
+
+def test_many_small_parts_of_a_core_fill_the_host_exactly() -> None:
+    granted = plan(HOST, [], [cores(order, 333) for order in range(1, 20)])
+    assert len(granted) == 12
+
+
+def test_who_would_take_all_cores_takes_what_is_free_and_goes_on() -> None:
+    lone = cores(2, 4000, least=0)
+    assert amounts(plan(HOST, [], [lone])) == {"t2": [4000]}
+    assert amounts(plan(HOST, [computing(1, 1500)], [lone])) == {"t2": [2500]}
+    assert amounts(plan(HOST, [computing(1, 4000)], [lone])) == {"t2": [0]}
+    # Nor does it take what an earlier request waits for.
+    assert amounts(plan(HOST, [computing(0, 1500)], [cores(1, 3000), lone])) == {"t2": [1000]}
+
+
+def test_more_than_there_is_means_all_of_it_alone() -> None:
+    """Main memory comes and goes: what was learned on an empty host must not wait for ever."""
+    now = [Card(MEMORY, 3 * GIB), Card(CORES, 4000)]
+    large = cores(2, 100, memory_gib=5)
+    assert amounts(plan(now, [], [large])) == {"t2": [100, 3 * GIB]}
+    assert not plan(now, [computing(1, 100, 0.5)], [large])
+    assert amounts(plan([Card(MEMORY, 0), Card(CORES, 4000)], [], [large])) == {"t2": [100, 1]}
+
+
+def test_gpus_cores_and_memory_are_granted_together_or_not_at_all() -> None:
+    both = replace(memory(2, 4, [A]), needs=(Need(CORES, 2000, 2000), Need(MEMORY, GIB, GIB)))
+    assert amounts(plan([*cards(16), *HOST], [], [both])) == {"t2": [4 * GIB, 2000, GIB]}
+    assert not plan([*cards(16), *HOST], [computing(1, 3000)], [both])
+    # What it waits with is reserved: the GPU for which later ones would come, and the cores.
+    assert not plan([*cards(16), *HOST], [computing(1, 3000)], [both, memory(3, 13, [A])])
+    assert not plan([*cards(16), *HOST], [held(1, 14)], [both, cores(4, 2500)])
+    assert where(plan([*cards(16), *HOST], [held(1, 14)], [both, cores(4, 2000)])) == {"t4": [CORES]}
+
+
+def test_a_control_group_has_limits_of_its_own() -> None:
+    group = of_group(CORES, 77)
+
+    def inside(order: int) -> Claim:
+        return replace(cores(order, 1000), needs=(Need(CORES, 1000, 1000), Need(group, 1000, 1000, 2000)))
+
+    granted = plan([*HOST, Card(group, 2000)], [], [inside(1), inside(2), inside(3), cores(4, 1000)])
+    assert sorted(granted) == ["t1", "t2", "t4"]
+
+
 def test_options_that_can_never_be_granted_are_left_out() -> None:
     sizes = {A: 16 * GIB, B: 2 * GIB}
     options = [
@@ -223,7 +299,23 @@ shares = st.sampled_from([1.0, 0.5, 0.25, 0.125, 1 / 3, None])
 
 
 @st.composite
+def needs_of(draw: st.DrawFn) -> tuple[Need, ...]:
+    """What is needed beside GPUs: none, or cores, some of them or as many as are free; and memory."""
+    found = []
+    if draw(st.booleans()):
+        amount = draw(st.integers(1, 5000))
+        found.append(Need(CORES, amount, draw(st.sampled_from([amount, amount, 0]))))
+    if draw(st.booleans()):
+        amount = draw(memories)
+        found.append(Need(MEMORY, amount, amount))
+    return tuple(found)
+
+
+@st.composite
 def claims_of(draw: st.DrawFn, order: int) -> Claim:
+    needs = draw(needs_of())
+    if needs and draw(st.booleans()):
+        return Claim(f"t{order}", order, (), 0, needs=needs)
     uuids = draw(st.lists(st.sampled_from(UUIDS), min_size=1, max_size=3, unique=True))
     alone = draw(st.sampled_from([False, False, False, True]))
     if draw(st.booleans()):
@@ -232,13 +324,15 @@ def claims_of(draw: st.DrawFn, order: int) -> Claim:
     else:
         part = draw(shares)
         options = tuple(Option(uuid, share=part, alone=alone) for uuid in uuids)
-    return Claim(f"t{order}", order, options, draw(st.integers(1, len(uuids))), draw(st.booleans()))
+    count, pack = draw(st.integers(1, len(uuids))), draw(st.booleans())
+    return Claim(f"t{order}", order, options, count, pack, needs)
 
 
 @st.composite
 def lines(draw: st.DrawFn) -> tuple[list[Card], list[Holding], list[Claim]]:
     """Draw any state: also one in which other programs have come since leases were granted."""
     all_cards = [Card(uuid, draw(st.integers(0, 64)) * GIB // 4) for uuid in UUIDS[: draw(st.integers(1, 3))]]
+    all_cards += [Card(CORES, 4000), Card(MEMORY, draw(st.integers(0, 64)) * GIB // 4)]
     orders = draw(st.permutations(range(1, 13)))
     holders = draw(st.integers(0, 5))
     holdings = []
@@ -246,6 +340,7 @@ def lines(draw: st.DrawFn) -> tuple[list[Card], list[Holding], list[Claim]]:
         uuids = draw(st.lists(st.sampled_from(UUIDS), min_size=1, max_size=2, unique=True))
         budget = draw(st.integers(1, 64)) * GIB // 4
         parts = tuple(Part(uuid, draw(memories), budget, draw(st.booleans())) for uuid in uuids)
+        parts += tuple(Part(need.resource, need.amount, budget) for need in draw(needs_of()))
         holdings.append(Holding(f"t{order}", order, parts))
     waiting = [draw(claims_of(order)) for order in orders[holders : holders + draw(st.integers(0, 6))]]
     return all_cards, holdings, waiting
@@ -259,8 +354,12 @@ def check_grants(
     for id_, parts in granted.items():
         claim = by_id[id_]
         offered = {option.uuid: option for option in claim.options}
-        assert len(parts) == len({part.uuid for part in parts}) == claim.count
-        for part in parts:
+        assert len(parts) == len({part.uuid for part in parts}) == claim.count + len(claim.needs)
+        for need, part in zip(claim.needs, parts[claim.count :], strict=True):
+            most = min(need.amount, max(1, capacity[need.resource]))
+            assert part.uuid == need.resource
+            assert min(need.least, most) <= part.memory_bytes <= most
+        for part in parts[: claim.count]:
             option = offered[part.uuid]
             assert part.alone == option.alone
             if option.memory_bytes is not None:
@@ -270,8 +369,11 @@ def check_grants(
     for uuid, capacity_bytes in capacity.items():
         old = [part for holding in holdings for part in holding.parts if part.uuid == uuid]
         new = [part for parts in granted.values() for part in parts if part.uuid == uuid]
+        new = [part for part in new if part.memory_bytes]  # who goes on without cores has none
         if new:
-            assert sum(part.memory_bytes for part in (*old, *new)) <= capacity_bytes
+            assert sum(part.memory_bytes for part in (*old, *new)) <= max(1, capacity_bytes)
+            if uuid in (CORES, MEMORY):
+                continue
             assert len(old) + len(new) == 1 or not any(part.alone for part in (*old, *new))
 
 
@@ -305,6 +407,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Card], list[Claim | int]]:
     all_cards = [
         Card(uuid, draw(st.integers(12, 64)) * GIB // 4) for uuid in UUIDS[: draw(st.integers(1, 3))]
     ]
+    all_cards += HOST
     sizes = {card.uuid: card.capacity_bytes for card in all_cards}
     events: list[Claim | int] = []
     for order in range(1, draw(st.integers(2, 30))):
@@ -361,13 +464,21 @@ def test_nobody_waits_for_one_who_came_later_in_long_histories(seed: int) -> Non
     random = Random(seed)
     for _ in range(60):
         uuids = UUIDS[: random.randint(1, 3)]
-        host = Host(cards(*[16.0] * len(uuids)))
+        host = Host([*cards(*[16.0] * len(uuids)), *HOST])
         for order in range(1, 40):
             mine = uuids if random.random() < 0.7 else random.sample(uuids, random.randint(1, len(uuids)))
             count = random.randint(1, len(mine)) if random.random() < 0.2 else 1
             alone, pack = random.random() < 0.05, random.random() < 0.3
             gib = random.choice([1, 2, 4, 6, 8, 10, 12, 16])
-            host.waiting.append(memory(order, gib, mine, count=count, alone=alone, pack=pack))
+            claim = memory(order, gib, mine, count=count, alone=alone, pack=pack)
+            if random.random() < 0.3:
+                thousandths = random.choice([333, 1000, 2000, 4000, 9000])
+                claim = replace(claim, needs=(Need(CORES, thousandths, random.choice([0, thousandths])),))
+            if random.random() < 0.3:
+                claim = replace(claim, needs=(*claim.needs, Need(MEMORY, gib * GIB, gib * GIB)))
+            if claim.needs and random.random() < 0.4:
+                claim = replace(claim, options=(), count=0)
+            host.waiting.append(claim)
             host.settle()
             host.check()
             if random.random() < 0.8 and host.present:
@@ -395,11 +506,13 @@ def test_other_programs_that_come_and_go_starve_nobody(
         left = 4 - (seed >> index) % 4
         host.settle([replace(card, capacity_bytes=card.capacity_bytes * left // 4) for card in all_cards])
     old = {claim.id for claim in host.waiting}
-    uuids = [card.uuid for card in all_cards]
+    uuids = [card.uuid for card in all_cards if card not in HOST]
     while old & {claim.id for claim in host.waiting}:
         for _ in range(3):  # more small ones than there is room for
             order += 1
             host.waiting.append(memory(order, 0.5 + seed % 3, uuids))
+            order += 1
+            host.waiting.append(cores(order, 500 + seed % 1000, memory_gib=0.5 + seed % 3))
         host.settle()
         assert host.present, "somebody waits while nobody holds anything"
         host.present.pop(0)  # who has held longest

@@ -1,0 +1,156 @@
+"""Cores and main memory of this host, as cards: what there is, less what programs without a lease use.
+
+Every process that shares the ledger must count alike. So the cores are those of the host, whatever this
+process may use of them; what its control groups allow is a card of its own, and a need of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import control_group
+from flower_gpu.leases.admission import CORES, MEMORY, Card, Need, kind_of, of_group
+from flower_gpu.leases.tickets import Entry
+
+#: Of all main memory, the part that is never leased.
+RESERVED_PART: Final = 0.05
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_CPUS: Final = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Available:
+    """Main memory of the host, or of a control group."""
+
+    available_bytes: int  # what can be used before the kernel kills, or slows down
+    total_bytes: int
+    group: int | None = None  # the control group that has this limit; None: the host
+
+
+@dataclass(frozen=True)
+class HostMeasured:
+    """What there is at one moment."""
+
+    cores: int  # of the host, in thousandths
+    # What this process's control groups allow: which group it is, and thousandths of a core
+    quota: tuple[int, int] | None
+    memory: tuple[Available, ...]  # of the host, and of the control group with the least, if one has a limit
+
+    def needs(self, asked: Iterable[Need]) -> tuple[Need, ...]:
+        """Return what is asked of the host, and the same of this process's control groups."""
+        found = []
+        for need in asked:
+            found.append(need)
+            if need.resource == CORES and self.quota is not None:
+                group, capacity = self.quota
+                found.append(Need(of_group(CORES, group), need.amount, need.least, capacity))
+            for one in self.memory if need.resource == MEMORY else ():
+                if one.group is not None:
+                    name = of_group(MEMORY, one.group)
+                    found.append(Need(name, need.amount, need.least, one.total_bytes))
+        return tuple(found)
+
+    def cards(
+        self, holders: Sequence[Entry], waiting: Sequence[Entry], reserve_bytes: int | None
+    ) -> tuple[Card, ...]:
+        """Return what leases may have in all.
+
+        Parameters
+        ----------
+        holders, waiting : sequence of Entry
+            The tickets.
+        reserve_bytes : int, optional
+            How much main memory is never leased; default: :data:`RESERVED_PART` of it.
+        """
+        # What control groups of other processes allow is in their tickets.
+        most: dict[str, int] = {}
+        for entry in (*holders, *waiting):
+            limits = [(part.uuid, part.budget_bytes) for part in entry.parts]
+            limits += [(need.resource, need.capacity) for need in entry.needs]
+            for name, capacity in limits:
+                if kind_of(name) is not None and capacity:
+                    most[name] = min(capacity, most.get(name, capacity))
+        most[CORES] = self.cores
+        if self.quota is not None:
+            most[of_group(CORES, self.quota[0])] = self.quota[1]
+        for one in self.memory:
+            name = MEMORY if one.group is None else of_group(MEMORY, one.group)
+            reserve = int(RESERVED_PART * one.total_bytes) if reserve_bytes is None else reserve_bytes
+            # What workers have taken of their leases already is not available, and is theirs.
+            ours = sum(
+                min(entry.own_memory_bytes(anonymous_bytes), part.memory_bytes)
+                for entry in holders
+                for part in entry.parts
+                if part.uuid == name
+            )
+            most[name] = max(0, one.available_bytes - reserve + ours)
+        return tuple(Card(name, capacity) for name, capacity in sorted(most.items()))
+
+
+def measure() -> HostMeasured:
+    """Look what there is."""
+    cores = 1000 * all_cores()
+    limit = control_group.cpu_limit()
+    quota = None
+    if limit is not None and int(1000 * limit[0]) < cores:
+        quota = (limit[1], int(1000 * limit[0]))
+    memory = []
+    host = _host_memory()
+    if host is not None:
+        memory.append(host)
+        of_group_ = control_group.memory_limit()
+        if of_group_ is not None and of_group_[1] < host.total_bytes:  # without a limit it is a huge number
+            memory.append(Available(*of_group_))
+    return HostMeasured(cores, quota, tuple(memory))
+
+
+def total_memory_bytes() -> int | None:
+    """Return how much main memory there is for this process; None where that is not known."""
+    return min((one.total_bytes for one in measure().memory), default=None)
+
+
+@cache
+def all_cores() -> int:
+    """Count the cores of the host: two processors of one core share what computes."""
+    with suppress(OSError, ValueError):
+        numbers: list[int] = []
+        for text in (_CPUS / "online").read_text().strip().split(","):
+            first, _, last = text.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+        siblings = "cpu{}/topology/thread_siblings_list"
+        return len({(_CPUS / siblings.format(number)).read_text() for number in numbers}) or 1
+    return os.cpu_count() or 1
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return how much memory a process has that is no part of a file; 0 where that is not known."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0
+    return max(0, resident - shared) * _PAGE_BYTES
+
+
+def _host_memory() -> Available | None:
+    found = {}
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                name, _, text = line.partition(b":")
+                if name in (b"MemTotal", b"MemAvailable"):
+                    found[name] = int(text.split()[0]) << 10
+                if len(found) == 2:
+                    break
+    except (OSError, ValueError):  # not Linux
+        return None
+    if len(found) < 2:
+        return None
+    return Available(min(found[b"MemAvailable"], found[b"MemTotal"]), found[b"MemTotal"])

@@ -1,0 +1,89 @@
+"""Cores and main memory in the ledger, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from ledger_hosts import LedgerHost, RefusedError
+from nvml_stub import GIB
+
+from flower_gpu.leases import host
+
+pytestmark = pytest.mark.timeout(120)
+
+ALL = 1000 * host.all_cores()
+
+
+def cores(amount: int, **fields: Any) -> dict[str, Any]:
+    return {"cores": amount, "count": 0, **fields}
+
+
+def test_cores_are_leased_first_come_first_served_and_back_when_a_holder_is_killed(
+    ledger_host: LedgerHost,
+) -> None:
+    one, two, three = ledger_host.start(3)
+    assert one("acquire", **cores(ALL)) == {"cores": ALL}
+    assert ledger_host.status()["host"]["cores"] == [ALL, ALL]
+    ledger_host.line_up((two, cores(ALL // 2)), (three, cores(ALL)))
+    os.kill(one.pid, signal.SIGKILL)
+    assert two.answer() == {"cores": ALL // 2}
+    assert three.pid in ledger_host.status()["waiting"]
+    two("release")
+    assert three.answer() == {"cores": ALL}
+
+
+def test_who_asks_for_all_that_is_free_never_waits(ledger_host: LedgerHost) -> None:
+    one, lone = ledger_host.start(2)
+    one("acquire", **cores(ALL - 300))
+    assert lone("acquire", **cores(ALL, least_cores=0)) == {"cores": 300}
+    assert ledger_host.status()["host"]["cores"] == [ALL, ALL]
+
+
+def test_a_gpu_and_cores_are_one_ticket(one_gpu: LedgerHost) -> None:
+    """While its cores are not free it holds no GPU, and nobody gets that one meanwhile."""
+    busy, both, other = one_gpu.start(3)
+    busy("acquire", **cores(ALL))
+    [uuid] = one_gpu.stub.uuids
+    one_gpu.line_up((both, {"memory": 10 * GIB, "cores": ALL // 2}), (other, {"memory": 10 * GIB}))
+    assert one_gpu.status()["leased"] == {uuid: 0}
+    busy("release")
+    assert both.answer() == {uuid: 10 * GIB, "cores": ALL // 2}
+    both("release")
+    assert other.answer() == {uuid: 10 * GIB}
+
+
+def test_memory_that_is_leased_and_not_used_yet_is_not_leased_again(ledger_host: LedgerHost) -> None:
+    one, two = ledger_host.start(2)
+    free = ledger_host.status()["host"]["memory"][1]
+    one("acquire", **cores(100, host_memory=int(free * 0.6)))
+    ledger_host.line_up((two, cores(100, host_memory=int(free * 0.6))))
+    one("release")
+    assert two.answer()["cores"] == 100
+
+
+def test_a_wait_that_ends_says_who_holds_the_cores(ledger_host: LedgerHost) -> None:
+    one, two = ledger_host.start(2)
+    one("acquire", **cores(ALL, label="fit of client 7"))
+    with pytest.raises(RefusedError) as refused:
+        two("acquire", timeout_s=0.2, **cores(1000))
+    assert refused.value.kind == "LeaseTimeoutError"
+    assert "held by fit of client 7" in refused.value.message
+    assert "core" in refused.value.message
+
+
+def test_tickets_of_other_versions_count_as_they_are(ledger_host: LedgerHost) -> None:
+    """They have no needs, and are granted beside requests for cores."""
+    [old, new] = ledger_host.start(2)
+    old("acquire", memory=4 * GIB)
+    [path] = ledger_host.own.glob("*.ticket")
+    text = path.read_bytes().partition(b"\n")[0]
+    shorter = text.replace(b', "needs": []', b"")
+    assert shorter != text
+    with path.open("r+b") as file:
+        file.write(shorter + b"\n")
+    assert new("acquire", **cores(ALL)) == {"cores": ALL}
+    state = ledger_host.status()
+    assert sorted(state["holders"]) == sorted([old.pid, new.pid])
