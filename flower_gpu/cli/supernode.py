@@ -23,9 +23,9 @@ from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower.commands import script_folders
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import ports
-from flower_gpu.launch.environment import script_folders
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
@@ -116,6 +116,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
     ):
+        supervisor.fork_programs(env, logs.log("programs"))
         commands.warm_up()
         nodes = [Node(number, count, given, pairs, calls, env, logs) for number in range(count)]
         try:

@@ -30,6 +30,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,15 @@ COMMANDS: Final = MappingProxyType(
         "flwr-clientapp": "flower_gpu.flower.flwr_clientapp",
         "flower-supernode": "flower_gpu.flower.supernode",
         "flower-superexec": "flower_gpu.flower.superexec",
+    }
+)
+
+#: The SuperLink of ``flower-gpu launch``, and what it finds in the place of Flower's own.
+SERVER_COMMANDS: Final = MappingProxyType(
+    {
+        "flower-superlink": "flower_gpu.flower.superlink",
+        "flower-superexec": "flower_gpu.flower.superexec",
+        "flwr-serverapp": "flower_gpu.flower.serverapp",
     }
 )
 
@@ -127,6 +137,13 @@ class CommandFolder:
                     "this user"
                 )
         return path
+
+
+def script_folders() -> list[str]:
+    """Folders of this Python environment's own commands; Flower starts its parts by their names."""
+    # Not resolved: the python of a virtual environment is a link to one that lies elsewhere.
+    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    return list(dict.fromkeys(folders))
 
 
 def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> dict[str, str]:

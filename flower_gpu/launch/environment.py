@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import sysconfig
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 from flower_gpu import frameworks, options
 from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower.commands import script_folders
 from flower_gpu.launch.ports import HOST
 from flower_gpu.options import CLIENT_VARIABLE, CONCURRENCY_VARIABLE, RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.workers.threads import planned_threads
@@ -62,13 +61,6 @@ def client_environment(
         # two cores were seen to take six times as long as with one.
         result["OMP_NUM_THREADS"] = str(planned_threads(result))
     return result
-
-
-def script_folders() -> list[str]:
-    """Folders of this Python environment's own commands; Flower starts its parts by their names."""
-    # Not resolved: the python of a virtual environment is a link to one that lies elsewhere.
-    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
-    return list(dict.fromkeys(folders))
 
 
 def check_commands(names: tuple[str, ...]) -> None:

@@ -10,27 +10,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import CommandFolder, fast_start, warm_up_command
+from flower_gpu.flower.commands import SERVER_COMMANDS, CommandFolder, fast_start, warm_up_command
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
-# The SuperLink, and what it finds in the place of Flower's own, by the module with its ``main``.
-_COMMANDS: Final = MappingProxyType(
-    {
-        "flower-superlink": "flower_gpu.flower.superlink",
-        "flower-superexec": "flower_gpu.flower.superexec",
-        "flwr-serverapp": "flower_gpu.flower.serverapp",
-    }
-)
 # flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
 _WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
 # flwr.supernode: said once, when the SuperLink has given it its id.
@@ -99,6 +90,8 @@ class SuperLinkEngine(Engine):
                 env = self.client_environment(0)
                 self.supervisor.start(Service("warm-up", warm_up_command(), env, self.folder.log("warm-up")))
         self._link_env = self.link_environment()
+        if self.plan.fast_start:
+            self.supervisor.fork_programs(self.env, self.folder.log("programs"))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
         self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         config = self.folder.flwr_home / "config.toml"
@@ -151,7 +144,7 @@ class SuperLinkEngine(Engine):
     def link_environment(self) -> Mapping[str, str]:
         """Return the environment of a SuperLink that finds our ``flwr-serverapp``; says why not."""
         with _told("Rounds are not shown while they run"):
-            return {**self.env, "PATH": CommandFolder(_COMMANDS).first_on(self.env.get("PATH"))}
+            return {**self.env, "PATH": CommandFolder(SERVER_COMMANDS).first_on(self.env.get("PATH"))}
         return self.env
 
     def _superlink(self, port: int) -> Service:

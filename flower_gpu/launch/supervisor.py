@@ -30,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu import trace
+from flower_gpu.flower.programs import starter
 from flower_gpu.launch import guard
 from flower_gpu.workers.forkserver import control
 from flower_gpu.workers.life import adopt_orphans, kill_group_at_end_of
@@ -81,11 +82,14 @@ class Service:
         self.log = log
         self._env = dict(env)
         self._output = output
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | starter.AdoptedProgram | None = None
         self._life: int | None = None
 
-    def start(self) -> None:
-        """Start the process in a process group of its own, out of reach of a terminal's Ctrl-C."""
+    def start(self, programs: starter.Programs | None = None) -> None:
+        """Start the process in a process group of its own, out of reach of a terminal's Ctrl-C.
+
+        ``programs`` is asked for it first, if it is one of Flower's.
+        """
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(self.log.open("ab"))
             log.write(f"$ {shlex.join(self.command)}\n".encode())
@@ -94,7 +98,7 @@ class Service:
             read, self._life = os.pipe()  # both are closed in programs we start, unless passed on
             stack.callback(os.close, read)
             try:
-                self._process = subprocess.Popen(
+                self._process = self._forked(programs, out.fileno(), log.fileno(), read) or subprocess.Popen(
                     self.command,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -108,6 +112,16 @@ class Service:
                 raise
             if sys.platform == "linux":
                 kill_group_at_end_of(read, self._process.pid)
+
+    def _forked(
+        self, programs: starter.Programs | None, stdout: int, stderr: int, life: int
+    ) -> starter.AdoptedProgram | None:
+        if programs is None or not starter.is_flowers(self.command[0]):
+            return None
+        with open(os.devnull, "rb") as stdin:
+            return programs.start_adopted(
+                self.command, self._env, stdin=stdin.fileno(), stdout=stdout, stderr=stderr, kept=(life,)
+            )
 
     @property
     def pid(self) -> int | None:
@@ -173,6 +187,8 @@ class Supervisor:
         self._not_ours: set[psutil.Process] = set()
         self._stack = contextlib.ExitStack()
         self._wakeup = -1
+        self._is_parent = False  # also of what the run's processes leave behind
+        self._programs: starter.Programs | None = None
         #: Pids of processes that could not be ended.
         self.left: list[int] = []
 
@@ -180,7 +196,8 @@ class Supervisor:
         import psutil  # here, as in the other places of this package: workers and fork servers do without
 
         with contextlib.ExitStack() as stack:
-            if adopt_orphans():
+            self._is_parent = adopt_orphans()
+            if self._is_parent:
                 stack.callback(adopt_orphans, False)
             stack.enter_context(_guard(self._marker))
             # Children of before the run are not the run's to end. The guard is one: it must outlive us.
@@ -201,11 +218,19 @@ class Supervisor:
         finally:
             self._stack.close()
 
+    def fork_programs(self, env: Mapping[str, str], log: Path) -> None:
+        """Have Flower's programs forked from a process with Flower imported, where that is possible.
+
+        ``env`` has what all of them start with, ``log`` is that process's own.
+        """
+        if self._is_parent:
+            self._programs = starter.start_server(env, log)
+
     def start(self, *services: Service) -> None:
         """Start services, and take over their supervision."""
         for service in services:
             self._services.append(service)  # first, so that nothing comes between start and list
-            service.start()
+            service.start(self._programs)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a child ends, but not longer than asked.
@@ -235,6 +260,8 @@ class Supervisor:
             select.select([self._wakeup], [], [], remaining)
             self._drain()
         if not services:
+            if self._programs is not None:
+                self._programs.close()
             self.left = self._kill_all()
             control.stop(if_unused=True, wait_s=_SERVER_END_S)
         for service in stopping:  # without /proc also where all were to be killed

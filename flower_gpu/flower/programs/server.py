@@ -1,0 +1,249 @@
+"""The process that has Flower imported, and forks a program for each request."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NoReturn
+
+import httpx
+import setproctitle
+
+from flower_gpu.flower.programs import forked
+from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
+from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.life import explained
+
+# What Flower's programs import, also when they are used for the first time. One that another version of
+# Flower does not have is left out: who needs something else imports it.
+_MODULES: Final = (
+    "flwr.cli.app",
+    "flwr.clientapp",
+    "flwr.serverapp",
+    "flwr.superlink.cli",
+    "flwr.superlink.main",
+    "flwr.supernode.cli",
+    "flwr.supernode.main",
+    "flwr.supercore.cli",
+    "anyio._backends._asyncio",
+    "cryptography.hazmat.backends.openssl.backend",
+    "httpcore",
+    "uvicorn.lifespan.on",
+    "uvicorn.loops.auto",
+    "uvicorn.loops.uvloop",
+    "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.websockets.auto",
+    "flower_gpu.flower.flwr_clientapp",
+    "flower_gpu.flower.serverapp",
+    "flower_gpu.flower.supernode",
+)
+# Variables that Python, its libraries or Flower read when they start or are imported.
+_READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
+
+
+def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a program reads when it starts: a fork has them from its server."""
+    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+
+
+def main() -> NoReturn:
+    """Be the server that the environment says; forks of it become programs."""
+    connection = socket.socket(fileno=int(os.environ.pop(CONNECTION_VARIABLE)))
+    connection.set_inheritable(False)
+    # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle.setproctitle("flower-gpu: Flower's programs")
+    serve(connection, read_at_start(os.environ))
+
+
+def serve(connection: socket.socket, started_with: Mapping[str, str]) -> NoReturn:
+    """Import Flower, then fork programs for the process at the other end of the connection, until it ends.
+
+    ``started_with``: the variables of :func:`read_at_start` that this process was started with.
+    """
+    for module in _MODULES:
+        with suppress(ImportError):
+            importlib.import_module(module)
+    httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
+    gc.collect()
+    gc.freeze()  # the collector of a fork would touch, and so copy, every object
+    program = _Server(connection, started_with).run()
+    if program is None:
+        os._exit(0)
+    forked.run_to_end(program)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One program to start; the fields of the message, and the descriptors that came with it."""
+
+    argv: list[str]
+    env: dict[str, str]
+    #: Its process group; 0: one of its own, None: a session of its own.
+    group: int | None
+    is_adopted: bool  # whether it becomes the child of another process, which is told no status
+    streams: list[int]  # standard input, output, error
+    folder: int
+    answer: int  # where the process id goes, and the status when it has ended
+    kept: list[int] = field(default_factory=list)  # open in the program, for as long as it is there
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _Request:
+        stdin, stdout, stderr, folder, answer, *kept = descriptors
+        return cls(
+            message["argv"],
+            message["env"],
+            message["group"],
+            message["is_adopted"],
+            [stdin, stdout, stderr],
+            folder,
+            answer,
+            kept,
+        )
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody reads the answer: else it was started in another way meanwhile."""
+        poll = select.poll()
+        poll.register(self.answer, 0)  # POLLERR is always reported
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        for descriptor in (*self.streams, self.folder, *self.kept):
+            os.close(descriptor)
+
+    def say(self, answer: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # nobody asks any more
+            os.write(self.answer, json.dumps(answer).encode() + b"\n")
+
+
+class _Server:
+    def __init__(self, connection: socket.socket, started_with: Mapping[str, str]) -> None:
+        self._started_with = MappingProxyType(dict(started_with))
+        self._first = connection
+        self._running: dict[int, _Request] = {}  # by process id
+        self._has_ended = False
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> Callable[[], object] | None:
+        """Serve until the first connection is closed; in a fork, return the program that it is."""
+        signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
+        self._watch(self._first)
+        while not self._has_ended:
+            for key, _ in self._selector.select():
+                program: Callable[[], object] | None = key.data()
+                if program is not None:
+                    return program
+        return None
+
+    def _watch(self, connection: socket.socket) -> None:
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._on_request, connection))
+
+    def _on_request(self, connection: socket.socket) -> Callable[[], object] | None:
+        try:
+            message, descriptors = sockets.receive(connection)
+        except sockets.Gone:
+            self._has_ended = connection is self._first
+            self._selector.unregister(connection)
+            connection.close()
+            return None
+        request = _Request.of(message, descriptors)
+        try:
+            if not request.is_awaited:
+                raise NoEntryError("nobody waits for it any more")
+            found = find(request.argv[0], request.env)
+            if read_at_start(request.env) != self._started_with:
+                raise NoEntryError("its environment has other variables that are read at the start")
+            return self._fork(request, found)
+        except NoEntryError as error:
+            request.say({"refused": str(error)})
+        except OSError as error:
+            request.say({"refused": explained(error)})
+        request.close()
+        os.close(request.answer)
+        return None
+
+    def _fork(self, request: _Request, found: Entry) -> Callable[[], object] | None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = _fork_twice() if request.is_adopted else os.fork()
+        if pid == 0:
+            ours.close()
+            self._leave()
+            return forked.become(
+                found, request.argv, request.env, request.group, request.streams, request.folder, theirs
+            )
+        theirs.close()
+        self._watch(ours)
+        request.close()
+        request.say({"pid": pid})
+        if request.is_adopted:
+            os.close(request.answer)
+        else:
+            self._running[pid] = request
+        return None
+
+    def _leave(self) -> None:
+        """Let go of all this, in a fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        os.close(self._wakeup)
+        os.close(self._wakeup_end)
+        for request in self._running.values():
+            os.close(request.answer)
+
+    def _on_child(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+        for pid in list(self._running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                request = self._running.pop(pid)
+                request.say({"status": os.waitstatus_to_exitcode(status)})
+                os.close(request.answer)
+
+
+def _fork_twice() -> int:
+    """Fork, and have the next subreaper above become the fork's parent; return as a fork does."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        between = os.fork()
+        if between == 0:
+            try:
+                pid = os.fork()
+            except OSError:
+                os._exit(1)
+            if pid:
+                with suppress(
+                    OSError
+                ):  # who asked may wait for the end of the group as soon as it knows of it
+                    os.setpgid(pid, pid)
+                os.write(write, str(pid).encode())
+                os._exit(0)
+            return 0
+        _, status = os.waitpid(between, 0)
+        if status:
+            raise BlockingIOError(errno.EAGAIN, "no process could be forked")
+        return int(os.read(read, 32))
+    finally:
+        os.close(read)
+        os.close(write)

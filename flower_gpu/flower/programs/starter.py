@@ -1,0 +1,279 @@
+"""Who has programs started: by a request to a server, else by Popen."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.forkserver.identity import interpreter_flags
+from flower_gpu.workers.forkserver.program import ENVIRONMENT
+
+#: Environment variable with the descriptor of a server's first connection.
+CONNECTION_VARIABLE: Final = "FLOWER_GPU_PROGRAMS"
+
+# Its forks write what they are where their arguments were, and may have more of them.
+_TITLE: Final = " " * 4000
+_PROGRAM: Final = (
+    "import sys; sys.path[:] = {path!r}; from flower_gpu.flower.programs.server import main; main()"
+)
+#: What the server imports takes its time on a busy machine.
+_ANSWER_S: Final = 120.0
+_OPTIONS: Final = {"start_new_session", "stdout", "stderr"}  # of Popen, that a request can have
+
+
+def is_flowers(name: str) -> bool:
+    """Tell whether a command is one of Flower's, by its name."""
+    return name == "flwr" or name.startswith(("flower-super", "flwr-"))
+
+
+class Program:
+    """A program that a server has forked, as far as Flower uses :class:`subprocess.Popen`."""
+
+    def __init__(self, argv: Sequence[str], pid: int, answer: int) -> None:
+        self.args = argv
+        self.pid = pid
+        self.returncode: int | None = None
+        self._answer = answer
+
+    def poll(self) -> int | None:
+        """Return the exit status (``-n`` for signal ``n``), None while it runs."""
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; raises TimeoutExpired."""
+        if self._look(timeout) is None:
+            raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def _look(self, timeout_s: float | None) -> int | None:
+        if self.returncode is None and select.select([self._answer], [], [], timeout_s)[0]:
+            # Nothing, where the server has ended: as Popen's where somebody else has taken the status.
+            self.returncode = int(_read(self._answer).get("status", 0))
+            os.close(self._answer)
+        return self.returncode
+
+    def __del__(self) -> None:
+        if self.returncode is None:
+            os.close(self._answer)
+
+
+class AdoptedProgram:
+    """A program that a server has forked and that is this process's own child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status (``-n`` for signal ``n``), None while it runs."""
+        if self.returncode is None:
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has taken its status
+                self.returncode = 0
+            else:
+                if ended:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs: its process id is its own until then."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Programs:
+    """Has programs started by the server at the other end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection: socket.socket | None = connection
+        self._lock = threading.Lock()
+        #: Why the last request was refused.
+        self.reason = ""
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: int = 0,
+        stdout: int = 1,
+        stderr: int = 2,
+        group: int | None = 0,
+        is_adopted: bool = False,
+        kept: Sequence[int] = (),
+    ) -> tuple[int, int] | None:
+        """Have a program started; None where it has to be started in another way.
+
+        Parameters
+        ----------
+        argv : sequence of str
+            Its name, which is looked for on the ``PATH`` of its environment, and its arguments.
+        env : mapping
+            All its environment variables.
+        stdin, stdout, stderr : int
+            Descriptors.
+        group : int or None
+            Its process group; 0 for one of its own, None for a session of its own.
+        is_adopted : bool
+            Whether it becomes a child of the next subreaper above the server.
+        kept : sequence of int
+            Descriptors that stay open in it.
+
+        Returns
+        -------
+        (int, int) or None
+            Its process id, and the descriptor where its exit status is told.
+        """
+        with self._lock, ExitStack() as stack:
+            if self._connection is None:
+                return None
+            folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            answer, end = os.pipe2(os.O_CLOEXEC)
+            try:
+                message = {"argv": list(argv), "env": dict(env), "group": group, "is_adopted": is_adopted}
+                try:
+                    sockets.send(self._connection, message, [stdin, stdout, stderr, folder, end, *kept])
+                finally:
+                    os.close(end)
+                said = _read(answer, _ANSWER_S)
+            except (sockets.Gone, TimeoutError) as error:
+                said = {"refused": str(error) or "no answer"}
+                self._connection.close()
+                self._connection = None
+            except BaseException:
+                os.close(answer)
+                raise
+            if "pid" in said:
+                return said["pid"], answer
+            os.close(answer)
+            self.reason = said.get("refused", "its server has ended")
+            return None
+
+    def start_adopted(
+        self, argv: Sequence[str], env: Mapping[str, str], **options: Any
+    ) -> AdoptedProgram | None:
+        """Have a program started that becomes this process's child; as :meth:`start`."""
+        started = self.start(argv, env, is_adopted=True, **options)
+        if started is None:
+            return None
+        os.close(started[1])
+        return AdoptedProgram(started[0])
+
+    def close(self) -> None:
+        """Ask for no more. A server whose first connection this is ends; its programs go on."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+
+def start_server(env: Mapping[str, str], log: Path) -> Programs:
+    """Start a server, a child of this process; the first request waits until it has imported Flower.
+
+    Parameters
+    ----------
+    env : mapping
+        All its environment variables: what Python and Flower read of them when they start must be the same
+        for each program.
+    log : Path
+        Where its output goes.
+    """
+    path = [entry for entry in sys.path if entry]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, log.open("ab") as output:
+        subprocess.Popen(
+            [sys.executable, *interpreter_flags(), "-c", _PROGRAM.format(path=path), _TITLE],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**env, **ENVIRONMENT, CONNECTION_VARIABLE: str(theirs.fileno())},
+            process_group=0,  # out of reach of a terminal's Ctrl-C
+            pass_fds=(theirs.fileno(),),
+        )
+    return Programs(ours)
+
+
+class Subprocess:
+    """The module ``subprocess`` for modules of Flower's that start programs of Flower's."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+
+    def Popen(self, args: Sequence[str], **options: Any) -> Any:  # noqa: N802 - its name there
+        """Have it started by the server, else start it."""
+        started = self._forked(args, **options) if options.keys() <= _OPTIONS else None
+        return subprocess.Popen(args, **options) if started is None else Program(args, *started)
+
+    def _forked(
+        self,
+        args: Sequence[str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+        start_new_session: bool = False,
+    ) -> tuple[int, int] | None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, ValueError):  # there is none, or it is closed
+                stream.flush()
+        with open(os.devnull, "wb") as null:
+            numbers = {None: None, subprocess.DEVNULL: null.fileno()}
+            if stdout not in numbers or stderr not in numbers:
+                return None
+            return self._programs.start(
+                args,
+                os.environ,
+                stdout=numbers[stdout] or 1,
+                stderr=numbers[stderr] or 2,
+                group=None if start_new_session else os.getpgrp(),
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+def _read(answer: int, timeout_s: float | None = None) -> dict[str, Any]:
+    """Read one line; nothing where the server has ended.
+
+    Raises TimeoutError if there is none in time.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    text = b""
+    while not text.endswith(b"\n"):
+        left = None if deadline is None else deadline - time.monotonic()
+        if not select.select([answer], [], [], left and max(0.0, left))[0]:
+            raise TimeoutError(f"no answer within {timeout_s:g} s")
+        # Byte by byte: the next line is for the next reader.
+        byte = os.read(answer, 1)
+        if not byte:
+            return {}
+        text += byte
+    found: dict[str, Any] = json.loads(text)
+    return found
