@@ -23,7 +23,6 @@ from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.flower.commands import script_folders
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import ports
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
@@ -35,6 +34,7 @@ from flower_gpu.options import (
     CallOptions,
     options_of,
 )
+from flower_gpu.workers.forkserver.identity import script_folders
 
 HELP = "run SuperNodes whose messages get leases, whatever the app is"
 DESCRIPTION = """\

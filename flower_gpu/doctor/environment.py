@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import flower_gpu
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor import Found
-from flower_gpu.flower.commands import script_folders
 from flower_gpu.leases.lease import VARIABLE as LEASE
 from flower_gpu.options import INTERNAL_VARIABLES, VARIABLES, value_of
 from flower_gpu.printable import path_text
+from flower_gpu.workers.forkserver.identity import script_folders
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet

@@ -30,7 +30,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -137,13 +136,6 @@ class CommandFolder:
                     "this user"
                 )
         return path
-
-
-def script_folders() -> list[str]:
-    """Folders of this Python environment's own commands; Flower starts its parts by their names."""
-    # Not resolved: the python of a virtual environment is a link to one that lies elsewhere.
-    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
-    return list(dict.fromkeys(folders))
 
 
 def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> dict[str, str]:

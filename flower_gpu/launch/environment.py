@@ -12,9 +12,9 @@ from flower_gpu import frameworks, options
 from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import script_folders
 from flower_gpu.launch.ports import HOST
 from flower_gpu.options import CLIENT_VARIABLE, CONCURRENCY_VARIABLE, RUN_DIR_VARIABLE, CallOptions
+from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import planned_threads
 
 

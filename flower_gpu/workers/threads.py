@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from flower_gpu import control_group, frameworks
@@ -24,6 +25,9 @@ from flower_gpu.frameworks.framework import Threads
 from flower_gpu.options import CONCURRENCY_VARIABLE, value_of
 
 VARIABLE: Final = "OMP_NUM_THREADS"
+
+#: Variables for a process that imports libraries and then forks: their threads would not survive that.
+ONE_THREAD: Final = MappingProxyType({VARIABLE: "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"})
 
 #: :func:`apply`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.workers.threads:apply"

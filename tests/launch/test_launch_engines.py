@@ -13,12 +13,12 @@ import pytest
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import script_folders
 from flower_gpu.launch import engine, ports, superlink
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
+from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import cores
 
 

@@ -205,7 +205,7 @@ def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) 
         logs = {path.name for path in folder.glob("*.log")} - {"failures.log", "flwr-list.log"}
         fast = json.loads((folder / "launch.json").read_text())["fast_start"]
         assert logs == {"client-0.log", "client-1.log", "run.log", "superlink.log"} | (
-            {"warm-up.log"} if fast else set()
+            {"programs.log", "warm-up.log"} if fast else set()
         )
         program = "flwr-clientapp" if fast else str(Path(sys.executable).with_name("flwr-clientapp"))
         assert f"started as {program}\n" in (folder / "client-0.log").read_text()

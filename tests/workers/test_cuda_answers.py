@@ -16,7 +16,7 @@ from test_choose import driver as driver
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers.forkserver import client, libraries
-from flower_gpu.workers.forkserver.program import ENVIRONMENT
+from flower_gpu.workers.threads import ONE_THREAD
 
 pytestmark = [
     pytest.mark.timeout(150),
@@ -70,7 +70,7 @@ def test_preloaded_in_a_fork_server(host: nvml_stub.Host) -> None:
 @pytest.mark.parametrize(("start_method", "how"), [("forkserver", "modules"), ("spawn", "preload")])
 def test_imported_by_a_run_server(host: nvml_stub.Host, start_method: str, how: str) -> None:
     what = {"modules": [MODULE]} if how == "modules" else {"preload": [(f"{MODULE}:load", {})]}
-    caller = Caller(start_method=start_method, env={**host.env, **ENVIRONMENT}, **what)
+    caller = Caller(start_method=start_method, env={**host.env, **ONE_THREAD}, **what)
     seen = caller.run(f"{MODULE}:seen")
     check(seen, WITH_GPUS)
     assert seen["parent"] == caller.server_pid()
@@ -79,7 +79,7 @@ def test_imported_by_a_run_server(host: nvml_stub.Host, start_method: str, how: 
 
 @pytest.mark.parametrize("mode", ["mig", "broken"])
 def test_what_pytorch_would_ask_cuda_for(host: nvml_stub.Host, mode: str) -> None:
-    env, expected = {**host.env, **ENVIRONMENT}, WITHOUT
+    env, expected = {**host.env, **ONE_THREAD}, WITHOUT
     if mode == "mig":
         env["CUDA_VISIBLE_DEVICES"], expected = "MIG-8f2c,MIG-1d7a", WITH_A_GPU
     else:
@@ -103,7 +103,7 @@ def test_a_preload_that_starts_cuda_is_named(driver: str) -> None:
 def test_a_library_that_starts_cuda_is_left_to_workers(
     driver: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    caller = Caller(env={"DRIVER": driver, **ENVIRONMENT}, modules=["starts_cuda", MODULE])
+    caller = Caller(env={"DRIVER": driver, **ONE_THREAD}, modules=["starts_cuda", MODULE])
     assert caller.run("plain_tasks:answer") == 42
     assert "starts_cuda: importing it initialises CUDA. Each worker imports it" in capsys.readouterr().err
     check(caller.run(f"{MODULE}:seen"), WITHOUT)

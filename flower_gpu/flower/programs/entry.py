@@ -12,8 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder, script_folders
+from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder
 from flower_gpu.flower.programs.starter import is_flowers
+from flower_gpu.workers.forkserver.identity import script_folders
 
 
 class NoEntryError(Exception):

@@ -184,7 +184,7 @@ class _Server:
         pid = _fork_twice() if request.is_adopted else os.fork()
         if pid == 0:
             ours.close()
-            self._leave()
+            self._leave()  # but not of the answer: who waits sees its end, also where this server has ended
             return forked.become(
                 found, request.argv, request.env, request.group, request.streams, request.folder, theirs
             )

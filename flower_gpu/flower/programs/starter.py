@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.identity import interpreter_flags
-from flower_gpu.workers.forkserver.program import ENVIRONMENT
+from flower_gpu.workers.threads import ONE_THREAD
 
 #: Environment variable with the descriptor of a server's first connection.
 CONNECTION_VARIABLE: Final = "FLOWER_GPU_PROGRAMS"
@@ -215,7 +215,7 @@ def start_server(env: Mapping[str, str], log: Path) -> Programs:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**env, **ENVIRONMENT, CONNECTION_VARIABLE: str(theirs.fileno())},
+            env={**env, **ONE_THREAD, CONNECTION_VARIABLE: str(theirs.fileno())},
             process_group=0,  # out of reach of a terminal's Ctrl-C
             pass_fds=(theirs.fileno(),),
         )

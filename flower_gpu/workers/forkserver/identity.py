@@ -13,6 +13,7 @@ import os
 import resource
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -152,6 +153,13 @@ def interpreter_flags() -> list[str]:
     """Return the options this interpreter was started with, such as ``-O`` or ``-W``."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
+
+
+def script_folders() -> list[str]:
+    """Folders of this Python environment's own commands; Flower starts its parts by their names."""
+    # Not resolved: the python of a virtual environment is a link to one that lies elsewhere.
+    folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+    return list(dict.fromkeys(folders))
 
 
 @cache

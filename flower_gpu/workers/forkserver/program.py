@@ -24,15 +24,13 @@ from flower_gpu.workers.forkserver.identity import LIMITS, SHAPING_LIMITS
 from flower_gpu.workers.forkserver.libraries import Learning, learned_file
 from flower_gpu.workers.forkserver.server import Server
 from flower_gpu.workers.life import allowed_interrupts, explained
+from flower_gpu.workers.threads import ONE_THREAD
 
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
 
 #: Its text; ``path`` is what ``sys.path`` is set to.
 PROGRAM = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.forkserver.program import main; main()"
-
-# Threads of BLAS and OpenMP do not survive a fork; workers set their own numbers.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class _DiedError(WorkerStartError):
@@ -79,7 +77,7 @@ def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**environ, **ENVIRONMENT},
+            env={**environ, **ONE_THREAD},
             pass_fds=(ready, lock),
             start_new_session=True,
         ) as process,

@@ -16,7 +16,7 @@ from typing import Any
 from clientapp_supernode import Handed, SuperNode
 
 from flower_gpu.flower import commands
-from flower_gpu.flower.commands import script_folders
+from flower_gpu.workers.forkserver.identity import script_folders
 
 #: Who handles a message: Flower's own command; ours, which only starts faster; ours, with a lease.
 FLOWERS, FAST, LEASED = "flower's", "fast", "leased"

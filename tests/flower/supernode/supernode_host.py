@@ -19,8 +19,8 @@ from launched import StubHost
 from live_processes import processes_with
 from waiting import until
 
-from flower_gpu.flower.commands import script_folders
 from flower_gpu.launch import ports
+from flower_gpu.workers.forkserver.identity import script_folders
 
 APP = Path(__file__).parent / "unchanged_app"
 
