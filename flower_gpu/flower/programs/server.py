@@ -48,6 +48,8 @@ _MODULES: Final = (
     "uvicorn.protocols.websockets.auto",
     "flower_gpu.flower.flwr_clientapp",
     "flower_gpu.flower.serverapp",
+    "flower_gpu.flower.superexec",
+    "flower_gpu.flower.superlink",
     "flower_gpu.flower.supernode",
 )
 # Variables that Python, its libraries or Flower read when they start or are imported.
