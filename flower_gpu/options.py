@@ -263,7 +263,7 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
     {
         "FLOWER_GPU_SUPERNODE": "Set in SuperNodes: lease, or start where apps take leases themselves.",
         "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
-        "FLOWER_GPU_PROGRAMS": "Set for what forks Flower's programs: the descriptor of the connection to it.",
+        "FLOWER_GPU_PROGRAMS": "Set for what forks programs of Flower: a descriptor of its connection.",
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
