@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 GRACE_S: Final = 1.5
 #: How long SIGKILL is tried: a process inside a driver call cannot be killed.
 KILL_S: Final = 3.0
-_SERVER_END_S: Final = 2.0
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # How servers say that another process has their port: uvicorn, then flwr.
 _PORT_TAKEN: Final = re.compile(r"address already in use|Port in server address \S+ is already in use")
@@ -263,7 +262,6 @@ class Supervisor:
             if self._programs is not None:
                 self._programs.close()
             self.left = self._kill_all()
-            control.stop(if_unused=True, wait_s=_SERVER_END_S)
         for service in stopping:  # without /proc also where all were to be killed
             service.send(signal.SIGKILL)
             while not services and service.runs and service.pid not in self.left:
