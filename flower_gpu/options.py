@@ -225,6 +225,7 @@ START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
 CONCURRENCY_VARIABLE: Final = "FLOWER_GPU_CONCURRENCY"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
+IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
 
 #: Every environment variable that users set.
 VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
@@ -253,6 +254,9 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
         POLL_VARIABLE: Option(
             "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
         ),
+        IDLE_POLL_VARIABLE: Option(
+            "seconds between these questions when nothing came for a minute", SECONDS, default=20.0
+        ),
     }
 )
 
@@ -265,6 +269,7 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
         "FLOWER_GPU_SLOTS": "Set in SuperNodes: folder of the locks by which messages wait for each other.",
         "FLOWER_GPU_PROGRAMS": "Set for what forks programs of Flower: a descriptor of its connection.",
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
+        "FLOWER_GPU_GROUP": "Set in SuperNodes and a ServerApp: the sockets by which they wake each other.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
         DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",

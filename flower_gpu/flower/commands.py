@@ -38,6 +38,7 @@ from typing import Final
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower import pace, wakeup
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, WITHOUT_LEASE
 from flower_gpu.options import POLL_VARIABLE, value_of
 from flower_gpu.printable import path_text
@@ -61,7 +62,8 @@ SERVER_COMMANDS: Final = MappingProxyType(
     }
 )
 
-_MOST_QUESTIONS_PER_S: Final = 40.0  # to a SuperLink that may be on this host as well
+# To a SuperLink that may be on this host as well. Who finds a message wakes the others (wakeup.py).
+_MOST_QUESTIONS_PER_S: Final = 10.0
 
 # What the fork server imports before the first message: what our flwr-clientapp runs, and what Flower and
 # PyTorch import there when they are used.
@@ -147,9 +149,9 @@ def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> d
     """
     seconds = value_of(POLL_VARIABLE, env)
     if POLL_VARIABLE not in env:
-        seconds = max(seconds, nodes / _MOST_QUESTIONS_PER_S)
+        seconds = max(seconds, min(pace.LONGEST_S, nodes / _MOST_QUESTIONS_PER_S))
     return {
-        **env,
+        **(wakeup.with_group(env, nodes) if nodes > 1 else env),
         RULE_VARIABLE: "lease" if with_lease else WITHOUT_LEASE,
         POLL_VARIABLE: f"{seconds:g}",
         "PATH": CommandFolder().first_on(env.get("PATH")),

@@ -1,11 +1,14 @@
 """What runs in place of Flower's ``flwr-serverapp``: that, with rounds and replies in the trace of the run.
 
 An app need not know of it: its ServerApp gets Flower's own grid, of which two methods note what goes through.
+Flower's looks for replies every 3 s; this one when it is told (reply_waits.py).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -16,9 +19,12 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
+from flower_gpu.flower.objects import ask_sooner_for_objects
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
+from flower_gpu.flower.reply_waits import Clock
+from flower_gpu.flower.wakeup import group_of
 
 _NAME: Final = "flwr-serverapp"
 
@@ -26,23 +32,28 @@ _NAME: Final = "flwr-serverapp"
 def main() -> None:
     """Run Flower's command."""
     (command,) = entry_points(group="console_scripts", name=_NAME)
-    ServerApp.__call__ = _recorded(ServerApp.__call__)  # type: ignore[method-assign]
+    clock = Clock(group_of(os.environ))
+    http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
+    if hasattr(http_grid, "time"):  # else it is another Flower, and keeps its own waits
+        http_grid.time = clock
+    ask_sooner_for_objects()
+    ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME
     command.load()()
 
 
-def _recorded(call: Callable[..., None]) -> Callable[..., None]:
+def _recorded(call: Callable[..., None], clock: Clock) -> Callable[..., None]:
     @functools.wraps(call)
     def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
         with recorded_rounds(write_event) as recorder:
-            record(grid, recorder)
+            record(grid, recorder, clock)
             call(app, grid, context)
 
     return recorded
 
 
-def record(grid: Grid, recorder: Recorder) -> None:
-    """Note from now on what is sent through a grid of Flower's.
+def record(grid: Grid, recorder: Recorder, clock: Clock) -> None:
+    """Note from now on what is sent through a grid of Flower's, also for the clock by which it waits.
 
     Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so
     each reply is noted when it comes.
@@ -61,7 +72,14 @@ def record(grid: Grid, recorder: Recorder) -> None:
     def push_messages(messages: Iterable[Message]) -> Iterable[str]:
         ids = recorded.push_messages(messages)
         of_thread.ids = ids
+        clock.sent()
         return ids
+
+    def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(recorded.pull_messages(message_ids))
+        if replies:
+            clock.received()
+        return replies
 
     def send_and_wait(messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         of_thread.ids = []
@@ -71,7 +89,7 @@ def record(grid: Grid, recorder: Recorder) -> None:
 
     replaced = {
         "push_messages": push_messages,
-        "pull_messages": recorded.pull_messages,
+        "pull_messages": pull_messages,
         "send_and_receive": send_and_wait,
     }
     for name, method in replaced.items():

@@ -27,14 +27,14 @@ _LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does n
 
 def main() -> None:
     """Run Flower's SuperExec."""
-    loop = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     from flwr.supercore.cli import flower_superexec
 
     # With --executor somebody else has started it, for tasks that may have to wait for capacity.
     wake_ups = wakeup.found()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
     if wake_ups is not None and is_parents and hasattr(loop, "time"):
-        loop.time = Clock(wake_ups)  # type: ignore[attr-defined]
+        loop.time = Clock(wake_ups)
         if hasattr(loop, _MONITOR):
             setattr(loop, _MONITOR, end_with)
     sys.argv[0] = "flower-superexec"

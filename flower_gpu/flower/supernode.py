@@ -11,33 +11,37 @@ Within a SuperNode nothing is asked again and again: its SuperExec is woken when
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
-from types import ModuleType
 from typing import Any, Final
 
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower import pace
 from flower_gpu.flower.commands import CommandFolder
-from flower_gpu.flower.wakeup import Waker, call_after
-from flower_gpu.options import POLL_VARIABLE, value_of
+from flower_gpu.flower.heartbeats import Heartbeats
+from flower_gpu.flower.objects import ask_sooner_for_objects
+from flower_gpu.flower.wakeup import Group, Waker, call_after, group_of
+from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
 from flower_gpu.workers.forkserver.control import Stays
 
-_PART: Final = 0.05  # of the time it has waited already: so much later something may be noticed
-_REPLY_S: Final = 0.05  # between two looks for the reply, which is in this process
-_TASK: Final = (("flwr.supernode.nodestate.in_memory_nodestate", "InMemoryNodeState"), "create_task")
+_REPLY_S: Final = 0.05  # between two looks for the reply, where nobody tells of it
+_REPLY_PART: Final = 0.05  # of the time it has waited already
+_STATE: Final = ("flwr.supernode.nodestate.in_memory_nodestate", "InMemoryNodeState")
 # What a part of a reply comes by.
 _REPLY: Final = (
-    (("flwr.supernode.nodestate.in_memory_nodestate", "InMemoryNodeState"), "store_message"),
+    (_STATE, "store_message"),
     (("flwr.supercore.object_store.in_memory_object_store", "InMemoryObjectStore"), "put"),
 )
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
-_HEARTBEAT: Final = "HEARTBEAT_DEFAULT_INTERVAL"  # as Flower calls it, in seconds
-_LEAST_HEARTBEAT_S: Final = 10  # that a SuperLink of Flower's takes
+_HEARTBEATS: Final = 20  # an interval has so many of the shortest waits
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
+_SPREAD: Final = (0.1, 1.9)  # of a wait: SuperNodes that wake each other ask one after the other
 
 
 def main() -> None:
@@ -48,11 +52,14 @@ def main() -> None:
 
     least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
-        exchange = Exchange()
-        look = _look_after(CommandFolder())
-        start_client_internal.time = Clock(least_s, look, wait_for_reply=exchange.wait_for_reply())
-    if is_on_this_host(sys.argv[1:]):  # over a network one may be out of reach for a while, and come back
-        shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
+        # Over a network a SuperNode may be out of reach for a while, and come back.
+        busy_s = _HEARTBEATS * least_s if is_on_this_host(sys.argv[1:]) else math.inf
+        heartbeats = Heartbeats(busy_s, heartbeat, fleet_http_connection)
+        idle_s = value_of(IDLE_POLL_VARIABLE, os.environ)
+        loop = Loop(least_s, idle_s, heartbeats, group_of(os.environ))
+        loop.listen()
+        start_client_internal.time = Clock(loop, _look_after(CommandFolder()))
+        ask_sooner_for_objects()
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 
@@ -67,19 +74,6 @@ def is_on_this_host(arguments: Sequence[str]) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def shorten_heartbeats(least_s: float, *modules: ModuleType) -> None:
-    """Have a SuperLink notice sooner that this SuperNode was killed: a round waits for its reply until then.
-
-    It notices after two intervals, of 30 s each in Flower. ``least_s`` is the shortest time between two
-    questions to the SuperLink; it grows with the number of SuperNodes, and many keep Flower's own interval.
-    ``modules`` are Flower's: one sends heartbeats, the other tells the SuperLink how often they come.
-    """
-    if all(hasattr(module, _HEARTBEAT) for module in modules):
-        for module in modules:
-            interval_s = min(getattr(module, _HEARTBEAT), max(_LEAST_HEARTBEAT_S, round(20 * least_s)))
-            setattr(module, _HEARTBEAT, interval_s)
 
 
 def _look_after(folder: CommandFolder) -> Callable[[], None]:
@@ -98,77 +92,114 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
     return look
 
 
-class Exchange:
-    """What a SuperNode's loop and its other threads, which talk to SuperExec and ClientApp, tell each other.
+class Loop:
+    """What the loop of a SuperNode waits for, and whom it wakes.
 
-    The loop creates the task of a message before it pulls what is in the message. So it wakes the SuperExec
-    when it begins to wait for the reply: a ClientApp that asks too early for a part of it waits a second.
-    """
+    The loop asks its SuperLink for a message, makes a task of it, pulls what is in it, waits for the reply,
+    and sends that. The SuperExec is woken when the wait begins: a ClientApp that asks too early for a part
+    of the message would wait.
 
-    def __init__(self) -> None:
-        self._waker = Waker()
-        self._loop = threading.current_thread()
-        self._task_is_new = False
-        self._has_part = threading.Event()
-
-    def wait_for_reply(self) -> Callable[[float], object] | None:
-        """Return what waits for a part of the reply; None for a Flower in which that cannot be noticed."""
-        if not all(call_after(*each, self._has_part.set) for each in _REPLY):
-            return None
-        if call_after(*_TASK, self._note_task):
-            self._waker.announce()
-        return self._wait
-
-    def _note_task(self) -> None:
-        if threading.current_thread() is self._loop:
-            self._task_is_new = True
-        else:  # an app wants a task of its own done
-            self._waker.wake()
-
-    def _wait(self, timeout_s: float) -> None:
-        if self._task_is_new:
-            self._task_is_new = False
-            self._waker.wake()
-        self._has_part.wait(timeout_s)
-        self._has_part.clear()
-
-
-class Clock:
-    """The module ``time`` for a SuperNode's loop: its waits get longer the longer nothing happens.
-
-    ``poll_s`` is the shortest wait between two questions to the SuperLink; the longest is Flower's own.
-    ``before_waiting`` is called before each wait. ``wait_for_reply`` waits until a part of the reply is
-    there, or as long as it is told; without it the reply is looked for again and again.
+    Parameters
+    ----------
+    least_s, idle_s : float
+        The wait between two questions to the SuperLink: the shortest, and the one without work.
+    heartbeats : Heartbeats
+        Of this process.
+    group : Group, optional
+        The SuperNodes that were started with this one.
+    monotonic : callable
+        As in ``time``.
     """
 
     def __init__(
         self,
-        poll_s: float,
-        before_waiting: Callable[[], object] = lambda: None,
-        sleep: Callable[[float], None] = time.sleep,
+        least_s: float,
+        idle_s: float,
+        heartbeats: Heartbeats,
+        group: Group | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        wait_for_reply: Callable[[float], object] | None = None,
     ) -> None:
-        self._poll_s = poll_s
-        self._before_waiting = before_waiting
-        self._sleep = sleep
+        self._least_s, self._idle_s = least_s, idle_s
+        self._heartbeats = heartbeats
+        self._group = group
+        self._wake_ups = group.join() if group is not None else None
         self._monotonic = monotonic
-        self._wait_for_reply = wait_for_reply
-        self._is_asking = False
-        self._since = monotonic()
+        self._since: float | None = None  # when it began to ask for this message
+        self._waits_for_reply_since: float | None = None
+        self._was_woken = False
+        self._superexec = Waker()
+        self._task_is_new = False
+        self._has_part = threading.Event()
+        self._thread = threading.current_thread()
+        self._is_told = False
+
+    def listen(self) -> None:
+        """Have Flower's code in this process tell what it does; another Flower's may not."""
+        if self._group is not None:
+            call_after(_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
+        is_told = call_after(_STATE, "create_task", self._note_task)
+        if is_told and all(call_after(*each, self._has_part.set) for each in _REPLY):
+            self._is_told = True
+            self._superexec.announce()
+
+    def _note_task(self) -> None:
+        if threading.current_thread() is not self._thread:  # an app wants a task of its own done
+            self._superexec.wake()
+            return
+        self._task_is_new = True
+        self._heartbeats.work()
+        if self._group is not None and not self._was_woken:
+            self._group.wake_nodes()
+
+    def wait_for_message(self) -> None:
+        """Wait until it is time to ask for a message."""
+        now = self._monotonic()
+        if self._since is None:
+            self._since = now
+        self._waits_for_reply_since = None
+        waited_s = now - self._since
+        if waited_s >= pace.IDLE_AFTER_S:
+            self._heartbeats.no_work()
+        seconds = pace.wait_s(waited_s, self._least_s, self._idle_s)
+        if self._wake_ups is None:
+            time.sleep(seconds)
+            return
+        self._was_woken = self._wake_ups.wait(seconds * random.uniform(*_SPREAD))
+        if self._was_woken:
+            self._wake_ups.clear()
+            # It may be that only others have a message. There is a run, so the next one may be for this node.
+            self._since = max(self._since, self._monotonic() - pace.TOLD_S)
+
+    def wait_for_reply(self, longest_s: float) -> None:
+        """Wait until a part of the reply is there, or this time is over."""
+        self._since = None
+        if self._task_is_new:
+            self._task_is_new = False
+            self._superexec.wake()
+        if self._is_told:
+            self._has_part.wait(longest_s)
+            self._has_part.clear()
+            return
+        now = self._monotonic()
+        if self._waits_for_reply_since is None:
+            self._waits_for_reply_since = now
+        time.sleep(min(longest_s, max(_REPLY_S, _REPLY_PART * (now - self._waits_for_reply_since))))
+
+
+class Clock:
+    """The module ``time`` for a SuperNode's loop; ``before_waiting`` is called before each wait."""
+
+    def __init__(self, loop: Loop, before_waiting: Callable[[], object] = lambda: None) -> None:
+        self._loop = loop
+        self._before_waiting = before_waiting
 
     def sleep(self, seconds: float) -> None:
-        """Wait as long as Flower wants, or shorter."""
+        """Wait for what Flower waits for when it waits so long."""
         self._before_waiting()
-        now = self._monotonic()
-        is_asking = seconds > _ASKING_S
-        if is_asking != self._is_asking:
-            self._is_asking, self._since = is_asking, now
-        if self._wait_for_reply is not None and not is_asking:
-            self._wait_for_reply(seconds)
-            return
-        least = self._poll_s if is_asking else _REPLY_S
-        self._sleep(min(seconds, max(least, _PART * (now - self._since))))
+        if seconds > _ASKING_S:
+            self._loop.wait_for_message()
+        else:
+            self._loop.wait_for_reply(seconds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)

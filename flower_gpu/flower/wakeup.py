@@ -1,14 +1,18 @@
-"""How a SuperNode or SuperLink of ours wakes its ``flower-superexec``, which else asks for tasks forever.
+"""How Flower's processes on one host wake each other, where Flower's own ask again and again.
 
 ::
 
-    parent (SuperNode, SuperLink)                     flower-superexec
-      Waker: a new name, in the environment  ──>        WakeUps: a socket of that name
-      a task is there: an empty message      ──>        wakes; asks its parent for the task
+    SuperNode, SuperLink ──"a task is there"──> the flower-superexec that it has started (Waker)
 
-The socket is a Unix socket in Linux's abstract namespace. Nothing is left of it when its process is killed,
-and the parent need not know how the process was started. Every account of the host can write to it, so the
-kernel says who has written: only the same account and root wake. Nobody else knows the name beforehand.
+    ServerApp of `launch` ──"messages are there"──> its SuperNodes ──"a reply is there"──> ServerApp (Group)
+    a SuperNode that finds a message ──"there may be more"──> the SuperNodes started with it (Group)
+
+Who wakes has the name of a socket. A name is new each time, and is passed on in the environment. The one who
+is woken then asks as ever: a wake-up has no content, and one that is lost costs time only.
+
+The sockets are in Linux's abstract namespace. Nothing is left of one when its process is killed, and nobody
+need know how that process was started. Every account of the host can write to them, so the kernel says who
+has written: only the same account and root wake.
 """
 
 from __future__ import annotations
@@ -22,41 +26,100 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 #: The name of the socket, for the process that is started next.
 VARIABLE: Final = "FLOWER_GPU_WAKEUP"
+#: The name of a group, and how many SuperNodes it has.
+GROUP_VARIABLE: Final = "FLOWER_GPU_GROUP"
 
 _IS_LINUX: Final = sys.platform == "linux"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid: see unix(7)
 
 
 class Waker:
-    """The side of the parent."""
+    """Wakes the process that is started next."""
 
     def __init__(self) -> None:
-        self._name = f"flower-gpu-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if _IS_LINUX else None
+        self._name = _new_name()
+        self._sender = _Sender()
 
     def announce(self) -> None:
         """Have processes that this one starts from now on find the name in their environment."""
-        if self._socket is not None:
-            os.environ[VARIABLE] = self._name
+        os.environ[VARIABLE] = self._name
 
     def wake(self) -> None:
-        """Wake who waits; who is not there yet looks by itself when it comes."""
-        if self._socket is not None:
+        """Wake it; if it is not there yet, it looks by itself when it comes."""
+        self._sender.wake([self._name])
+
+
+class Group:
+    """The SuperNodes that one command has started on this host, and the ServerApp where that is ours."""
+
+    def __init__(self, name: str, nodes: int) -> None:
+        self._name = name
+        self._nodes = nodes
+        self._own: str | None = None
+        self._sender = _Sender()
+
+    def join(self) -> WakeUps | None:
+        """Become one of its SuperNodes; None if there are as many as there may be."""
+        for name in self._names():
+            with suppress(OSError):
+                wake_ups = WakeUps(name)
+                self._own = name
+                return wake_ups
+        return None
+
+    def lead(self) -> WakeUps | None:
+        """Become its ServerApp; None if there is one."""
+        with suppress(OSError):
+            return WakeUps(self._server)
+        return None
+
+    def wake_nodes(self) -> None:
+        """Wake all its SuperNodes but this one."""
+        self._sender.wake(name for name in self._names() if name != self._own)
+
+    def wake_server(self) -> None:
+        """Wake its ServerApp."""
+        self._sender.wake([self._server])
+
+    def _names(self) -> Iterable[str]:
+        return (f"{self._name}-{number}" for number in range(self._nodes))
+
+    @property
+    def _server(self) -> str:
+        return f"{self._name}-server"
+
+
+def with_group(env: Mapping[str, str], nodes: int) -> dict[str, str]:
+    """Return an environment with a new group of so many SuperNodes, if it has none."""
+    return {GROUP_VARIABLE: f"{_new_name()}:{nodes}", **env}
+
+
+def group_of(environ: Mapping[str, str]) -> Group | None:
+    """Return the group of this process; None where it is in none."""
+    name, sign, nodes = environ.get(GROUP_VARIABLE, "").partition(":")
+    return Group(name, int(nodes)) if sign and nodes.isdecimal() and _IS_LINUX else None
+
+
+class _Sender:
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if _IS_LINUX else None
+
+    def wake(self, names: Iterable[str]) -> None:
+        if self._socket is None:
+            return
+        for name in names:
             with suppress(OSError):  # nobody is there, or many wake-ups are, and one more says nothing
-                self._socket.sendto(b"\n", socket.MSG_DONTWAIT, _address(self._name))
+                self._socket.sendto(b"\n", socket.MSG_DONTWAIT, _address(name))
 
 
 class WakeUps:
-    """The side of the process that waits.
-
-    Raises OSError if the name is taken, by another process with the same parent.
-    """
+    """What a process is woken by; raises OSError if the name is taken, by another process."""
 
     def __init__(self, name: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -84,6 +147,12 @@ class WakeUps:
             time.sleep(min(left_s, 0.1))  # whoever writes this: it takes no processor time
         return False
 
+    def clear(self) -> None:
+        """Take all that have come."""
+        with suppress(BlockingIOError):
+            while True:
+                self._socket.recv(1)
+
     def _sender(self) -> int | None:
         with suppress(BlockingIOError):
             _, extras, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -102,6 +171,10 @@ def found() -> WakeUps | None:
     with suppress(OSError):
         return WakeUps(name) if name and _IS_LINUX else None
     return None
+
+
+def _new_name() -> str:
+    return f"flower-gpu-{secrets.token_hex(16)}"
 
 
 def _address(name: str) -> str:

@@ -16,6 +16,7 @@ from flower_gpu import trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import SERVER_COMMANDS, CommandFolder, fast_start, warm_up_command
+from flower_gpu.flower.wakeup import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
@@ -83,6 +84,7 @@ class SuperLinkEngine(Engine):
         """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run."""
         self._clients_of_nodes: dict[int, str] = {}
         self.folder.flwr_home.mkdir()
+        self.env = with_group(self.env, self.plan.clients)
         self._node_env = self.env
         if self.plan.fast_start:
             with _told("Messages start as slowly as Flower's own"):

@@ -1,64 +1,123 @@
-"""How long our SuperNode waits between its questions."""
+"""How long our SuperNode waits between its questions, and how often it says that it is there."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_gpu.flower.supernode import Clock, is_on_this_host
+from flower_gpu.flower import pace, wakeup
+from flower_gpu.flower.heartbeats import Heartbeats
+from flower_gpu.flower.supernode import Clock, Loop, is_on_this_host
 
-FLOWER_S = 3.0
+pytestmark = pytest.mark.timeout(60)
 
-
-class Time:
-    """A clock that only waiting moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-        self.waits_s: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.waits_s.append(seconds)
-        self.now_s += seconds
-
-    def monotonic(self) -> float:
-        return self.now_s
+IDLE_S = 20.0
 
 
-@given(st.lists(st.sampled_from([FLOWER_S, 0.5]), min_size=1), st.floats(0.01, 10))
-def test_a_wait_is_never_longer_than_flowers_and_something_is_noticed_soon(
-    waits: list[float], poll_s: float
-) -> None:
-    at = Time()
-    clock = Clock(poll_s, sleep=at.sleep, monotonic=at.monotonic)
-    began_s = at.now_s
-    for number, wanted in enumerate(waits):
-        if number and waits[number - 1] != wanted:
-            began_s = at.now_s
-        waited_s = at.now_s - began_s
-        clock.sleep(wanted)
-        least_s = poll_s if wanted == FLOWER_S else 0.05
-        assert at.waits_s[-1] <= wanted
-        assert at.waits_s[-1] <= max(least_s, waited_s * 0.05) + 1e-9
-        assert at.waits_s[-1] >= min(wanted, least_s)
+@given(st.floats(0, 1000), st.floats(0.01, 10))
+def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: float, least_s: float) -> None:
+    wait_s = pace.wait_s(waited_s, least_s, IDLE_S)
+    assert wait_s >= least_s
+    if waited_s < pace.IDLE_AFTER_S:
+        assert wait_s <= max(least_s, min(0.05 * waited_s, pace.LONGEST_S))
+    else:
+        assert wait_s == IDLE_S
 
 
-def test_a_node_without_work_asks_as_rarely_as_flowers() -> None:
-    at = Time()
-    clock = Clock(0.5, sleep=at.sleep, monotonic=at.monotonic)
-    while at.now_s < 1100:
-        clock.sleep(FLOWER_S)
-    assert at.waits_s[0] == 0.5
-    assert at.waits_s[-1] == FLOWER_S
+def flowers_modules() -> tuple[Any, Any]:
+    """What the two modules of Flower have that send heartbeats."""
+
+    class Sender:
+        def __init__(self, _: object) -> None:
+            self._stop_event: Any = threading.Event()
+            self._retry_invoker = SimpleNamespace(wait_function=self._stop_event.wait)
+
+    interval = {"HEARTBEAT_DEFAULT_INTERVAL": 30}
+    return SimpleNamespace(**interval), SimpleNamespace(**interval, HeartbeatSender=Sender)
+
+
+def no_heartbeats() -> Heartbeats:
+    return Heartbeats(10, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_heartbeats_are_rare_without_work_and_come_at_once_with_it() -> None:
+    for busy_s, wanted_s in ((80, 30), (20, 20), (2, 10), (float("inf"), 30)):
+        sender, connection = flowers_modules()
+        heartbeats = Heartbeats(busy_s, sender, connection)
+        intervals = [(sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL)]
+        made = connection.HeartbeatSender(None)
+        heartbeats.no_work()
+        intervals.append((sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL))
+        waiting = threading.Thread(target=made._stop_event.wait, args=(1000,))
+        waiting.start()
+        while waiting.is_alive():  # it may not have begun to wait
+            heartbeats.no_work()
+            heartbeats.work()
+            waiting.join(0.01)
+        intervals.append((sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL))
+        assert intervals == [(wanted_s, wanted_s), (60, 60), (wanted_s, wanted_s)]
+        made._stop_event.set()
+        assert made._stop_event.wait(1000) and made._retry_invoker.wait_function(1000)
+
+
+def test_heartbeats_of_another_flower_are_its_own() -> None:
+    module = SimpleNamespace(HEARTBEAT_DEFAULT_INTERVAL=30)
+    heartbeats = Heartbeats(10, SimpleNamespace(), module)  # type: ignore[arg-type]
+    heartbeats.no_work()
+    heartbeats.work()
+    assert module.HEARTBEAT_DEFAULT_INTERVAL == 30
+
+
+def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> None:
+    now_s = 1000.0
+    loop = Loop(0.01, 0.05, no_heartbeats(), monotonic=lambda: now_s)
+    clock = Clock(loop)
+    for after_s, least_s in ((0, 0.01), (0.4, 0.02), (100, 0.05)):
+        now_s = 1000.0 + after_s
+        began_s = time.monotonic()
+        clock.sleep(3)
+        assert time.monotonic() - began_s >= least_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's abstract sockets")
+def test_nodes_of_a_group_wake_each_other_once() -> None:
+    group = wakeup.group_of(wakeup.with_group({}, 3))
+    other = wakeup.group_of(wakeup.with_group({}, 3))
+    assert group is not None and other is not None
+    environ = {wakeup.GROUP_VARIABLE: f"{group._name}:3"}
+    nodes = [joined for _ in range(3) if (joined := wakeup.group_of(environ)) is not None]
+    wake_ups = [node.join() for node in nodes]
+    strangers = other.join()
+    assert group.join() is None, "there are three"
+    server = group.lead()
+    first, second, third = wake_ups
+    assert first and second and third and strangers and server
+    assert group.lead() is None
+    nodes[1].wake_nodes()
+    assert [each.wait(0.01) for each in (first, second, third, strangers, server)] == [
+        True,
+        False,
+        True,
+        *2 * [False],
+    ]
+    nodes[1].wake_server()
+    group.wake_nodes()
+    group.wake_nodes()
+    assert [each.wait(50) for each in (first, second, third, server)] == 4 * [True]
+    second.clear()
+    assert [each.wait(0.01) for each in (first, second)] == [True, False]
 
 
 def test_it_is_the_module_time_otherwise() -> None:
-    assert Clock(0.5).time is time.time
+    assert Clock(Loop(0.5, 1.0, no_heartbeats())).time is time.time
 
 
 @pytest.mark.parametrize(
@@ -76,24 +135,32 @@ def test_only_a_superlink_on_this_host_is_told_more_often(arguments: list[str], 
     assert is_on_this_host(arguments) is is_there
 
 
-def test_flowers_supernode_waits_by_it_and_a_killed_node_is_noticed_sooner() -> None:
+def test_flower_has_what_our_supernode_uses() -> None:
     """The version of Flower that is installed has the loop, and reads its interval where it is set."""
     code = """
 import inspect
 from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 from flwr.supercore import heartbeat
+from flwr.supercore.inflatable import inflatable_utils
 from flwr.supernode import fleet_http_connection, start_client_internal
-from flower_gpu.flower.supernode import shorten_heartbeats
-for least_s in (4.0, 1.0, 0.1):
-    shorten_heartbeats(least_s, heartbeat, fleet_http_connection)
-    print(heartbeat.HEARTBEAT_DEFAULT_INTERVAL, fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL)
+from flower_gpu.flower.heartbeats import Heartbeats
+from flower_gpu.flower.objects import ask_sooner_for_objects
+heartbeats = Heartbeats(2, heartbeat, fleet_http_connection)
+sender = fleet_http_connection.HeartbeatSender(bool)
+heartbeats.no_work()
+print(heartbeat.HEARTBEAT_DEFAULT_INTERVAL, fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL)
+sender.start()
+sender.stop()
 print(HEARTBEAT_MIN_INTERVAL)
 for module in (heartbeat, fleet_http_connection):
     print("HEARTBEAT_DEFAULT_INTERVAL" in inspect.getsource(module).partition("def ")[2])
 waits = inspect.getsource(start_client_internal).count("time.sleep(")
 print(start_client_internal.time.__name__, waits)
+ask_sooner_for_objects()
+for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
+    print(inspect.signature(getattr(inflatable_utils, name)).parameters["initial_backoff"].default)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
     )
-    assert done.stdout.split() == ["30", "30", "20", "20", "10", "10", "10", "True", "True", "time", "3"]
+    assert done.stdout.split() == ["60", "60", "10", "True", "True", "time", "3", "0.02", "0.02"]

@@ -120,9 +120,11 @@ from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from flower_gpu.flower import wakeup
-from flower_gpu.flower.supernode import Exchange
+from flower_gpu.flower.supernode import Heartbeats, Loop
 
-wait_for_reply = Exchange().wait_for_reply()
+loop = Loop(1.0, 1.0, Heartbeats(1, SimpleNamespace(), SimpleNamespace()))
+loop.listen()
+wait_for_reply = loop.wait_for_reply
 wake_ups = wakeup.found()
 state = NodeStateFactory(ObjectStoreFactory()).state()
 
