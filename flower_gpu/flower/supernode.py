@@ -26,6 +26,7 @@ from flower_gpu.flower import pace
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.heartbeats import Heartbeats
 from flower_gpu.flower.objects import ask_sooner_for_objects
+from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.wakeup import Group, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
 from flower_gpu.workers.forkserver.control import Stays
@@ -37,6 +38,13 @@ _STATE: Final = ("flwr.supernode.nodestate.in_memory_nodestate", "InMemoryNodeSt
 _REPLY: Final = (
     (_STATE, "store_message"),
     (("flwr.supercore.object_store.in_memory_object_store", "InMemoryObjectStore"), "put"),
+)
+# What the programs below a SuperNode import.
+_PROGRAMS: Final = (
+    "flower_gpu.flower.superexec",
+    "flower_gpu.flower.flwr_clientapp",
+    "flwr.supercore.cli",
+    "httpcore",
 )
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
 _HEARTBEATS: Final = 20  # an interval has so many of the shortest waits
@@ -50,6 +58,9 @@ def main() -> None:
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
+    fork_own(
+        ("flower_gpu.flower.superexec", "flower_gpu.flower.flwr_clientapp", "flwr.supercore.cli", "httpcore")
+    )
     least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.

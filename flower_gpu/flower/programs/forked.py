@@ -28,6 +28,7 @@ _STARTERS: Final = (
     "flwr.supercore.superexec.executor.subprocess_executor",
     "flwr.supernode.start_client_internal",
 )
+_programs: starter.Programs | None = None
 
 
 def become(
@@ -83,8 +84,15 @@ def become(
     return found.load()
 
 
+def is_one() -> bool:
+    """Tell whether this process has its programs forked by a server: a fork of one does from the start."""
+    return _programs is not None
+
+
 def use(programs: starter.Programs) -> None:
     """Have the programs that Flower starts in this process forked by a server."""
+    global _programs
+    _programs = programs
     replacement = starter.Subprocess(programs)
     for name in _STARTERS:
         module = sys.modules.get(name)

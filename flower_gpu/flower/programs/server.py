@@ -11,7 +11,9 @@ import select
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +25,7 @@ import setproctitle
 
 from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
-from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE
+from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import explained
 
@@ -65,18 +67,35 @@ def main() -> NoReturn:
     """Be the server that the environment says; forks of it become programs."""
     connection = socket.socket(fileno=int(os.environ.pop(CONNECTION_VARIABLE)))
     connection.set_inheritable(False)
-    # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
-    os.environ["SPT_NOENV"] = "1"
-    setproctitle.setproctitle("flower-gpu: Flower's programs")
-    serve(connection, read_at_start(os.environ))
+    _serve(connection, _MODULES, read_at_start(os.environ))
 
 
-def serve(connection: socket.socket, started_with: Mapping[str, str]) -> NoReturn:
-    """Import Flower, then fork programs for the process at the other end of the connection, until it ends.
+def fork_own(modules: Iterable[str]) -> None:
+    """Have the programs that Flower starts in this one forked by a fork of it, from now on.
+
+    To be called before there are threads; does nothing in a fork of a server, which has one. ``modules`` are
+    what those programs import.
+    """
+    if sys.platform != "linux" or forked.is_one() or threading.active_count() > 1:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C
+        _serve(theirs, modules, read_at_start(os.environ))
+    theirs.close()
+    forked.use(Programs(ours))
+
+
+def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapping[str, str]) -> NoReturn:
+    """Fork programs for the process at the other end of the connection, until it closes that.
 
     ``started_with``: the variables of :func:`read_at_start` that this process was started with.
     """
-    for module in _MODULES:
+    # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
+    os.environ["SPT_NOENV"] = "1"
+    setproctitle.setproctitle("flower-gpu: Flower's programs")
+    for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
     httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
