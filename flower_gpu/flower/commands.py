@@ -30,7 +30,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +39,7 @@ from typing import Final
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.flower import pace, wakeup
-from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, WITHOUT_LEASE
+from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, TASK, WITHOUT_LEASE
 from flower_gpu.options import POLL_VARIABLE, value_of
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
@@ -158,20 +158,26 @@ def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> d
     }
 
 
-def warm_up() -> None:
+def warm_up(libraries: Sequence[str] = ()) -> None:
     """Start the fork server if there is none, and have it import what each message needs.
 
     A failure is not told here: the first message meets it as well.
+
+    ``libraries``: what the app of this run imports. Its messages wait for that, and need not import it each.
     """
     if client.is_supported():
         with suppress(FlowerGPUError):
             client.learn(_MODULES)
+            client.learn(libraries, patience_s=client.LEARN_FOR_LIMITED_S, tasks=[TASK])
 
 
-def warm_up_command() -> list[str]:
+def warm_up_command(libraries: Sequence[str] = ()) -> list[str]:
     """Build the command line of a program that does that."""
     path = [entry for entry in sys.path if entry]
-    program = f"import sys; sys.path[:] = {path!r}; from flower_gpu.flower.commands import warm_up; warm_up()"
+    program = (
+        f"import sys; sys.path[:] = {path!r}; from flower_gpu.flower.commands import warm_up; "
+        f"warm_up({list(libraries)!r})"
+    )
     return [sys.executable, *identity.interpreter_flags(), "-c", program]
 
 

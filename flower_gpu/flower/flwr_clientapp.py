@@ -27,7 +27,8 @@ from flower_gpu.workers.threads import planned_threads
 RULE_VARIABLE: Final = "FLOWER_GPU_SUPERNODE"
 WITHOUT_LEASE: Final = "start"
 
-_TASK = "flower_gpu.flower.clientapp:main"
+#: What handles a message.
+TASK: Final = "flower_gpu.flower.clientapp:main"
 _NAME = "flwr-clientapp"
 _OWN_ENVIRONMENT = "--allow-runtime-dependency-installation"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -42,7 +43,7 @@ def main() -> None:
     if not client.is_supported():
         _run_here(arguments, with_lease, "this platform has no fork server")
     env = threads.environment(planned_threads(os.environ), {})  # an app without a worker trains there
-    call = Call(_TASK, ([_NAME, *arguments], with_lease, True), env=env, setup=threads.SETUP, label=_NAME)
+    call = Call(TASK, ([_NAME, *arguments], with_lease, True), env=env, setup=threads.SETUP, label=_NAME)
     try:
         code = worker.run(call, methods.FORKSERVER, on_start=_forward)
     except WorkerStartError as error:

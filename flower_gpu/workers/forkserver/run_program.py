@@ -24,7 +24,7 @@ from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import call, events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
-from flower_gpu.workers.forkserver.forking import Loop
+from flower_gpu.workers.forkserver.forking import MANY_FORKS, Loop
 from flower_gpu.workers.life import adopt_orphans, be_killed_first, die_with_the_caller, explained
 from flower_gpu.workers.native import release_openmp_threads
 
@@ -116,7 +116,7 @@ class _RunServer:
 
     def run(self) -> None:
         """Serve until the caller is gone or has enough."""
-        self._loop = Loop(self._on_child)
+        self._loop = Loop(self._on_child, MANY_FORKS)
         self._selector = self._loop.selector
         self._selector.register(self._connection, selectors.EVENT_READ, self._on_message)
         threads.prepare(os.environ)

@@ -23,7 +23,7 @@ from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
-from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, describe
+from flower_gpu.workers.forkserver.forking import FEW_FORKS, READY, Loop, Session, Start, describe
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
@@ -55,7 +55,7 @@ class Server:
 
     def open(self, listener: socket.socket | None) -> None:
         """Begin to serve on ``listener``, or on a new socket."""
-        self._loop = Loop(self._on_signal)
+        self._loop = Loop(self._on_signal, FEW_FORKS)
         self._selector = self._loop.selector
         signal.signal(signal.SIGTERM, lambda *_: self._drain())
         self._listener = listener or sockets.listen(self._start.name)
