@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
-from flower_gpu.flower import layers, pace
+from flower_gpu.flower import layers, pace, ticks
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.heartbeats import Heartbeats
@@ -72,6 +72,7 @@ def main() -> None:
         start_client_internal.time = Clock(loop, _look_after(CommandFolder()))
         ask_sooner_for_objects()
     layers.pass_by(is_superlink=False)
+    ticks.look_seldom()
     sys.argv[0] = "flower-supernode"
     flower_supernode()
 
