@@ -224,6 +224,8 @@ class Supervisor:
         """
         if self._is_parent:
             self._programs = starter.start_server(env, log)
+        else:
+            starter.say_slow("this system lets no process adopt what others leave behind")
 
     def start(self, *services: Service) -> None:
         """Start services, and take over their supervision."""

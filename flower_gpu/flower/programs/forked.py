@@ -28,6 +28,9 @@ _STARTERS: Final = (
     "flwr.supercore.superexec.executor.subprocess_executor",
     "flwr.supernode.start_client_internal",
 )
+# Runs the ServerApp. Other programs multiply no matrices, and threads that wait for that cost time.
+_COMPUTES: Final = "flwr-serverapp"
+
 _programs: starter.Programs | None = None
 
 
@@ -79,9 +82,14 @@ def become(
     main.__file__ = found.path
     sys.modules["__main__"] = main
     np.random.seed()
-    threads.apply()
+    threads.apply(os.environ if Path(found.path).name != _COMPUTES else _with_all_cores(os.environ))
     use(starter.Programs(connection))
     return found.load()
+
+
+def _with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables by which a library that was loaded with one thread gets what it begins with."""
+    return {threads.VARIABLE: str(len(os.sched_getaffinity(0))), **environ}
 
 
 def is_one() -> bool:

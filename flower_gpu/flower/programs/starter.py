@@ -33,6 +33,11 @@ _ANSWER_S: Final = 120.0
 _OPTIONS: Final = {"start_new_session", "stdout", "stderr"}  # of Popen, that a request can have
 
 
+def say_slow(reason: str) -> None:
+    """Say that a program of Flower's is started as without a server."""
+    print(f"flower-gpu: Flower's programs are started one by one, which is slower: {reason}", file=sys.stderr)
+
+
 def is_flowers(name: str) -> bool:
     """Tell whether a command is one of Flower's, by its name."""
     return name == "flwr" or name.startswith(("flower-super", "flwr-"))
@@ -115,7 +120,7 @@ class Programs:
     def __init__(self, connection: socket.socket) -> None:
         self._connection: socket.socket | None = connection
         self._lock = threading.Lock()
-        #: Why the last request was refused.
+        #: Why the last request was refused; that of the first is said.
         self.reason = ""
 
     def start(
@@ -175,7 +180,10 @@ class Programs:
             if "pid" in said:
                 return said["pid"], answer
             os.close(answer)
-            self.reason = said.get("refused", "its server has ended")
+            is_first = not self.reason
+            self.reason = said.get("refused", "what forks them has ended")
+            if is_first:
+                say_slow(self.reason)
             return None
 
     def start_adopted(

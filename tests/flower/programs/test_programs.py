@@ -43,10 +43,12 @@ class Probe:
             )
         self.programs = Programs(ours)
 
-    def start(self, how: str, env: dict[str, str] | None = None, **options: Any) -> Program | None:
+    def start(
+        self, how: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
+    ) -> Program | None:
         """Start the program that tells what it has."""
         self.told = self.folder / "told"
-        argv = ["tell", str(self.told), how]
+        argv = [name, str(self.told), how]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
         return Program(argv, *started) if started else None
 
@@ -116,6 +118,15 @@ def test_threads_are_those_of_its_own_environment(probe: Probe) -> None:
         assert set(probe.run("0", 0, env={"OMP_NUM_THREADS": "2"})["blas"]) == {2}
 
 
+def test_a_serverapp_has_all_cores(probe: Probe) -> None:
+    everything = {name: value for name, value in probe.env.items() if name != "OMP_NUM_THREADS"}
+    probe.env, before = everything, probe.env
+    try:
+        assert set(probe.run("0", 0, name="flwr-serverapp")["blas"]) == {len(os.sched_getaffinity(0))}
+    finally:
+        probe.env = before
+
+
 @pytest.mark.parametrize(
     ("how", "code"), [("0", 0), ("255", 255), ("raise", 1), ("text", 1), ("kill", -9), ("interrupt", -2)]
 )
@@ -175,9 +186,15 @@ def test_what_it_starts_is_forked_as_well(probe: Probe) -> None:
         (["tell", "x", "0"], {"PYTHONHASHSEED": "1"}, "read at the start"),
     ],
 )
-def test_what_is_refused(probe: Probe, argv: list[str], env: dict[str, str], reason: str) -> None:
-    assert probe.programs.start(argv, {**probe.env, **env}) is None
-    assert reason in probe.programs.reason
+def test_what_is_refused(
+    probe: Probe, argv: list[str], env: dict[str, str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe.programs.reason = ""
+    for _ in range(2):
+        assert probe.programs.start(argv, {**probe.env, **env}) is None
+        assert reason in probe.programs.reason
+    said = capsys.readouterr().err
+    assert said.count("Flower's programs are started one by one") == 1 and reason in said
 
 
 def test_flower_starts_by_popen_what_is_refused(probe: Probe, capfd: pytest.CaptureFixture[str]) -> None:
