@@ -129,6 +129,9 @@ SECONDS_OR_0: Final = _number(
 GPUS: Final = _number(
     "a number of GPUs above 0, such as 0.25, 1 or 2", lambda x: 0 < x < float("inf"), "X", float
 )
+CPUS: Final = _number(
+    "a number of cores from 0.001 on, such as 0.5, 1 or 4", lambda x: 0.001 <= x < float("inf"), "X", float
+)
 TEXT: Final = Kind("a text that is not empty", "NAME", _filled)
 SIZE: Final = Kind("a size such as 2GiB", "SIZE", _filled)
 GPU_IDS: Final = Kind("GPU numbers or UUIDs such as 0,1", "LIST", _filled)

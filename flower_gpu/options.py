@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
     COUNT,
+    CPUS,
     FOLDER,
     GPU_IDS,
     GPUS,
@@ -79,8 +80,13 @@ class CallOptions(TypedDict, total=False):
     gpu_memory : int or str
         Memory of one GPU that a call gets, CUDA's context included: ``"2GiB"``, or bytes. Default, if
         ``num_gpus`` is not given either: what earlier calls of the task were seen to need.
+    num_cpus : float
+        How many cores a call gets, also a part of one (0.5); its libraries have as many threads, at least
+        one. Default on the CPU: an equal share of the cores where it is known how many calls may run at a
+        time, else all that are free. Default on a GPU: none are counted.
     lease_timeout_s : float
-        Seconds a call may wait for its lease; default 1800, half of what Flower gives a round.
+        Seconds a call may wait for its lease; default 1800 on a GPU, half of what Flower gives a round, and
+        no limit on the CPU.
     on_oom : str
         What follows when a call runs out of GPU memory: ``"retry"`` (default) with more of a GPU, ``"cpu"``
         if that fails too, or ``"fail"``.
@@ -93,7 +99,7 @@ class CallOptions(TypedDict, total=False):
         The older name of ``gpu_ids``.
     context : flwr.app.Context
         What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu``, ``gpu-ids``,
-        ``num-gpus`` and ``gpu-memory``, its run config ``use-gpu``.
+        ``num-gpus``, ``gpu-memory`` and ``num-cpus``, its run config ``use-gpu``.
     """
 
     start_method: Annotated[
@@ -180,10 +186,23 @@ class CallOptions(TypedDict, total=False):
             excludes="amount",
         ),
     ]
+    num_cpus: Annotated[
+        float | None,
+        Option(
+            "cores of a call, such as 0.5 or 2; it waits until they are free (default on the CPU: the cores "
+            "divided by what may run at a time)",
+            CPUS,
+            "FLOWER_GPU_NUM_CPUS",
+            None,
+            "workers",
+            _EVERYWHERE,
+            ("num-cpus",),
+        ),
+    ]
     lease_timeout_s: Annotated[
         float | None,
         Option(
-            "seconds a call may wait for its GPU (default: 1800)",
+            "seconds a call may wait for its lease (default: 1800 for a GPU, no limit for cores)",
             SECONDS,
             "FLOWER_GPU_LEASE_TIMEOUT_S",
             1800.0,
@@ -224,6 +243,9 @@ RUN_DIR_VARIABLE: Final = "FLOWER_GPU_RUN_DIR"
 START_METHOD_VARIABLE: Final = "FLOWER_GPU_START_METHOD"
 CLIENT_VARIABLE: Final = "FLOWER_GPU_CLIENT"
 CONCURRENCY_VARIABLE: Final = "FLOWER_GPU_CONCURRENCY"
+NUM_CPUS_VARIABLE: Final = "FLOWER_GPU_NUM_CPUS"
+CPU_LEASES_VARIABLE: Final = "FLOWER_GPU_CPU_LEASES"
+HOST_RESERVE_VARIABLE: Final = "FLOWER_GPU_HOST_RESERVE"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
 
@@ -241,6 +263,12 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
         ),
         CONCURRENCY_VARIABLE: Option(
             "how many workers may run at the same time; they share the cores", COUNT, default=1
+        ),
+        CPU_LEASES_VARIABLE: Option(
+            "whether calls get cores and main memory from the ledger", words("on", "off"), default="on"
+        ),
+        HOST_RESERVE_VARIABLE: Option(
+            "main memory of the host that is never leased; the default is 5 % of it", SIZE
         ),
         "FLOWER_GPU_PLACEMENT": Option(
             "whether leases spread over the GPUs or pack them", words(*PLACEMENTS), default="spread"

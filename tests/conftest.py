@@ -30,6 +30,9 @@ for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
 STATE_DIR = Path(tempfile.mkdtemp(prefix="flower-gpu-tests-"))
 os.environ["FLOWER_GPU_STATE_DIR"] = str(STATE_DIR)
 os.environ["FLOWER_GPU_SERVER_IDLE_S"] = "10"
+# Nor do their calls wait for cores that others have.
+(STATE_DIR / "ledger").mkdir(mode=0o1777)
+os.environ["FLOWER_GPU_LEDGER_DIR"] = str(STATE_DIR / "ledger")
 # Each SuperNode is asked so often whether it has a message. At the launcher's 0.1 s, eight of them keep half
 # a core busy with that, while the tests wait for something else.
 os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.5")

@@ -47,7 +47,9 @@ class StubHost(Host):
         """Look all the time at who holds how much of which GPU, by lease."""
         return observed(
             self.ledger,
-            lambda holders: {one.id: {part.uuid: part.memory_bytes for part in one.parts} for one in holders},
+            lambda holders: {
+                one.id: {part.uuid: part.memory_bytes for part in one.gpu_parts} for one in holders
+            },
         )
 
 

@@ -15,6 +15,7 @@ from flower_gpu.calls import environment, rank_figures
 from flower_gpu.calls.fixed_variables import fixed
 from flower_gpu.calls.gpu_use import Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
+from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import events, own_calls, threads
 
@@ -105,6 +106,7 @@ class _Watch:
     free_bytes: dict[str, int] = field(default_factory=dict)
     total_bytes: dict[str, int] = field(default_factory=dict)
     before: tuple[Figures, ...] | None = None  # where CUDA had started before the task
+    base_bytes: int = 0  # main memory that this process had before it
     _of_driver: dict[str, int] = field(default_factory=dict)
     _looks_for_context: int = _LOOKS_FOR_CONTEXT
     _end: threading.Event = field(default_factory=threading.Event)
@@ -114,6 +116,7 @@ class _Watch:
         self.uses = [Use(share) for share in self.lease.shares]
 
     def start(self) -> None:
+        self.base_bytes = host.anonymous_bytes(os.getpid())
         with suppress(Exception):  # it can do without
             self.before = frameworks.figures()
             if self.before is not None and not own_calls.is_inside():
@@ -160,7 +163,7 @@ class _Watch:
         if not used:
             return
         if self.lease.ticket:
-            tickets.report(used)
+            tickets.report(used, self.base_bytes)
         else:  # of a rank: the worker that stands for all of them has the ticket
             events.send("gpu_used", used=used)
 

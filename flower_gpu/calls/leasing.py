@@ -6,18 +6,25 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.calls import gpu_use
-from flower_gpu.calls.settings import GPUSettings
-from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseTimeoutError, RoundOverError
+from flower_gpu.calls.host_needs import HostNeeds
+from flower_gpu.calls.settings import GPUSettings, HostSettings
+from flower_gpu.errors import (
+    ConfigError,
+    GPUUnavailableError,
+    LeaseError,
+    LeaseTimeoutError,
+    RoundOverError,
+)
 from flower_gpu.gpu import cuda_version, inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
-from flower_gpu.leases.admission import Option
+from flower_gpu.leases.admission import CORES, MEMORY, Option
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Array, Key, key_of
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
@@ -60,10 +67,11 @@ class Leasing:
     """Gets the leases of one call, as often as it is tried."""
 
     settings: GPUSettings
-    uuids: tuple[str, ...]  # the GPUs that it may be on
+    uuids: tuple[str, ...]  # the GPUs that it may be on; none: it runs on the CPU
     purpose: Purpose
     record: Mapping[str, Any]  # the call's fields in the trace
     round_deadline: float  # when its round is over, on the clock of time.monotonic
+    host: HostSettings = field(default_factory=HostSettings)  # what it wants of cores and main memory
     # When the wait for a lease ends, on the same clock; lease_timeout_s after it began by default. It is
     # asked again and again, and what it raises ends the wait.
     deadline: Callable[[], float] | None = None
@@ -84,17 +92,8 @@ class Leasing:
         GPUUnavailableError
             If the GPU does not answer any more when the lease is granted.
         """
-        ledger = Ledger(reserve_bytes=self.settings.reserve_bytes)
-        request = self.settings.request
-        trace.write(
-            "lease_requested",
-            **self.record,
-            caller_pid=os.getpid(),
-            count=request.count,
-            share=None if attempt.memory_bytes or attempt.alone else request.share,
-            memory_bytes=attempt.memory_bytes or (None if attempt.alone else request.memory_bytes),
-            alone=attempt.alone,
-        )
+        ledger = Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
+        self._trace_request(attempt)
         began = time.monotonic()
         try:
             ticket = self._acquire(ledger, attempt, began)
@@ -104,7 +103,7 @@ class Leasing:
         granted = time.monotonic()
         lease = None
         try:
-            if granted > self.round_deadline:
+            if self.uuids and granted > self.round_deadline:
                 raise self._round_is_over()
             lease = self._lease(ticket)
             gpus = [
@@ -112,14 +111,16 @@ class Leasing:
                 for s in lease.shares
             ]
             trace.write(
-                "lease_granted",
+                self._event("granted"),
                 **self.record,
                 lease=lease.id,
                 gpus=gpus,
                 alone=lease.alone,
                 waited_s=round(granted - began, 4),
+                cores=ticket.entry.cores,
+                host_memory_bytes=ticket.entry.host_memory_bytes,
             )
-            if _log.isEnabledFor(logging.DEBUG):
+            if _log.isEnabledFor(logging.DEBUG) and gpus:
                 of = ", ".join(f"{format_bytes(s.memory_bytes)} of GPU {s.index}" for s in lease.shares)
                 _log.debug("%s has a lease on %s after %.2f s", self.purpose.label, of, granted - began)
             yield lease, ticket
@@ -130,8 +131,56 @@ class Leasing:
         finally:
             if lease is not None:  # first: whoever gets it then writes that down
                 held_s = round(time.monotonic() - granted, 4)
-                trace.write("lease_released", **self.record, lease=lease.id, held_s=held_s)
+                trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
             ledger.release(ticket)
+
+    @contextmanager
+    def held_on_cpu(self) -> Iterator[tuple[Lease, Ticket] | None]:
+        """Wait for cores and main memory, and hold them in the block; None where the call runs without.
+
+        Where nobody has asked for a number of cores, a ledger that cannot be used is no reason to fail.
+        """
+        with ExitStack() as stack:
+            held = None
+            if self.needs().now():
+                try:
+                    held = stack.enter_context(self.held(Attempt()))
+                except LeaseTimeoutError:
+                    raise
+                except LeaseError as error:
+                    if self.host.num_cpus is not None:
+                        raise
+                    say_once(f"calls on the CPU run without counted cores: {error}")
+            yield held
+
+    def needs(self) -> HostNeeds:
+        """Return what the call needs of cores and main memory."""
+        return HostNeeds(self.host, self.purpose.key, bool(self.uuids), self.footprints)
+
+    def learn_memory(self, taken_bytes: int) -> None:
+        """Keep for the next calls what a worker has taken of main memory."""
+        if self.host.is_leased:
+            with _only_warned():
+                self.needs().learn(taken_bytes)
+
+    def _event(self, what: str) -> str:
+        # Whoever reads `lease_granted` looks for its GPU.
+        return f"lease_{what}" if self.uuids else f"cores_{what}"
+
+    def _trace_request(self, attempt: Attempt) -> None:
+        request = self.settings.request
+        needs = {need.resource: need.amount for need in self.needs().now()}
+        trace.write(
+            self._event("requested"),
+            **self.record,
+            caller_pid=os.getpid(),
+            count=request.count if self.uuids else 0,
+            share=None if attempt.memory_bytes or attempt.alone or not self.uuids else request.share,
+            memory_bytes=attempt.memory_bytes or (None if attempt.alone else request.memory_bytes),
+            alone=attempt.alone,
+            cores=needs[CORES] / 1000 if CORES in needs else None,
+            host_memory_bytes=needs.get(MEMORY),
+        )
 
     def learn(self, figures: Mapping[str, Any], lease: Lease, *, is_done: bool) -> None:
         """Keep the figures of a worker's ``gpu_memory`` event for the next calls.
@@ -186,26 +235,30 @@ class Leasing:
 
     def _acquire(self, ledger: Ledger, attempt: Attempt, began: float) -> Ticket:
         timeout_at = min(began + self.settings.lease_timeout_s, self.round_deadline)
+        if not self.uuids:
+            timeout_at = began + self.host.timeout_s
         wish = Wish(
             options=lambda gpus: self._options(gpus, attempt),
             version=self.footprints.version,
-            count=self.settings.request.count,
+            count=self.settings.request.count if self.uuids else 0,
+            needs=self.needs().now,
             pack=self.settings.placement == "pack",
             label=self.purpose.label,
         )
         try:
             return ledger.acquire(wish, deadline=self.deadline or timeout_at)
         except LeaseTimeoutError as error:
-            if time.monotonic() >= self.round_deadline:
+            if self.uuids and time.monotonic() >= self.round_deadline:
                 raise self._round_is_over() from error
+            seconds = self.settings.lease_timeout_s if self.uuids else self.host.timeout_s
             raise LeaseTimeoutError(
-                f"{self.purpose.label}: no lease within lease_timeout_s={self.settings.lease_timeout_s:g}. "
+                f"{self.purpose.label}: no lease within lease_timeout_s={seconds:g}. "
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
 
     def _trace_failure(self, error: BaseException, began: float) -> None:
         waited_s = round(time.monotonic() - began, 4)
-        trace.write("lease_not_granted", **self.record, waited_s=waited_s, reason=type(error).__name__)
+        trace.write(self._event("not_granted"), **self.record, waited_s=waited_s, reason=type(error).__name__)
 
     def _round_is_over(self) -> RoundOverError:
         seconds = self.settings.round_timeout_s
@@ -248,9 +301,10 @@ class Leasing:
             )
 
     def _lease(self, ticket: Ticket) -> Lease:
-        found = inventory.take(processes=False)
+        # Without a GPU nobody looks for one.
+        found = inventory.take(processes=False) if self.uuids else Inventory((), None, None)
         shares = []
-        for part in ticket.entry.parts:
+        for part in ticket.entry.gpu_parts:
             gpu = found.find(part.uuid)
             if gpu is None or not gpu.total_bytes:
                 # JAX and PyTorch before CUDA starts are held to a part of the whole: another whole is no cap.

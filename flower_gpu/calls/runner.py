@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +22,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     text_of,
 )
-from flower_gpu.leases import lease
+from flower_gpu.leases import host, lease
 from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
@@ -53,6 +53,10 @@ class Workers:
     def held(self, leasing_: Leasing, attempt: Attempt) -> AbstractContextManager[tuple[Lease, Ticket]]:
         """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
         return leasing_.held(attempt)
+
+    def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
+        """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
+        return leasing_.held_on_cpu()
 
 
 #: What a worker tells of how far it is, and the name of its time in the trace.
@@ -101,12 +105,13 @@ def run_call(
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
+    settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
-    if not decision.on_gpu:
-        return call.once(environment.of_worker(None, environ))
     sizes = {**settings.gpu.run_config, **(config or {})}
     purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, sizes)
-    return call.on_gpu(Leasing(settings.gpu, decision.uuids, purpose, call.fields, round_deadline), environ)
+    uuids = decision.uuids if decision.on_gpu else ()
+    leases = Leasing(settings.gpu, uuids, purpose, call.fields, round_deadline, settings.host)
+    return call.on_gpu(leases, environ) if uuids else call.on_cpu(leases, environ)
 
 
 @dataclass
@@ -123,6 +128,7 @@ class _Run:
     by_name: bool  # and a fork server can have it, as far as is known
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     method: StartMethod = start.SPAWN  # by which it was tried last
+    memory_bytes: int = 0  # that the last worker took, as far as it has told
 
     def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
@@ -163,11 +169,25 @@ class _Run:
                 finally:
                     if figures := self.told.get("gpu_memory"):
                         leasing_.learn(figures, held, is_done=is_done)
+                    leasing_.learn_memory(self.memory_bytes)
             leasing.say(f"{text}. Also there: {others}. It runs {then}")
             if following is None:
                 break
             attempts.append(following)
-        return self.once(environment.of_worker(None, environ))
+        return self.on_cpu(replace(leasing_, uuids=()), environ)
+
+    def on_cpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it without a GPU, with what it gets of cores and main memory."""
+        without_gpu = environment.of_worker(None, environ)
+        with self.workers.held_on_cpu(leasing_) as found:
+            try:
+                if found is None:
+                    return self.once(without_gpu)
+                held, ticket = found
+                with files.passed_on(ticket.descriptor):
+                    return self.once(without_gpu, ticket, held)
+            finally:
+                leasing_.learn_memory(self.memory_bytes)
 
     def _runs_here(self) -> bool:
         return not self.method.is_own_process  # whose memory no second try gives back
@@ -189,13 +209,15 @@ class _Run:
     def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
         try:
             with files.passed_on(ticket.descriptor):
-                return self.once(environment.of_worker(held, environ), ticket.descriptor, held)
+                return self.once(environment.of_worker(held, environ), ticket, held)
         finally:
             if "no_cuda" in self.told:
                 leasing.say_why_no_cuda(held, self.told["no_cuda"])
 
-    def once(self, gpu_env: Mapping[str, str], descriptor: int = -1, held: Lease | None = None) -> Any:
-        """Run it in one worker."""
+    def once(
+        self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
+    ) -> Any:
+        """Run it in one worker, which keeps the lock of a ticket, where it has one."""
         settings = self.settings.worker
         server_first = self.by_name or bool(settings.preload)
         method = self.workers.choose(settings.start_method, server_first=server_first)
@@ -206,7 +228,12 @@ class _Run:
             # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
             if found is None or not leasing.is_on_devices_in_use(found):
                 method = start.SPAWN
-        elif not method.is_own_process and held is not None and leasing.is_on_devices_in_use(held) is False:
+        elif (
+            not method.is_own_process
+            and held is not None
+            and held.shares
+            and leasing.is_on_devices_in_use(held) is False
+        ):
             leasing.say_once(
                 f"{self.label}: start_method={method.name!r} runs it on the GPU with which CUDA has "
                 f"started here, and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). "
@@ -226,14 +253,16 @@ class _Run:
         num_gpus = self.settings.gpu.request.count
         if num_gpus > 1 and method.is_own_process:
             env.update(_for_ranks(settings, num_gpus))
-        if held is not None:
+        if held is not None and held.shares:
             record["lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
         self.told = told = {}
-        times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s"))
+        times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
 
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)
+            if ticket is not None and method.is_own_process:
+                ticket.report_worker(pid, host.anonymous_bytes(pid))
             trace.write("worker_started", **record)
 
         def on_event(event: dict[str, Any]) -> None:
@@ -255,7 +284,7 @@ class _Run:
             setup=leased_worker.SETUP,
             label=self.label,
             preload=settings.preload,
-            held=descriptor,
+            held=-1 if ticket is None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
         )
         began = time.monotonic()
@@ -277,6 +306,7 @@ class _Run:
             error = caught
             raise
         finally:
+            self.memory_bytes = int(times["memory_bytes"] or 0)
             if "pid" in record:
                 if "gpu_memory" in told:
                     record["gpus"] = told["gpu_memory"]["gpus"]
@@ -289,7 +319,7 @@ class _Run:
                     error=None if error is None else text_of(error),
                     **_traceback(error),
                 )
-        return self.once(gpu_env, descriptor, held)
+        return self.once(gpu_env, ticket, held)
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,14 @@ from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy, requested
+from flower_gpu.leases.admission import CORES, Need
 from flower_gpu.leases.request import Request, memory_bytes
 from flower_gpu.options import (
     CALL,
+    CONCURRENCY_VARIABLE,
+    CPU_LEASES_VARIABLE,
+    HOST_RESERVE_VARIABLE,
+    NUM_CPUS_VARIABLE,
     CallOptions,
     checked_value,
     environment,
@@ -22,7 +28,7 @@ from flower_gpu.options import (
     with_new_names,
 )
 from flower_gpu.workers.call import checked_preload
-from flower_gpu.workers.threads import planned_threads
+from flower_gpu.workers.threads import available_cores, cores, openmp_threads, planned_threads, threads_for
 
 #: Every keyword that is an option, older names as well.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
@@ -109,6 +115,70 @@ class GPUSettings:
         return requested(config, self.run_config)
 
 
+@dataclass(frozen=True)
+class HostSettings:
+    """What a call wants of the host's cores and main memory."""
+
+    is_leased: bool = True  # else nothing of them is counted
+    num_cpus: float | None = None  # asked for
+    source: str = ""  # of that
+    at_once: int | None = None  # how many calls may run at a time; None: that is not known
+    timeout_s: float = math.inf  # for which a call waits for cores
+    reserve_bytes: int | None = None  # of main memory; None: a part of it
+
+    @classmethod
+    def resolve(
+        cls,
+        options: Mapping[str, Any] = _NOTHING,
+        *,
+        node_config: Mapping[str, Any] = _NOTHING,
+        environ: Mapping[str, str] = _NOTHING,
+    ) -> HostSettings:
+        """Fill what the code left open. Raises as :meth:`GPUSettings.resolve` does."""
+        num_cpus, source = find(["num_cpus"], options, environ, node_config).get("num_cpus", (None, ""))
+        kind = CALL["num_cpus"].kind
+        if num_cpus is not None and kind is not None:
+            kind.check(num_cpus, source)
+        timeout = find(["lease_timeout_s"], options, environ)
+        reserve = value_of(HOST_RESERVE_VARIABLE, environ)
+        return cls(
+            is_leased=value_of(CPU_LEASES_VARIABLE, environ) == "on",
+            num_cpus=num_cpus,
+            source=source,
+            at_once=value_of(CONCURRENCY_VARIABLE, environ) if environ.get(CONCURRENCY_VARIABLE) else None,
+            timeout_s=float(checked_value("lease_timeout_s", options, environ)) if timeout else math.inf,
+            reserve_bytes=reserve and memory_bytes(reserve, HOST_RESERVE_VARIABLE, allow_zero=True),
+        )
+
+    def check(self) -> None:
+        """Refuse to ask for more cores than there are.
+
+        Raises
+        ------
+        ConfigError
+            If that is so; else the call would wait for ever.
+        """
+        most = available_cores()
+        if self.is_leased and self.num_cpus is not None and self.num_cpus > most:
+            raise ConfigError(
+                f"{self.source}={self.num_cpus:g} is more than there is: this process may use {most:g} "
+                f"core{'' if most == 1 else 's'} here. Ask for at most {most:g}"
+            )
+
+    def cores(self, *, on_gpu: bool) -> Need | None:
+        """Return what a call asks for of the cores; None: nothing."""
+        if self.num_cpus is not None:
+            amount = max(1, int(1000 * self.num_cpus))
+        elif on_gpu:
+            return None
+        elif self.at_once is None:
+            return Need(CORES, 1000 * cores(), least=0)  # all that are free, without waiting
+        else:
+            share = cores() // self.at_once
+            amount = 1000 * share or max(1, 1000 * cores() // self.at_once)
+        return Need(CORES, amount, least=amount)
+
+
 def reserve_bytes(environ: Mapping[str, str]) -> int:
     """Return how much of each GPU is never leased."""
     variable = "FLOWER_GPU_RESERVE"
@@ -125,6 +195,7 @@ class CallSettings:
 
     worker: WorkerSettings
     gpu: GPUSettings
+    host: HostSettings = field(default_factory=HostSettings)
 
     @classmethod
     def resolve(cls, options: Mapping[str, Any], *, name: str | None = None) -> CallSettings:
@@ -151,15 +222,15 @@ class CallSettings:
         if context is not None and not (hasattr(context, "node_config") and hasattr(context, "run_config")):
             raise TypeError(f"context must be Flower's Context, not {type(context).__name__}")
         worker = WorkerSettings.resolve(options, default_name=name)
-        return cls(
-            worker,
-            GPUSettings.resolve(
-                options,
-                node_config=dict(context.node_config) if context is not None else {},
-                run_config=dict(context.run_config) if context is not None else {},
-                environ={**os.environ, **worker.env},
-            ),
-        )
+        environ = {**os.environ, **worker.env}
+        node_config = dict(context.node_config) if context is not None else {}
+        run_config = dict(context.run_config) if context is not None else {}
+        host = HostSettings.resolve(options, node_config=node_config, environ=environ)
+        # What code or node ask for goes before a variable that a launcher has set for all clients.
+        if host.num_cpus is not None and host.source != NUM_CPUS_VARIABLE and not openmp_threads(worker.env):
+            worker = replace(worker, threads=threads_for(host.num_cpus, environ))
+        gpu = GPUSettings.resolve(options, node_config=node_config, run_config=run_config, environ=environ)
+        return cls(worker, gpu, host)
 
     def named(self, name: str) -> CallSettings:
         """Return the same for another client."""
@@ -191,6 +262,7 @@ def checked_environment(given: Mapping[str, Any], base: Mapping[str, str]) -> di
     env = environment(given, base)
     try:
         GPUSettings.resolve(environ=env)
+        HostSettings.resolve(environ=env).check()
     except ConfigError as error:
         raise ConfigError(in_their_words(str(error), given)) from error
     return env

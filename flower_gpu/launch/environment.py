@@ -13,7 +13,13 @@ from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.ports import HOST
-from flower_gpu.options import CLIENT_VARIABLE, CONCURRENCY_VARIABLE, RUN_DIR_VARIABLE, CallOptions
+from flower_gpu.options import (
+    CLIENT_VARIABLE,
+    CONCURRENCY_VARIABLE,
+    NUM_CPUS_VARIABLE,
+    RUN_DIR_VARIABLE,
+    CallOptions,
+)
 from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import planned_threads
 
@@ -59,7 +65,9 @@ def client_environment(
         # Workers get their share by themselves. This is for apps that train in the client's own process:
         # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on
         # two cores were seen to take six times as long as with one.
-        result["OMP_NUM_THREADS"] = str(planned_threads(result))
+        asked = node_config.get("num-cpus")
+        told = {} if asked is None else {NUM_CPUS_VARIABLE: str(asked)}
+        result["OMP_NUM_THREADS"] = str(planned_threads({**result, **told}))
     return result
 
 

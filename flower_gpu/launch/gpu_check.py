@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import options
 from flower_gpu.calls import leasing
-from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
@@ -139,6 +139,7 @@ def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
     configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
     for name, config in {**configs, _SERVER: {}}.items():
         environ = options.node_environment(env, config)
+        HostSettings.resolve(node_config=config, environ=environ).check()
         found = GPUSettings.resolve(node_config=config, run_config=plan.run_config, environ=environ)
         own = next((f"--node-config {key}={config[key]!r}" for key in NODE_KEYS if key in config), None)
         groups.setdefault((found.policy, found.request), _Callers(found, own)).names.append(name)

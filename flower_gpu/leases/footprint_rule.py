@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Final, Protocol
 
+#: Stands for the model of a GPU in the footprints of main memory: of calls on the CPU, and on a GPU.
+ON_CPU: Final = "main memory"
+BESIDE_GPU: Final = "main memory, on a GPU"
+
 #: What is asked for beyond a footprint: a tenth of it, and at least 64 MiB. Calls of the same task differ a
 #: little, and the allocator takes memory in blocks of 2 to 20 MiB
 #: (PyTorch's CUDACachingAllocator: kSmallBuffer, kLargeBuffer).
@@ -36,6 +40,9 @@ _LARGEST_STEP: Final = 0.85
 # are how it trims, many slow the call down.
 _MANY_RETRIES: Final = 10
 _NEARLY_ALL: Final = 0.95
+
+#: What a call is taken to need at most of main memory before anything was measured.
+_CAUTIOUS_BYTES: Final = 4 << 30
 
 #: Sizes of a context that are believed, with room to spare for all kernels of PyTorch loaded at once
 #: (CUDA_MODULE_LOADING=EAGER, or CUDA before 11.7); not measured. A process that has more memory outside of
@@ -118,6 +125,14 @@ def needed_bytes(footprint: int) -> int:
     return footprint + max(int(footprint * MARGIN), LEAST_MARGIN_BYTES)
 
 
+def cautious_bytes(total_bytes: int) -> int:
+    """Return how much main memory a call is taken to need of which nothing is known.
+
+    A third of what the host has, so that three begin, and at most 4 GiB: on a large host more of them.
+    """
+    return min(total_bytes // 3, _CAUTIOUS_BYTES)
+
+
 def _more_spare(spare: float, not_enough_bytes: int, tensors_bytes: int) -> float:
     return max(spare, min(MOST_SPARE, not_enough_bytes / tensors_bytes))
 
@@ -158,8 +173,13 @@ class Key:
 
     task: str  # name of the function that runs
     weights: str  # number, dtype and digest of the weights: ``"11.2M parameters f32 ab12cd34"``
-    gpu: str  # model of the GPU
+    gpu: str  # model of the GPU; or :data:`ON_CPU`, or :data:`BESIDE_GPU`
     sizes: tuple[tuple[str, int | str], ...] = ()  # what of the user's config is about sizes, sorted by name
+
+    @property
+    def is_host_memory(self) -> bool:
+        """Whether it is about main memory, and not about a GPU's."""
+        return self.gpu in (ON_CPU, BESIDE_GPU)
 
 
 def key_of(task: str, arrays: Sequence[Array], settings: Mapping[str, Any], gpu: str) -> Key:

@@ -206,6 +206,14 @@ class Ticket:
             os.read(self._wake, 4096)
         return True
 
+    def report_worker(self, pid: int, base_bytes: int) -> None:
+        """Report, for a worker that has just started, which process it is.
+
+        ``base_bytes``: main memory that it has by then, in common with the process that it is a fork of.
+        """
+        with suppress(OSError):  # the disk is full
+            os.pwrite(self.descriptor, _report_of(pid, {}, base_bytes), _REPORT_AT)
+
     def let_go(self) -> None:
         """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""
         if self.descriptor >= 0:
@@ -400,7 +408,13 @@ def pid_namespace() -> int:
         return 0
 
 
-def report(used_bytes: Mapping[str, int]) -> None:
+def _report_of(pid: int, used_bytes: Mapping[str, int], base_bytes: int) -> bytes:
+    told: dict[str, Any] = {"pid": pid, "used": dict(used_bytes), "base_bytes": base_bytes}
+    text = json.dumps(told).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def report(used_bytes: Mapping[str, int], base_bytes: int = 0) -> None:
     """Report, in a worker, how much memory it uses of each GPU in its lease.
 
     Other processes then know which use is not ours. Unreported use counts as another program's.
@@ -409,13 +423,13 @@ def report(used_bytes: Mapping[str, int]) -> None:
     ----------
     used_bytes : mapping
         By UUID, the CUDA context included.
+    base_bytes : int
+        Main memory that it had when it started, in common with the process that it is a fork of.
     """
     lease = Lease.from_environment(os.environ)
     if lease is None:
         return
-    told: dict[str, Any] = {"pid": os.getpid(), "used": dict(used_bytes)}
-    text = json.dumps(told).encode()
-    data = b"%08x %s\n" % (zlib.crc32(text), text)
+    data = _report_of(os.getpid(), used_bytes, base_bytes)
     if len(data) > _REPORT_BYTES:
         return
     with suppress(OSError):  # the ticket is gone, or the disk is full

@@ -283,7 +283,7 @@ def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], No
         if event.get("event") == "result":
             worker.on_result()
             if on_event is not None:
-                on_event({"event": "worker_result", "cpu_s": event.get("cpu_s")})
+                on_event({**event, "event": "worker_result"})
         elif event.get("event") == "importing":
             worker.import_s = float(event["seconds"])
         elif event.get("event") == "imported":

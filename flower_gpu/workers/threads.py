@@ -22,7 +22,7 @@ from typing import Final
 
 from flower_gpu import control_group, frameworks
 from flower_gpu.frameworks.framework import Threads
-from flower_gpu.options import CONCURRENCY_VARIABLE, value_of
+from flower_gpu.options import CONCURRENCY_VARIABLE, NUM_CPUS_VARIABLE, value_of
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 
@@ -261,13 +261,19 @@ _MAX_THREADS = 2**31 - 1  # a C int
 def planned_threads(environ: Mapping[str, str]) -> int:
     """Return how many threads torch and OpenMP use in a worker with these environment variables.
 
-    The user's own ``OMP_NUM_THREADS``, or an equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The
-    load at the moment plays no part: another number of threads gives other bits.
+    The user's own ``OMP_NUM_THREADS``, or as many as the call asks for cores (``FLOWER_GPU_NUM_CPUS``), or an
+    equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The load at the moment plays no part: another
+    number of threads gives other bits.
 
-    Raises ConfigError if ``FLOWER_GPU_CONCURRENCY`` is no whole number from 1 on.
+    Raises ConfigError if a variable cannot be used.
     """
+    return openmp_threads(environ) or threads_for(value_of(NUM_CPUS_VARIABLE, environ), environ)
+
+
+def threads_for(num_cpus: float | None, environ: Mapping[str, str]) -> int:
+    """Return the threads of a call that asks for so many cores; None: for an equal share of them."""
     at_once = value_of(CONCURRENCY_VARIABLE, environ)
-    return openmp_threads(environ) or max(1, cores() // at_once)
+    return max(1, cores() // at_once if num_cpus is None else int(num_cpus))
 
 
 def openmp_threads(environ: Mapping[str, str], variable: str = "OMP_NUM_THREADS") -> int | None:
@@ -284,6 +290,12 @@ def cores() -> int:
     """
     quota = control_group.cpu_quota()
     return processor_cores() if quota is None else max(1, min(processor_cores(), int(quota)))
+
+
+def available_cores() -> float:
+    """Return the same with the part of a core that a quota may have."""
+    quota = control_group.cpu_quota()
+    return processor_cores() if quota is None else min(processor_cores(), quota)
 
 
 def processor_cores() -> int:

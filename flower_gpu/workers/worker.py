@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from flower_gpu.workers import memory
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 
 _SIGNALS = signal.valid_signals()
@@ -217,6 +218,7 @@ def serve(
             while data:  # a signal may interrupt a write to a full pipe
                 data = data[os.write(descriptors.events, data) :]
 
+    base_bytes = memory.resident_bytes()  # of the process that this one is a fork of
     with ExitStack() as seen:
         if imported is not None:
             modules = events.ImportedModules(lambda: send({"event": "imported", "names": imported()}))
@@ -225,7 +227,7 @@ def serve(
         outcome = run_task(env, setup, load, send, set_too_late)
     if outcome is not None:
         leave_reply(outcome, descriptors.reply)
-        send({"event": "result", "cpu_s": outcome.cpu_s})
+        send({"event": "result", "cpu_s": outcome.cpu_s, "memory_bytes": memory.taken_since(base_bytes)})
 
 
 def keep_for_caller(descriptor: int) -> None:

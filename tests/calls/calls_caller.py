@@ -114,7 +114,11 @@ def evaluate(**options: Any) -> Any:
 
 def footprints() -> list[Any]:
     found = Footprints().entries()
-    return [[key.task, key.weights, list(key.sizes), one.peak_bytes] for key, one in found.items()]
+    return [
+        [key.task, key.weights, list(key.sizes), one.peak_bytes]
+        for key, one in found.items()
+        if not key.is_host_memory
+    ]
 
 
 def environment(variables: dict[str, str | None]) -> None:

@@ -174,8 +174,8 @@ class CallsHost:
                 "pid": entry.pid,
                 "user": entry.user,
                 "label": entry.label(),
-                "alone": any(part.alone for part in entry.parts),
-                "parts": {part.uuid: part.memory_bytes for part in entry.parts},
+                "alone": any(part.alone for part in entry.gpu_parts),
+                "parts": {part.uuid: part.memory_bytes for part in entry.gpu_parts},
                 "used": entry.reported()[1],
             }
             for entry in state.holders
@@ -233,8 +233,9 @@ class CallsHost:
         ]
 
     def events(self, **fields: Any) -> list[str]:
-        """Return the names of all events so far, but for how far workers were."""
-        return [one["event"] for one in self.trace(**fields) if one["event"] not in PHASES]
+        """Return the names of all events so far, but for how far workers were, and those of cores."""
+        names = [one["event"] for one in self.trace(**fields) if one["event"] not in PHASES]
+        return [name for name in names if not name.startswith("cores_")]
 
     def granted(self) -> list[float]:
         """Return the sizes of all leases so far in GiB, those of a whole GPU as 0."""

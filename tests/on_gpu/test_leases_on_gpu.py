@@ -60,7 +60,7 @@ class Run:
         return [event["gpus"][0] for event in self.events("worker_finished")]
 
     def footprint(self) -> int:
-        (peaks,) = Footprints().entries().values()
+        (peaks,) = (found for key, found in Footprints().entries().items() if not key.is_host_memory)
         return peaks.peak_bytes
 
     def start(self, **request: Any) -> subprocess.Popen[str]:

@@ -102,7 +102,7 @@ class SimulationHost:
             lambda holders: {
                 one.id: (self.uuids.index(part.uuid), part.memory_bytes)
                 for one in holders
-                for part in one.parts
+                for part in one.gpu_parts
             },
         )
 

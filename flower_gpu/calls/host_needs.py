@@ -1,0 +1,62 @@
+"""What a call needs of the host's cores and main memory, beside its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from flower_gpu.calls.settings import HostSettings
+from flower_gpu.leases import host
+from flower_gpu.leases.admission import MEMORY, Need
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_rule import (
+    BESIDE_GPU,
+    ON_CPU,
+    Key,
+    cautious_bytes,
+    needed_bytes,
+)
+
+_MUCH: Final = 1.25  # a call that took so many times less than is known is a reason to write that down
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """The needs of one call, which may change as long as it waits: its footprint is learned meanwhile."""
+
+    settings: HostSettings
+    key: Callable[[str], Key]  # of the footprint, by the model of a GPU
+    on_gpu: bool
+    footprints: Footprints
+
+    def now(self) -> tuple[Need, ...]:
+        """Return what the call asks for."""
+        if not self.settings.is_leased:
+            return ()
+        found = [self.settings.cores(on_gpu=self.on_gpu), self._memory()]
+        return tuple(need for need in found if need is not None)
+
+    def learn(self, taken_bytes: int) -> None:
+        """Keep what the call has taken of main memory.
+
+        Not what is nearly known: each writing takes as long as a short call.
+        """
+        known = self.footprints.get(self._key)
+        if taken_bytes and (known is None or not known / _MUCH <= taken_bytes <= known):
+            self.footprints.learn(self._key, taken_bytes)
+
+    @property
+    def _key(self) -> Key:
+        return self.key(BESIDE_GPU if self.on_gpu else ON_CPU)
+
+    def _memory(self) -> Need | None:
+        total = host.total_memory_bytes()
+        if total is None:
+            return None
+        known = self.footprints.get(self._key)
+        if known is not None:
+            return Need(MEMORY, needed_bytes(known), least=needed_bytes(known))
+        # The first call of a task on a GPU is alone there, or its user has said how many run at a time.
+        guess = cautious_bytes(total)
+        return Need(MEMORY, guess, least=0 if self.on_gpu else guess)
