@@ -189,8 +189,8 @@ class CallOptions(TypedDict, total=False):
     num_cpus: Annotated[
         float | None,
         Option(
-            "cores of a call, such as 0.5 or 2; it waits until they are free (default on the CPU: the cores "
-            "divided by what may run at a time)",
+            "cores of a call, such as 0.5 or 2; it waits until they are free (default: on the CPU the cores "
+            "divided by what may run at a time, on a GPU none)",
             CPUS,
             "FLOWER_GPU_NUM_CPUS",
             None,
