@@ -48,7 +48,9 @@ class StubHost(Host):
         return observed(
             self.ledger,
             lambda holders: {
-                one.id: {part.uuid: part.memory_bytes for part in one.gpu_parts} for one in holders
+                one.id: {part.uuid: part.memory_bytes for part in one.gpu_parts}
+                for one in holders
+                if one.gpu_parts
             },
         )
 

@@ -253,8 +253,8 @@ class _Run:
         num_gpus = self.settings.gpu.request.count
         if num_gpus > 1 and method.is_own_process:
             env.update(_for_ranks(settings, num_gpus))
-        if held is not None and held.shares:
-            record["lease"] = held.id
+        if held is not None:
+            record["lease" if held.shares else "cores_lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
         self.told = told = {}
         times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))

@@ -13,7 +13,8 @@ from typing import Any
 from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.gpu import inventory
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.admission import CORES, MEMORY, kind_of
+from flower_gpu.leases.ledger import Ledger, State, amount_text
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Entry, pid_namespace
@@ -21,9 +22,11 @@ from flower_gpu.printable import account_name, printable
 
 HELP = "show who holds which share of which GPU, and who waits"
 DESCRIPTION = """\
-Show the leases on this host's GPUs: what each GPU has for leases, who holds a share of it, and who waits for
-one, in which order. Labels are shown for this account's own calls."""
+Show the leases on this host's GPUs, cores and main memory: what there is for leases, who holds a part of it,
+and who waits for one, in which order. Labels are shown for this account's own calls."""
 
+
+NAMES = {CORES: "Cores", MEMORY: "Main memory"}
 
 # Somebody waits for the answer; held it is for milliseconds.
 _MUTEX_WAIT_S = 5.0
@@ -66,14 +69,34 @@ def describe(ledger: Ledger, state: State) -> dict[str, Any]:
             }
             for gpu in state.gpus
         ],
+        "host": {
+            **{
+                f"{card.uuid}_{what}": amount / 1000 if kind_of(card.uuid) == CORES else amount
+                for card in state.host
+                for what, amount in (
+                    ("capacity", card.capacity_bytes),
+                    ("leased", state.leased_bytes(card.uuid)),
+                )
+            },
+        },
         "holders": [
-            {**_owner(entry), "parts": [vars(part) for part in entry.parts]} for entry in state.holders
+            {**_owner(entry), "parts": [vars(part) for part in entry.gpu_parts], **_of_host(entry)}
+            for entry in state.holders
         ],
         "waiting": [
-            {**_owner(entry), "count": entry.count, "options": [vars(option) for option in entry.options]}
+            {
+                **_owner(entry),
+                "count": entry.count,
+                "options": [vars(option) for option in entry.options],
+                **_of_host(entry),
+            }
             for entry in state.waiting
         ],
     }
+
+
+def _of_host(entry: Entry) -> dict[str, Any]:
+    return {"cores": entry.cores, "host_memory_bytes": entry.host_memory_bytes}
 
 
 def _owner(entry: Entry) -> dict[str, Any]:
@@ -100,8 +123,9 @@ def _lines(state: State) -> list[str]:
         )
         lines += _holders(state, gpu.uuid)
     numbers = {gpu.uuid: gpu.index for gpu in state.gpus}
-    for uuid in sorted({part.uuid for entry in state.holders for part in entry.parts} - set(numbers)):
+    for uuid in sorted({part.uuid for entry in state.holders for part in entry.gpu_parts} - set(numbers)):
         lines += [f"{printable(uuid)}, not usable now", *_holders(state, uuid)]
+    lines += _host_lines(state)
     if not state.gpus and not state.holders and not state.waiting:
         return lines
     lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
@@ -109,8 +133,30 @@ def _lines(state: State) -> list[str]:
         gpus = sorted({numbers[option.uuid] for option in entry.options if option.uuid in numbers})
         on = f"{entry.count} of " if entry.count > 1 else ""
         where = ", ".join(map(str, gpus)) or "that is not usable now"
-        lines.append(f"  {place}. {_asked(entry)} on {on}GPU {where}  {_line(entry)}")
+        asked = [f"{_asked(entry)} on {on}GPU {where}"] if entry.count else []
+        asked += [amount_text(need.resource, need.amount) for need in entry.needs if need.resource in NAMES]
+        lines.append(f"  {place}. {', '.join(asked)}  {_line(entry)}")
     return lines
+
+
+def _host_lines(state: State) -> Iterator[str]:
+    """Show cores and main memory, and who holds them; limits of control groups where there are some."""
+    for card in state.host:
+        kind, _, group = card.uuid.partition(":")
+        title = f"{NAMES[kind]}{' of a control group' if group else ''}"
+        if kind == CORES:
+            leased = f"{state.leased_bytes(card.uuid) / 1000:g} of {card.capacity_bytes / 1000:g}"
+        else:
+            leased = f"{format_bytes(state.leased_bytes(card.uuid))} of {format_bytes(card.capacity_bytes)}"
+        yield f"{title}  {leased} leased"
+        for entry in state.holders if kind == CORES and not group else ():
+            if entry.cores is not None:
+                memory = entry.host_memory_bytes
+                beside = "" if memory is None else f", {format_bytes(memory)}"
+                yield f"  {entry.cores:>9g}{beside}  {_line(entry)}"
+        for entry in state.holders if kind == MEMORY and not group else ():
+            if entry.cores is None and entry.host_memory_bytes is not None:
+                yield f"  {format_bytes(entry.host_memory_bytes):>9}  {_line(entry)}"
 
 
 def _holders(state: State, uuid: str) -> Iterator[str]:

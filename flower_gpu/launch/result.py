@@ -16,6 +16,7 @@ from flower_gpu.watch.spans import WorkerSpan
 METRICS: Final = ("loss", "accuracy", "precision", "recall", "f1")
 _SHOWN: Final = ("loss", "accuracy", "f1")  # before the other metrics
 _MOST_METRICS: Final = {SERVER_EVALUATE: 3, EVALUATE: 3, TRAIN: 2}  # in the table; result.json has them all
+_SHOWN_WAIT_S: Final = 1.0
 _MOST_CLIENTS: Final = 20  # with more, the table of leases shows those that waited longest
 #: How a call that ran out of GPU memory went on: ``then`` in its event.
 _THEN: Final = {"again": "ran again", "on the CPU": "ran on the CPU", "failed": "failed"}
@@ -33,6 +34,13 @@ def result_of(history: History) -> dict[str, Any]:
         "failed": history.messages_failed,
         "workers": [_worker(worker, history, bool(leases)) for worker in history.workers],
     }
+    if cores := [lease for lease in history.cores_leases if lease.granted_at is not None]:
+        waits = [lease.waited_s for lease in cores]
+        result["cores"] = {
+            "count": len(waits),
+            "waited_s": round(sum(waits), 3),
+            "longest_wait_s": max(waits),
+        }
     if not leases:
         return result
     waits = [lease.waited_s for lease in leases]
@@ -116,6 +124,12 @@ def print_table(result: Mapping[str, Any]) -> None:
     _print_cells(titles, cells)
     if "leases" in result:
         _print_leases(result)
+    cores = result.get("cores", {})
+    if cores.get("waited_s", 0.0) >= _SHOWN_WAIT_S:
+        print(
+            f"cores       {cores['count']} calls waited for them for {cores['waited_s']:.1f} s in all, "
+            f"{cores['longest_wait_s']:.1f} s at most"
+        )
 
 
 def _print_cells(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

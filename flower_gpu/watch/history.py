@@ -76,7 +76,10 @@ class History:
         self.leases: list[LeaseSpan] = []
         self.workers: list[WorkerSpan] = []
         self.out_of_memory: list[OutOfMemory] = []
+        self.cores_leases: list[LeaseSpan] = []  # of calls on the CPU
         self._requests: dict[str, LeaseSpan] = {}  # by call, that wait
+        self._cores_requests: dict[str, LeaseSpan] = {}  # the same, for cores
+        self._cores_leases: dict[str, LeaseSpan] = {}  # by id
         self._leases: dict[str, LeaseSpan] = {}  # by id
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
         self._last_round: int | None = None  # of a worker
@@ -118,7 +121,7 @@ class History:
     @property
     def waiting(self) -> list[LeaseSpan]:
         """Requests that wait for a lease, the oldest first."""
-        return list(self._requests.values())
+        return [*self._requests.values(), *self._cores_requests.values()]
 
     @property
     def running(self) -> list[WorkerSpan]:
@@ -126,8 +129,8 @@ class History:
         return list(self._running.values())
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
-        """Return the lease that a worker has; None on the CPU."""
-        return self._leases.get(worker.lease)
+        """Return the lease that a worker has; on the CPU the one on cores; None where it has neither."""
+        return self._leases.get(worker.lease) or self._cores_leases.get(worker.cores_lease)
 
     @property
     def current_round(self) -> int | None:
@@ -155,8 +158,11 @@ class History:
         return min((begin for begin, _ in self.pauses if begin >= since), default=end)
 
     def _forget_finished(self) -> None:
-        for spans in (self._running, self._requests, self._leases):
+        for spans in (self._running, self._requests, self._leases, self._cores_requests):
             _drop_oldest(spans, _MOST_OPEN)
+        _drop_oldest(self._cores_leases, _MOST_OPEN)
+        self._cores_leases = {i: span for i, span in self._cores_leases.items() if span.released_at is None}
+        self.cores_leases = [*self._cores_requests.values(), *self._cores_leases.values()]
         _drop_oldest(self._parts, _FEW)
         _drop_oldest(self.last_metrics, _FEW)
         self.workers = list(self._running.values())
@@ -180,6 +186,7 @@ class History:
         self.finished_at, self.outcome = None, ""
         if not self._keep_finished:  # what the one before has left open was killed with it
             self._requests, self._leases, self._running = {}, {}, {}
+            self._cores_requests, self._cores_leases = {}, {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))
         self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
         self.version = text(event.get("version"))
@@ -294,6 +301,7 @@ class History:
             span = LeaseSpan(*_whose(event), requested_at=None)
             self.leases.append(span)
         span.granted_at, span.id = time, text(event.get("lease"))
+        span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
         for told in mappings(event.get("gpus")):
             self._learn_gpu(told)
             span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
@@ -313,6 +321,34 @@ class History:
         if span is not None:
             span.released_at = time
 
+    def _on_cores_requested(self, time: float, event: Mapping[str, Any]) -> None:
+        span = LeaseSpan(*_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
+        self._cores_requests[span.call] = span
+        self.cores_leases.append(span)
+
+    def _on_cores_granted(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._cores_requests.pop(text(event.get("call")), None)
+        if span is None:
+            span = LeaseSpan(*_whose(event), requested_at=None)
+            self.cores_leases.append(span)
+        span.granted_at, span.id = time, text(event.get("lease"))
+        span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
+        span.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
+        self._cores_leases[span.id] = span
+        self.tally.cores_granted += 1
+        self.tally.cores_waits.add(span.waited_s)
+
+    def _on_cores_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._cores_requests.pop(text(event.get("call")), None)
+        if span is not None:
+            span.refused_at = time
+        self.tally.cores_not_granted += 1
+
+    def _on_cores_released(self, time: float, event: Mapping[str, Any]) -> None:
+        span = self._cores_leases.get(text(event.get("lease")))
+        if span is not None:
+            span.released_at = time
+
     # Workers
 
     def _on_worker_started(self, time: float, event: Mapping[str, Any]) -> None:
@@ -326,6 +362,7 @@ class History:
             start_method=text(event.get("start_method")),
             lease=text(event.get("lease")),
             started_at=time,
+            cores_lease=text(event.get("cores_lease")),
         )
         self._running[worker.call, worker.pid] = worker
         self._last_round = worker.round if worker.round is not None else self._last_round

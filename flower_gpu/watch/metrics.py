@@ -28,6 +28,7 @@ from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
+from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.ledger import Ledger, State
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.printable import printable
@@ -64,6 +65,10 @@ _ROWS: Final = (
     Row("utilization_ratio", "gauge", "Part of the last moments in which the GPU was computing.", _GPU),
     Row("temperature_celsius", "gauge", "Temperature of the GPU.", _GPU),
     Row("ledger_up", "gauge", "1 if the ledger of leases can be read, 0 if not."),
+    Row("cores_capacity", "gauge", "Cores of this host that leases can have in all."),
+    Row("cores_leased", "gauge", "Cores that are leased, by all accounts of this host."),
+    Row("host_memory_capacity_bytes", "gauge", "Main memory that leases can have in all, now."),
+    Row("host_memory_leased_bytes", "gauge", "Main memory that is leased, by all accounts of this host."),
     Row("leases_held", "gauge", "Leases that are held, by all accounts of this host."),
     Row("leases_waiting", "gauge", "Calls that wait for a lease, of all accounts of this host."),
     Row("runs", "gauge", "Runs of this account that go on.", ("kind",)),
@@ -84,6 +89,9 @@ _ROWS: Final = (
     Row("leases_granted", "counter", "Leases that calls were granted."),
     Row("leases_not_granted", "counter", "Requests that ended without a lease."),
     Row("lease_wait_seconds", "histogram", "How long calls have waited for the leases they got."),
+    Row("cores_granted", "counter", "Leases on cores that calls on the CPU were granted."),
+    Row("cores_not_granted", "counter", "Requests for cores that ended without a lease."),
+    Row("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
     Row("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
     Row("rounds_finished", "counter", "Rounds that are finished: their first result is there."),
 )
@@ -266,6 +274,11 @@ def _add_host(found: _Families, state: HostState) -> None:
         found.add("leases_held", len(leases.holders))
         found.add("leases_waiting", len(leases.waiting))
         capacity = {card.uuid: card.capacity_bytes for card in leases.cards}
+        of_host = {card.uuid: card.capacity_bytes for card in leases.host}
+        found.add("cores_capacity", of_host[CORES] / 1000)
+        found.add("cores_leased", leases.leased_bytes(CORES) / 1000)
+        found.add("host_memory_capacity_bytes", of_host.get(MEMORY))
+        found.add("host_memory_leased_bytes", leases.leased_bytes(MEMORY) if MEMORY in of_host else None)
     in_parts = {gpu.mig_parent for gpu in state.gpus}
     for gpu in state.gpus:
         labels = gpu.index, gpu.uuid, gpu.name
@@ -308,7 +321,14 @@ def _add_runs(found: _Families, runs: Iterable[FollowedRun], *, per_client: bool
 
 
 def _add_tally(found: _Families, counts: Tally) -> None:
-    for name in ("workers_started", "leases_granted", "leases_not_granted", "rounds_finished"):
+    for name in (
+        "workers_started",
+        "leases_granted",
+        "leases_not_granted",
+        "cores_granted",
+        "cores_not_granted",
+        "rounds_finished",
+    ):
         found.add(name, getattr(counts, name))
     # From zero on: what is there only after it happened looks to Prometheus as if it never did.
     for outcome in (*spans.OUTCOMES, spans.OTHER):
@@ -317,6 +337,8 @@ def _add_tally(found: _Families, counts: Tally) -> None:
         found.add("out_of_memory", counts.out_of_memory[then], then)
     waits = found.families["lease_wait_seconds"]
     waits.add_metric([], buckets=counts.lease_waits.buckets(), sum_value=counts.lease_waits.sum_s)
+    waits = found.families["cores_wait_seconds"]
+    waits.add_metric([], buckets=counts.cores_waits.buckets(), sum_value=counts.cores_waits.sum_s)
 
 
 # The server

@@ -43,6 +43,8 @@ class GPUSample:
 class LeaseSpan:
     """One request for GPUs, and the lease that came of it: of the first call, where a worker runs several.
 
+    Or one for cores and main memory alone; then ``memory_bytes`` is empty.
+
     Times are None where that did not happen, or the trace is cut; ``memory_bytes`` is by UUID.
     """
 
@@ -59,6 +61,8 @@ class LeaseSpan:
     waited_s: float = 0.0
     memory_bytes: dict[str, int] = field(default_factory=dict)
     is_used: bool = False  # a worker has done a call with it
+    cores: float | None = None  # that it has, or asks for; None: none are counted
+    host_memory_bytes: int | None = None  # the same of main memory
 
 
 @dataclass
@@ -73,6 +77,7 @@ class WorkerSpan:
     start_method: str
     lease: str  # its id; empty on the CPU
     started_at: float
+    cores_lease: str = ""  # on the CPU: the id of its lease on cores, where it has one
     task_at: float | None = None
     result_at: float | None = None
     finished_at: float | None = None
@@ -179,6 +184,9 @@ class Tally:
     leases_granted: int = 0
     leases_not_granted: int = 0
     lease_waits: Waits = field(default_factory=Waits)  # of granted leases
+    cores_granted: int = 0  # to calls on the CPU
+    cores_not_granted: int = 0
+    cores_waits: Waits = field(default_factory=Waits)
     out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
     rounds_finished: int = 0
 

@@ -92,6 +92,7 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]
     # Every key is documented.
     keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
+    keys.append(list(told["resources"]))
     _, _, page = PAGE.read_text().partition("## JSON")
     tables = [
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))
@@ -156,9 +157,12 @@ def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_p
     told = look_until(shell, is_running, str(folder))
     (row,) = told["workers"]
     assert told["gpus"] == []
-    assert (row["run"], row["client"], row["gpus"], row["lease"]) == ("own", "7", [], "")
+    assert (row["run"], row["client"], row["gpus"]) == ("own", "7", [])
     assert (row["lease_bytes"], row["used_bytes"]) == (None, None)
-    assert look(shell)["runs"] == look(shell)["workers"] == []
+    assert row["cores"] == told["resources"]["cores_leased"] == told["resources"]["cores"]
+    assert look(shell)["runs"] == []
+    (held,) = look(shell)["workers"]
+    assert (held["lease"], held["phase"], held["cores"]) == (row["lease"], "held", row["cores"])
     text = shell("top", "--once", str(folder), env={"COLUMNS": "300"})
     assert "No GPU: NVIDIA's library libnvidia-ml.so.1 cannot be loaded" in text
     assert re.search(r"own +7 +train +- .* running epoch", text)

@@ -123,7 +123,12 @@ def tries_of(history: History, clock: Clock) -> list[CallTry]:
     """Return all calls of a run and their tries, in the order in which they began."""
     with_worker = {worker.lease for worker in history.workers if worker.lease}
     found = [_of_worker(history, clock, one, number) for number, one in enumerate(history.workers, start=1)]
-    found += [_without_worker(history, clock, one) for one in history.leases if one.id not in with_worker]
+    with_worker |= {worker.cores_lease for worker in history.workers if worker.cores_lease}
+    found += [
+        _without_worker(history, clock, one)
+        for one in (*history.leases, *history.cores_leases)
+        if one.id not in with_worker
+    ]
     return sorted(found, key=lambda one: (one.begin_s, one.end_s))
 
 

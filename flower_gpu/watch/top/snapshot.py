@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.ledger import State
 from flower_gpu.leases.tickets import Entry, pid_namespace
 from flower_gpu.printable import account_name
@@ -41,6 +42,16 @@ class GPURow:
     other_leased_bytes: int = 0
     other_used_bytes: int = 0
     programs_bytes: int | None = None  # used without a lease
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """The cores and the main memory of this host."""
+
+    cores: float  # that leases can have
+    cores_leased: float
+    memory_capacity_bytes: int | None  # what leases can have of it now, those that are held included
+    memory_leased_bytes: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ class WorkerRow:
     lease_bytes: int | None
     used_bytes: int | None
     peak_bytes: int | None
+    cores: float | None = None  # that it has leased; None: they are not counted
+    host_memory_bytes: int | None = None  # the same of main memory
     seconds: float  # since it began
     phase: str = "held"  # or "starting", "running", "exiting", "idle": kept for the next message
     progress: str = ""
@@ -103,6 +116,8 @@ class WaitingRow:
     count: int  # of GPUs
     gpus: tuple[int, ...]  # numbers of those that it may be on
     seconds: float
+    asked_cores: float | None = None
+    asked_host_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,7 @@ class Snapshot:
     runs: tuple[RunRow, ...]
     workers: tuple[WorkerRow, ...]
     waiting: tuple[WaitingRow, ...]  # in the order of the line
+    resources: HostRow | None = None  # cores and main memory; None: the ledger cannot be used
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -212,6 +228,19 @@ def _gpu_row(seen: Seen, gpu: GPU, worker_pids: Mapping[str, int]) -> GPURow:
     )
 
 
+def host_row(seen: Seen) -> HostRow | None:
+    """Return the cores and the main memory."""
+    if seen.state is None:
+        return None
+    capacity = {card.uuid: card.capacity_bytes for card in seen.state.host}
+    return HostRow(
+        cores=capacity[CORES] / 1000,
+        cores_leased=seen.state.leased_bytes(CORES) / 1000,
+        memory_capacity_bytes=capacity.get(MEMORY),
+        memory_leased_bytes=seen.state.leased_bytes(MEMORY),
+    )
+
+
 def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
     """Return a run."""
     history, run, open_round = followed.history, followed.run, followed.history.open_round
@@ -252,7 +281,9 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
         leases = {span.id: span for span in followed.history.leases if span.id}
         workers = followed.workers()
         rows += [_of_worker(seen, followed.label, one, leases, holders) for one in workers]
-        free = leases.keys() & holders.keys() - {worker.lease for worker in workers}
+        with_worker = {worker.lease or worker.cores_lease for worker in workers}
+        leases |= {span.id: span for span in followed.history.cores_leases if span.id}
+        free = leases.keys() & holders.keys() - with_worker
         rows += [_of_lease(seen, followed.label, leases[id_], holders[id_]) for id_ in leases if id_ in free]
     if others:
         known = {row.lease for row in rows}
@@ -272,14 +303,16 @@ def _of_worker(
     leases: Mapping[str, LeaseSpan],
     holders: Mapping[str, Entry],
 ) -> WorkerRow:
-    entry, lease = holders.get(worker.lease), leases.get(worker.lease)
+    ticket = worker.lease or worker.cores_lease
+    entry, lease = holders.get(ticket), leases.get(ticket)
     parts = dict(lease.memory_bytes) if lease else {}
     if entry is not None:
-        parts = {part.uuid: part.memory_bytes for part in entry.parts}
+        parts = {part.uuid: part.memory_bytes for part in entry.gpu_parts}
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
-        **_of_ticket(seen, worker.lease, parts),
+        **_of_ticket(seen, ticket, parts),
+        **_of_host(entry),
         run=run,
         client=worker.client,
         task=worker.task,
@@ -304,8 +337,16 @@ def _of_lease(seen: Seen, run: str, span: LeaseSpan, entry: Entry) -> WorkerRow:
 
 
 def _of_entry(seen: Seen, entry: Entry, *, pid: int | None, **known: Any) -> WorkerRow:
-    ticket = _of_ticket(seen, entry.id, {part.uuid: part.memory_bytes for part in entry.parts})
+    ticket = _of_ticket(seen, entry.id, {part.uuid: part.memory_bytes for part in entry.gpu_parts})
+    ticket |= _of_host(entry)
     return WorkerRow(**ticket, user=_name_of(entry.user), pid=pid, seconds=seen.age(entry.since), **known)
+
+
+def _of_host(entry: Entry | None) -> dict[str, Any]:
+    """Return what a lease has of cores and main memory."""
+    if entry is None:
+        return {}
+    return {"cores": entry.cores, "host_memory_bytes": entry.host_memory_bytes}
 
 
 def _of_ticket(seen: Seen, ticket: str, parts: Mapping[str, int]) -> dict[str, Any]:
@@ -314,7 +355,7 @@ def _of_ticket(seen: Seen, ticket: str, parts: Mapping[str, int]) -> dict[str, A
         "gpus": seen.numbers(parts),
         "lease": ticket,
         "lease_bytes": sum(parts.values()) if parts else None,
-        "used_bytes": sum(used.values()) if pid else None,
+        "used_bytes": sum(used.values()) if pid and parts else None,
         "peak_bytes": seen.peaks.get(ticket),
     }
 
@@ -346,6 +387,8 @@ def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str
         count=entry.count,
         gpus=seen.numbers(option.uuid for option in entry.options),
         seconds=seen.age(entry.since),
+        asked_cores=entry.cores,
+        asked_host_memory_bytes=entry.host_memory_bytes,
     )
 
 

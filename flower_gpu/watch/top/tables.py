@@ -136,6 +136,16 @@ def gpu_lines(snapshot: Snapshot, width: int, most: int | None, *, is_ascii: boo
     return [*short[: most - 1], text((f"  ... {len(gpus) - most + 1} more GPUs", "dim"))]
 
 
+def host_line(snapshot: Snapshot, width: int) -> list[Text]:
+    """Return a line with the cores and the main memory that are leased; none where that is not known."""
+    host = snapshot.resources
+    if host is None:
+        return []
+    cores = f"leased {host.cores_leased:.3g} of {host.cores:g}"
+    memory = f"memory leased {_gib(host.memory_leased_bytes)} of {_gib(host.memory_capacity_bytes)} GiB"
+    return [joined(width, (0, "Cores", "bold"), (0, cores, ""), (1, memory, ""))]
+
+
 def _two_lines(gpu: GPURow, width: int, is_ascii: bool) -> list[Text]:
     title = [(0, _name(gpu), "bold"), (1, gpu.name or "model unknown", "")]
     if problem := _problem(gpu):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
-from flower_gpu.watch.top.tables import Column, gpu_lines, joined, table, text
+from flower_gpu.watch.top.tables import Column, gpu_lines, host_line, joined, table, text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -41,6 +41,7 @@ class Frame:
         top: list[RenderableType] = [*_header(shown, width, self.keys)]
         most = None if height is None else max(1, height // 3)
         top += gpu_lines(shown, width, most, is_ascii=options.ascii_only)
+        top += host_line(shown, width)
         blank = [text()] if height is None or height >= _SPACIOUS else []
         sections = [_runs(shown.runs, width), _workers(shown, width), _waiting(shown, width)]
         limits = _limits(sections, None if height is None else height - len(top) - 3 * len(blank))
@@ -171,7 +172,7 @@ def _workers(snapshot: Snapshot, width: int) -> _Section:
         return _Section(text(("Workers", "bold"), ("  none", "dim")))
     counts = Counter(row.phase for row in rows)
     told = ", ".join(f"{counts[phase]} {phase}" for phase in _PHASES if counts[phase])
-    has_leases = any(row.lease for row in rows)
+    has_leases = any(row.gpus or row.lease_bytes for row in rows)
     title = text(("Workers", "bold"), (f"  {told}{'; memory in GiB' if has_leases else ''}", "dim"))
     return _Section(
         title,
@@ -203,6 +204,8 @@ def _worker_table(
             Column("used", used, 4, "right"),
             _figures("peak", 7, [_gib(row.peak_bytes) for row in rows]),
         ]
+    if any(row.cores is not None for row in rows):
+        columns.append(_figures("cores", 5, [_cores(row.cores) for row in rows]))
     phases = [(_phase(row, is_short=is_short), _PHASES.get(row.phase, "")) for row in rows]
     columns += [
         _figures("age", 1, [duration(row.seconds) for row in rows]),
@@ -226,6 +229,10 @@ def _phase(row: WorkerRow, *, is_short: bool) -> str:
     progress = f"{row.progress} {row.progress_done}{_of(row.progress_total)}".strip()
     # A worker that makes progress is running.
     return progress if is_short else f"{row.phase} {progress}"
+
+
+def _cores(cores: float | None) -> str:
+    return "-" if cores is None else f"{cores:.3g}"
 
 
 def _gib(nbytes: int | None) -> str:
@@ -256,6 +263,10 @@ def _waiting(snapshot: Snapshot, width: int) -> _Section:
 
 
 def _asked(row: WaitingRow) -> str:
+    if not row.count:
+        cores = "" if row.asked_cores is None else f"{row.asked_cores:.3g} cores"
+        memory = "" if row.asked_host_memory_bytes is None else f"{format_bytes(row.asked_host_memory_bytes)}"
+        return ", ".join(filter(None, [cores, memory]))
     where = f"GPU {_numbers(row)}" if row.gpus else "a GPU that is not usable now"
     if row.count > 1:
         where = f"{row.count} of {where}"

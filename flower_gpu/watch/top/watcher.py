@@ -101,6 +101,7 @@ class Watcher:
             runs=tuple(snapshot.run_row(seen, run) for run in runs),
             workers=workers,
             waiting=snapshot.waiting_rows(seen, runs),
+            resources=snapshot.host_row(seen),
         )
 
     def close(self) -> None:
