@@ -283,7 +283,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
         ),
         IDLE_POLL_VARIABLE: Option(
-            "seconds between these questions when nothing came for a minute", SECONDS, default=20.0
+            "seconds between these questions when nothing came for a minute", SECONDS, default=30.0
         ),
     }
 )

@@ -140,16 +140,19 @@ class CommandFolder:
         return path
 
 
-def fast_start(env: Mapping[str, str], *, with_lease: bool, nodes: int = 1) -> dict[str, str]:
+def fast_start(
+    env: Mapping[str, str], *, with_lease: bool, nodes: int = 1, are_told: bool = False
+) -> dict[str, str]:
     """Return an environment in which ``flower-supernode`` is ours, and starts our ``flwr-clientapp``.
 
     ``with_lease``: a lease is taken for each message before any code of the app is imported. ``nodes`` is the
-    number of SuperNodes on this host. Raises ConfigError if our commands would not be found, or
-    ``FLOWER_GPU_POLL_S`` is no number.
+    number of SuperNodes on this host; ``are_told`` whether their ServerApp tells them of messages. Raises
+    ConfigError if our commands would not be found, or ``FLOWER_GPU_POLL_S`` is no number.
     """
     seconds = value_of(POLL_VARIABLE, env)
     if POLL_VARIABLE not in env:
-        seconds = max(seconds, min(pace.LONGEST_S, nodes / _MOST_QUESTIONS_PER_S))
+        wanted_s = pace.LONGEST_S if are_told else nodes / _MOST_QUESTIONS_PER_S
+        seconds = max(seconds, min(pace.LONGEST_S, wanted_s))
     return {
         **(wakeup.with_group(env, nodes) if nodes > 1 else env),
         RULE_VARIABLE: "lease" if with_lease else WITHOUT_LEASE,

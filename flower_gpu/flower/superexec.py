@@ -20,7 +20,7 @@ from typing import Any, Final
 from flower_gpu.flower import wakeup
 
 #: How long this waits without a wake-up: one may get lost.
-LONGEST_S: Final = 30.0
+LONGEST_S: Final = 60.0
 
 _LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does not tell of its end
 

@@ -87,15 +87,16 @@ class SuperLinkEngine(Engine):
         self.folder.flwr_home.mkdir()
         self.env = with_group(self.env, self.plan.clients)
         self._node_env = self.env
+        self._link_env = self.link_environment()
         if self.plan.fast_start:
             with _told("Messages start as slowly as Flower's own"):
-                self._node_env = fast_start(self.env, with_lease=False, nodes=self.plan.clients)
+                nodes, are_told = self.plan.clients, self._link_env is not self.env
+                self._node_env = fast_start(self.env, with_lease=False, nodes=nodes, are_told=are_told)
                 env = self.client_environment(0)
                 app = self.plan.app
                 # Else each client of the first round would import them: six clients on two cores for 20 s.
                 command = warm_up_command(libraries_of(app.path, app.clientapp.partition(":")[0]))
                 self.supervisor.start(Service("warm-up", command, env, self.folder.log("warm-up")))
-        self._link_env = self.link_environment()
         if self.plan.fast_start:
             self.supervisor.fork_programs(self.env, self.folder.log("programs"))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
