@@ -117,7 +117,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
     ):
         supervisor.fork_programs(env, logs.log("programs"))
-        commands.warm_up()
+        supervisor.start(Service("warm-up", commands.warm_up_command(), env, logs.log("warm-up")))
         nodes = [Node(number, count, given, pairs, calls, env, logs) for number in range(count)]
         try:
             while True:

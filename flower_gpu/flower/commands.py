@@ -166,12 +166,12 @@ def warm_up(libraries: Sequence[str] = ()) -> None:
 
     A failure is not told here: the first message meets it as well.
 
-    ``libraries``: what the app of this run imports. Its messages wait for that, and need not import it each.
+    Messages wait for that, and need not import it each. ``libraries``: what the app of this run imports.
     """
     if client.is_supported():
         with suppress(FlowerGPUError):
-            client.learn(_MODULES)
-            client.learn(libraries, patience_s=client.LEARN_FOR_LIMITED_S, tasks=[TASK])
+            names = [*_MODULES, *libraries]
+            client.learn(names, patience_s=client.LEARN_FOR_LIMITED_S, tasks=[TASK])
 
 
 def warm_up_command(libraries: Sequence[str] = ()) -> list[str]:
