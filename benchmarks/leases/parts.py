@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from nvml_stub import GIB, used
 from benchmarks.leases.processes import RESERVE_BYTES, end_of, fork, stop_using, use, wish
 from benchmarks.shared.member import serve
 from flower_gpu.gpu import inventory
+from flower_gpu.leases.admission import CORES, MEMORY, Need
 from flower_gpu.leases.ledger import Ledger, Wish
 
 _CROWD_TIMEOUT_S = 300.0
@@ -158,18 +159,24 @@ def _left_over() -> int:
 
 
 def measure_alone(numbers: random.Random, runs: int) -> dict[str, Any]:
-    """Return how long acquire and release take together."""
+    """Return how long acquire and release take together: of a GPU, of cores and memory, and of all these."""
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-    asked = wish(memory_bytes=GIB)
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        ledger.release(ledger.acquire(asked))
-        times.append(time.perf_counter() - start)
-    return {
-        "acquire_release_median_ms": round(statistics.median(times) * 1000, 3),
-        "acquire_release_max_ms": round(max(times) * 1000, 3),
-    }
+    of_gpu = wish(memory_bytes=GIB)
+    needs = (Need(CORES, 500, 500), Need(MEMORY, 64 << 20, 64 << 20))
+    found: dict[str, Any] = {}
+    for name, asked in (
+        ("acquire_release", of_gpu),
+        ("cores_acquire_release", replace(of_gpu, count=0, needs=lambda: needs)),
+        ("gpu_and_cores_acquire_release", replace(of_gpu, needs=lambda: needs)),
+    ):
+        times = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            ledger.release(ledger.acquire(asked))
+            times.append(time.perf_counter() - start)
+        found[f"{name}_median_ms"] = round(statistics.median(times) * 1000, 3)
+        found[f"{name}_max_ms"] = round(max(times) * 1000, 3)
+    return found
 
 
 def measure_waiting(numbers: random.Random, waiters: int, seconds: int) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.leases import host
-from flower_gpu.leases.admission import MEMORY, Need
+from flower_gpu.leases.admission import MEMORY, UNKNOWN_MEMORY, Need, of_group
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import (
     BESIDE_GPU,
@@ -58,5 +59,11 @@ class HostNeeds:
         if known is not None:
             return Need(MEMORY, needed_bytes(known), least=needed_bytes(known))
         # The first call of a task on a GPU is alone there, or its user has said how many run at a time.
+        if self.on_gpu:
+            return None
+        # Only calls of this task wait for each other, however much memory others have.
+        task = of_group(UNKNOWN_MEMORY, zlib.crc32(repr(self._key).encode()))
+        reserve = self.settings.reserve_bytes
+        most = total - (int(host.RESERVED_PART * total) if reserve is None else reserve)
         guess = cautious_bytes(total)
-        return Need(MEMORY, guess, least=0 if self.on_gpu else guess)
+        return Need(task, guess, least=guess, capacity=max(1, most))

@@ -73,6 +73,7 @@ def describe(ledger: Ledger, state: State) -> dict[str, Any]:
             **{
                 f"{card.uuid}_{what}": amount / 1000 if kind_of(card.uuid) == CORES else amount
                 for card in state.host
+                if kind_of(card.uuid) in NAMES
                 for what, amount in (
                     ("capacity", card.capacity_bytes),
                     ("leased", state.leased_bytes(card.uuid)),
@@ -143,6 +144,8 @@ def _host_lines(state: State) -> Iterator[str]:
     """Show cores and main memory, and who holds them; limits of control groups where there are some."""
     for card in state.host:
         kind, _, group = card.uuid.partition(":")
+        if kind not in NAMES:
+            continue
         title = f"{NAMES[kind]}{' of a control group' if group else ''}"
         if kind == CORES:
             leased = f"{state.leased_bytes(card.uuid) / 1000:g} of {card.capacity_bytes / 1000:g}"

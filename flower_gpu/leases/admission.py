@@ -24,6 +24,9 @@ CORES = "cores"
 #: The main memory of the host, as a card; amounts are in bytes.
 MEMORY = "memory"
 
+#: What calls of one task are taken to need of main memory before it is measured; a card for each task.
+UNKNOWN_MEMORY = "unknown-memory"
+
 _OF_GROUP = ":"  # between one of these names and a control group, whose limit is a card of its own
 _SAME_BUDGET = 0.05  # a new lease that comes this near to the budget of present leases shares that budget
 
@@ -60,7 +63,7 @@ class Need:
     amount: int
     # With so much of it, the claim goes on, and gets what is free. The same as ``amount``: all or nothing
     least: int
-    # What the asker's control group allows, where the card is a group's: others cannot measure that
+    # What there is in all, where only the asker can tell: in its control group, or for its task
     capacity: int = 0
 
 
@@ -101,14 +104,14 @@ class Holding:
 
 
 def of_group(resource: str, group: int) -> str:
-    """Return the name of the card for what a control group allows of cores or main memory."""
+    """Return the name of the card for what a control group, or a task, may have."""
     return f"{resource}{_OF_GROUP}{group}"
 
 
 def kind_of(uuid: str) -> str | None:
-    """Return :data:`CORES` or :data:`MEMORY` for a card of these, also for a control group's; None: a GPU."""
+    """Return what a card is of that is not a GPU, also a control group's or a task's; None for a GPU."""
     kind = uuid.partition(_OF_GROUP)[0]
-    return kind if kind in (CORES, MEMORY) else None
+    return kind if kind in (CORES, MEMORY, UNKNOWN_MEMORY) else None
 
 
 def plan(

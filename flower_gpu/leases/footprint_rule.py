@@ -128,7 +128,7 @@ def needed_bytes(footprint: int) -> int:
 def cautious_bytes(total_bytes: int) -> int:
     """Return how much main memory a call is taken to need of which nothing is known.
 
-    A third of what the host has, so that three begin, and at most 4 GiB: on a large host more of them.
+    A third of all, so that no more than three of a task begin, and at most 4 GiB: on a large host more do.
     """
     return min(total_bytes // 3, _CAUTIOUS_BYTES)
 

@@ -422,7 +422,10 @@ def amount_text(uuid: str, amount: int) -> str:
     """Return an amount of cores or main memory in words."""
     if admission.kind_of(uuid) == CORES:
         return f"{amount / 1000:g} core{'' if amount == 1000 else 's'}"
-    return f"{format_bytes(amount)} of main memory"
+    what = (
+        "main memory" if admission.kind_of(uuid) == admission.MEMORY else "memory of calls not measured yet"
+    )
+    return f"{format_bytes(amount)} of {what}"
 
 
 def describe(entry: Entry) -> str:

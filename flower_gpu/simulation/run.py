@@ -173,6 +173,7 @@ def simulate(
     if order not in ORDERS:
         raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
+    settings.host.check()
     folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
     before = folder.read_config() if folder is not None else {}
     name, where, server, client = _components(app)
@@ -202,7 +203,7 @@ def simulate(
         raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
     leases = workers.most_leases(settings, decision.uuids)
     concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes)
-    variables = workers.variables(concurrency, {**env, **of_all})
+    variables = workers.variables(concurrency, {**env, **of_all}, settings.host.num_cpus)
     count = planned_threads({**os.environ, **variables})
     # What a run that goes on must have in common with the run before.
     identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
@@ -275,6 +276,7 @@ def simulate(
         workers.learn_beside(of_server, settings)
         run_server = RunServer(of_server)
         turns = LeaseTurns(None if settings.gpu.request.is_auto else leases or None)
+        cores_of_run = workers.core_leases(settings, concurrency, name)
         of_calls = {**options, "env": variables}
         if not gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
@@ -291,7 +293,7 @@ def simulate(
             of_calls,
             name,
             seed,
-            lambda: Slot(run_server, turns),
+            lambda: Slot(run_server, turns, cores_of_run),
             recycling,
             durations,
             is_deterministic=deterministic,
@@ -310,6 +312,7 @@ def simulate(
             is_strict=is_strict,
         )
         # Last in, first out: workers end at once, then the threads that wait for them.
+        stack.callback(cores_of_run.close)
         stack.callback(handler.close)
         stack.callback(grid.close)
         stack.callback(run_server.close)

@@ -20,6 +20,7 @@ from flower_gpu.leases.admission import Option
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry, Ticket
+from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.durations import CPU, device_of
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods as start
@@ -39,6 +40,8 @@ class Slot(Workers):
         It forks the workers.
     turns : LeaseTurns
         The leases of the run.
+    cores : CoreLeases, optional
+        The cores of the run; None: they are not counted.
 
     Attributes
     ----------
@@ -59,9 +62,10 @@ class Slot(Workers):
     #: What a client says of its progress is for the trace; the run has its own display.
     shows_progress = False
 
-    def __init__(self, run_server: RunServer, turns: LeaseTurns) -> None:
+    def __init__(self, run_server: RunServer, turns: LeaseTurns, cores: CoreLeases | None = None) -> None:
         self._line = Line(run_server)
         self._turns = turns
+        self._cores = cores
         self.calls_per_worker = 1
         self._lease = ExitStack()
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
@@ -147,6 +151,17 @@ class Slot(Workers):
             if not self._line.has_worker:
                 self._release()
 
+    @contextmanager
+    def held_on_cpu(self, leasing_: Leasing) -> Iterator[None]:
+        """Hold cores of the run for a call on the CPU. This process holds them, and no worker."""
+
+        def check() -> None:
+            if self._line.is_cancelled:
+                raise WorkerDiedError(f"{leasing_.purpose.label} was cancelled before it had cores")
+
+        with self._cores.held(check) if self._cores is not None else nullcontext():
+            yield
+
     def _may_go_on(self, leasing: Leasing, attempt: Attempt) -> bool:
         """Tell whether a call can have the worker that is there, and its lease."""
         if self._held is None or not self._line.has_worker or attempt != Attempt():
@@ -187,6 +202,8 @@ class Slot(Workers):
         """End the call that was begun, from another thread; it fails."""
         self._line.cancel()
         self._turns.wake()
+        if self._cores is not None:
+            self._cores.wake()
         with self._ordering:
             if self._order is not None:
                 self._order.give()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,8 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
+from flower_gpu.options import NUM_CPUS_VARIABLE
+from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.duration_file import DurationFile
 from flower_gpu.simulation.durations import CPU, Durations, device_text
 from flower_gpu.simulation.in_worker import AppReference
@@ -27,11 +30,12 @@ from flower_gpu.workers import threads
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.client import LEARN_FOR_LIMITED_S
 from flower_gpu.workers.forkserver.run_server import RunServerSettings
-from flower_gpu.workers.threads import cores, planned_threads
+from flower_gpu.workers.threads import available_cores, cores, planned_threads
 
 # What every worker needs, whatever the app imports.
 _OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
+_ROUNDING: Final = 1e-9  # what 2 / 0.1 may be off by
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
 _WITHOUT_TORCH: Final = {
     "flwr",
@@ -48,7 +52,10 @@ def concurrency(settings: CallSettings, leases: int, max_workers: int | None, no
     if max_workers is not None:
         return min(max_workers, nodes)
     ranks = settings.gpu.request.count  # of each message, as long as it is on several GPUs
-    return min(max(1, cores() // ranks, leases), nodes)
+    at_once = cores() // ranks
+    if settings.host.num_cpus is not None:
+        at_once = int(available_cores() / settings.host.num_cpus + _ROUNDING)
+    return min(max(1, at_once, leases), nodes)
 
 
 def most_leases(settings: CallSettings, uuids: Sequence[str]) -> int:
@@ -76,9 +83,18 @@ def _shares_of(settings: CallSettings, total_bytes: int | None) -> int:
     return _SHARES
 
 
-def variables(count: int, env: Mapping[str, str] | None) -> dict[str, str]:
+def variables(count: int, env: Mapping[str, str] | None, num_cpus: float | None = None) -> dict[str, str]:
     """Return the environment variables of workers of which so many run at a time: they share the cores."""
-    return {_CONCURRENCY: str(min(count, cores())), **(env or {})}
+    asked = {} if num_cpus is None else {NUM_CPUS_VARIABLE: f"{num_cpus:g}"}
+    return {_CONCURRENCY: str(min(count, cores())), **asked, **(env or {})}
+
+
+def core_leases(settings: CallSettings, count: int, name: str) -> CoreLeases:
+    """Return the cores of a run of an app of which so many messages are handled at a time."""
+    host = settings.host
+    need = replace(host, at_once=count if host.num_cpus is None else None).cores(on_gpu=False)
+    assert need is not None
+    return CoreLeases(host, need.amount, count, f"messages of {name}")
 
 
 def run_server_settings(

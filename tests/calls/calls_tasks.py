@@ -194,12 +194,20 @@ def _sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def _fill(mib: float, seconds: float) -> None:
+    """Take main memory, and keep it for a while."""
+    taken = np.ones(int(mib * (1 << 17)))
+    time.sleep(seconds)
+    del taken
+
+
 def _use(path: str, size: float) -> None:
     """Take memory the first time only; later as much as the file says."""
     _take(float(Path(path).read_text()) if Path(path).exists() else size)
 
 
 _STEPS = {
+    "fill": _fill,
     "tell": _tell,
     "wait": _wait,
     "take": _take,

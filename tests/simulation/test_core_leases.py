@@ -1,0 +1,89 @@
+"""The cores of a simulated run: kept from message to message, and given to others that wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from flower_gpu.calls.settings import HostSettings
+from flower_gpu.leases.admission import CORES
+from flower_gpu.leases.host import all_cores
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.simulation.core_leases import CoreLeases
+
+pytestmark = pytest.mark.timeout(120)
+
+ALL = 1000 * all_cores()
+
+_OTHER = f"""
+from flower_gpu.leases.admission import CORES, Need
+from flower_gpu.leases.ledger import Ledger, Wish
+ledger = Ledger()
+wish = Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, {ALL}, {ALL}),))
+ticket = ledger.acquire(wish)
+print("granted", flush=True)
+input()
+ledger.release(ticket)
+"""
+
+
+class CancelledError(Exception):
+    pass
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CoreLeases]]:
+    monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
+    with ExitStack() as stack:
+
+        def make(most: int, settings: HostSettings | None = None) -> CoreLeases:
+            found = CoreLeases(settings or HostSettings(), ALL // most, most, "messages of app")
+            stack.callback(found.close)
+            return found
+
+        yield make
+
+
+def leased() -> int:
+    return Ledger().status().leased_bytes(CORES)
+
+
+def test_leases_stay_with_the_run_until_somebody_else_waits(made: Callable[..., CoreLeases]) -> None:
+    cores = made(2)
+    with cores.held():
+        assert leased() == ALL // 2
+        with cores.held(), cores.held():  # one more than there are leases goes along
+            assert leased() == ALL // 2 * 2
+    assert leased() == ALL // 2 * 2
+    other = subprocess.Popen(
+        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "granted\n"
+        looks = iter(range(3))
+
+        def check() -> None:
+            if next(looks, None) is None:
+                raise CancelledError
+
+        with pytest.raises(CancelledError), cores.held(check):
+            pytest.fail("it has cores that another process holds")
+        other.communicate("\n", timeout=60)
+    finally:
+        other.kill()
+        other.wait()
+    with cores.held():
+        assert leased() == ALL // 2
+    cores.close()
+    until(lambda: leased() == 0)
+
+
+def test_without_leases_nothing_is_asked(made: Callable[..., CoreLeases]) -> None:
+    with made(2, HostSettings(is_leased=False)).held():
+        assert leased() == 0
