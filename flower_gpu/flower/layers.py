@@ -33,6 +33,7 @@ def _is_fleet_event(scope: _Scope) -> bool:
     return plugin is not None and _is_for("/v1/fleet")(scope)
 
 
+_ERRORS: Final = ("flwr.supercore.error.http", "http_error_translator")
 _CONTROL: Final = "flwr.superlink.routers.control.middlewares"
 #: The layers of both servers, and those of a SuperLink: module, name, and the requests each of them is for.
 _COMMON: Final = {
@@ -56,6 +57,41 @@ def pass_by(*, is_superlink: bool) -> None:
         with suppress(ImportError, AttributeError):
             layer = getattr(importlib.import_module(module), name)
             layer.__call__ = _passing(layer.__call__, is_for)
+    with suppress(ImportError, AttributeError):
+        translate = getattr(importlib.import_module(_ERRORS[0]), _ERRORS[1])
+        base = importlib.import_module("starlette.middleware.base").BaseHTTPMiddleware
+        base.__call__ = _translating(base.__call__, translate)
+
+
+def _translating(call: Callable[..., Any], translate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call of a layer that, where it is to translate errors, sees nothing but errors."""
+    from starlette.requests import Request
+
+    async def translating(self: Any, scope: _Scope, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or self.dispatch_func is not translate:
+            await call(self, scope, receive, send)
+            return
+        has_begun = False
+
+        async def begin(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, begin)
+        except Exception as error:
+            if has_begun:
+                raise
+            raised = error
+
+            async def fail(_: Any) -> Any:
+                raise raised
+
+            response = await translate(Request(scope, receive), fail)
+            await response(scope, receive, send)
+
+    return translating
 
 
 def _passing(call: Callable[..., Any], is_for: Callable[[_Scope], bool]) -> Callable[..., Any]:

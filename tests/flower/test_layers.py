@@ -27,6 +27,9 @@ REQUESTS = [
     ("POST", "/v1/fleet/pull-messages", PullMessagesRequest().SerializeToString()),
     ("POST", "/v1/runtime/acquire-task", AcquireTaskRequest().SerializeToString()),
     ("POST", "/v1/runtime/acquire-task", b"no protobuf"),
+    ("POST", "/v1/runtime/pull-task-input", b""),
+    ("GET", "/v1/runtime/pull-task-input", b""),
+    ("POST", "/broken", b""),
 ]
 
 at = re.compile(rb"[0-9:.]{15}")
@@ -47,7 +50,11 @@ def answers(app):
 
 def superlink():
     from flwr.superlink.main import create_app
-    return create_app()
+    app = create_app()
+    @app.post("/broken")
+    def broken():
+        raise RuntimeError("not to be told to anybody")
+    return app
 
 def supernode():
     from flwr.supercore.object_store import ObjectStoreFactory
@@ -78,3 +85,4 @@ def test_answers_are_as_with_all_layers() -> None:
     assert codes[0] == 200 and codes[1] == 404
     assert codes[4] == 401, "a SuperNode that shows no key is refused"
     assert codes[5] == 200
+    assert codes[-1] == 500
