@@ -12,7 +12,7 @@
       │  Flower starts a "flwr-clientapp" for each message, by its name
       ▼
     flwr-clientapp: asks the host's fork server for a child, and waits for it (flwr_clientapp.py)
-      │
+      │  with "lease", as a fork of a process with Flower (programs/), it goes on itself in the child's place
       ▼
     the child, with Flower imported already: Flower's flwr-clientapp, which pulls the message from the
       │  SuperNode and pushes the reply (clientapp.py)

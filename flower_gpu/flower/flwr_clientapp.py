@@ -2,7 +2,8 @@
 
 It imports next to nothing. The host's fork server makes a child of it that has Flower and torch imported
 already; this process waits for it, with the same arguments, environment, working directory, output, signals
-and exit status.
+and exit status. Where this process is a fork of one with Flower, and the app runs in a worker, it does
+without that child.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from flower_gpu.workers.threads import planned_threads
 RULE_VARIABLE: Final = "FLOWER_GPU_SUPERNODE"
 WITHOUT_LEASE: Final = "start"
 
+_CLIENTAPP: Final = "flower_gpu.flower.clientapp"
 #: What handles a message.
-TASK: Final = "flower_gpu.flower.clientapp:main"
+TASK: Final = f"{_CLIENTAPP}:main"
 _NAME = "flwr-clientapp"
 _OWN_ENVIRONMENT = "--allow-runtime-dependency-installation"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -42,6 +44,14 @@ def main() -> None:
         _run_here(arguments, with_lease, "the app's environment is built at run time")
     if not client.is_supported():
         _run_here(arguments, with_lease, "this platform has no fork server")
+    if with_lease and _CLIENTAPP in sys.modules:
+        # A fork of a process with Flower (programs/): it needs a worker only, and saves a fork of a process
+        # with torch, and its end.
+        try:
+            sys.exit(sys.modules[_CLIENTAPP].main([_NAME, *arguments], with_lease, True))
+        except FlowerGPUError as error:
+            print(f"flower-gpu: {error}", file=sys.stderr)
+            sys.exit(1)
     env = threads.environment(planned_threads(os.environ), {})  # an app without a worker trains there
     call = Call(TASK, ([_NAME, *arguments], with_lease, True), env=env, setup=threads.SETUP, label=_NAME)
     try:

@@ -39,12 +39,14 @@ _REPLY: Final = (
     (_STATE, "store_message"),
     (("flwr.supercore.object_store.in_memory_object_store", "InMemoryObjectStore"), "put"),
 )
-# What the programs below a SuperNode import.
-_PROGRAMS: Final = (
+# What the programs import that Flower starts below a SuperNode.
+_IMPORTED_BELOW: Final = (
     "flower_gpu.flower.superexec",
+    "flower_gpu.flower.clientapp",
     "flower_gpu.flower.flwr_clientapp",
     "flwr.supercore.cli",
     "httpcore",
+    "pynvml",
 )
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
 _HEARTBEATS: Final = 20  # an interval has so many of the shortest waits
@@ -58,9 +60,7 @@ def main() -> None:
     from flwr.supernode import fleet_http_connection, start_client_internal
     from flwr.supernode.cli import flower_supernode
 
-    fork_own(
-        ("flower_gpu.flower.superexec", "flower_gpu.flower.flwr_clientapp", "flwr.supercore.cli", "httpcore")
-    )
+    fork_own(_IMPORTED_BELOW)
     least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.

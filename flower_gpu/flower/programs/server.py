@@ -26,7 +26,7 @@ import setproctitle
 from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
-from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.life import explained
 
 # What Flower's programs import, also when they are used for the first time. One that another version of
@@ -42,12 +42,15 @@ _MODULES: Final = (
     "flwr.supercore.cli",
     "anyio._backends._asyncio",
     "cryptography.hazmat.backends.openssl.backend",
+    "encodings.cp437",  # of archives
     "httpcore",
+    "pynvml",
     "uvicorn.lifespan.on",
     "uvicorn.loops.auto",
     "uvicorn.loops.uvloop",
     "uvicorn.protocols.http.auto",
     "uvicorn.protocols.websockets.auto",
+    "flower_gpu.flower.clientapp",
     "flower_gpu.flower.flwr_clientapp",
     "flower_gpu.flower.serverapp",
     "flower_gpu.flower.superexec",
@@ -98,6 +101,8 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
+    with suppress(OSError):
+        identity.server_name(os.environ, (), ())  # each message asks for it, of files that are looked at once
     httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
     gc.collect()
     gc.freeze()  # the collector of a fork would touch, and so copy, every object

@@ -32,9 +32,7 @@ class Message(NamedTuple):
 
     #: Our `flwr-clientapp`, which the SuperNode starts.
     command: int
-    #: The fork server's child that it waits for.
-    child: int
-    #: The worker that this waits for.
+    #: The worker that it waits for.
     worker: int
 
 
@@ -166,8 +164,7 @@ class Federation:
         for pid, command in self.processes().items():
             # Its SuperNode has given it a token for this message; a ServerApp has one, too.
             if " --token " in command and "serverapp" not in command:
-                child = waits_for(pid)
-                found.append(Message(pid, child, waits_for(child)))
+                found.append(Message(pid, waits_for(pid)))
         return found
 
     def files(self) -> set[str]:

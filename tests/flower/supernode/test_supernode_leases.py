@@ -52,7 +52,7 @@ def workers_of(trace: Path) -> list[dict[str, Any]]:
 def is_in_line(message: Message) -> bool:
     """Tell whether a message waits for others of `--max-concurrent`."""
     with suppress(OSError):  # its process has ended
-        opened = [str(link.readlink()) for link in Path(f"/proc/{message.child}/fd").iterdir()]
+        opened = [str(link.readlink()) for link in Path(f"/proc/{message.command}/fd").iterdir()]
         return any("/slots/" in path and path.endswith("/queue") for path in opened)
     return False
 
@@ -132,6 +132,7 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
 def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> None:
     """And before what the app asks for: this one has a mod that wants two GPUs."""
     with Federation(tmp_path) as fed:
+        fed.env["FLOWER_GPU_CPU_LEASES"] = "off"  # messages wait here for the test, and would for cores
         cpu = fed.supernodes(2, "--gpu", "never", "--max-concurrent", "1")
         options = {
             2: ("--gpu", "force", "--gpu-ids", "1", "--num-gpus", "0.5"),
