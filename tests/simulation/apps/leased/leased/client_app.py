@@ -27,7 +27,7 @@ def train(message: Message, context: Context) -> Message:
     time.sleep(config["seconds"])
     lease = Lease.from_environment(os.environ)
     note = {"partition": partition, "pid": os.getpid(), "lease": None if lease is None else lease.id}
-    holders = [entry.id for entry in Ledger().status().holders]
+    holders = [entry.id for entry in Ledger().status().holders if entry.gpu_parts]
     note["holders"] = len(holders)
     if lease is not None:
         note["is_in_ledger"] = lease.id in holders
