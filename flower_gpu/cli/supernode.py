@@ -19,7 +19,7 @@ from flower_gpu import frameworks, kinds, options
 from flower_gpu.apps.app import format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.calls.settings import checked_environment
+from flower_gpu.calls.settings import HostSettings, checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
@@ -108,6 +108,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
     pairs = parse_pairs(_NODE_CONFIG, node_config)
     check_node_config(calls, pairs)
     env = environment(arguments, os.environ, count)
+    HostSettings.resolve(node_config=pairs, environ=env).check()
     logs = RunFolder.create(arguments.log_dir or Path("runs"))
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):

@@ -168,6 +168,35 @@ class GPUTotals:
 
 
 @dataclass(frozen=True)
+class CoresTotals:
+    """The sums of a run's leases on cores and main memory."""
+
+    leases: int
+    waited_s: float  # by all of them together
+    most_cores: float  # at a time
+    most_memory_bytes: int
+
+    @classmethod
+    def of(cls, history: History, clock: Clock) -> CoresTotals | None:
+        """Sum up leases of calls on the CPU, and what leases on GPUs have beside these."""
+        waited_s, steps = 0.0, []
+        for lease in (*history.leases, *history.cores_leases):
+            if lease.granted_at is None or (lease.cores is None and lease.host_memory_bytes is None):
+                continue
+            waited_s += lease.waited_s
+            end = lease.released_at
+            end = history.over_at(lease.granted_at, clock.end) if end is None else end
+            held = (lease.cores or 0.0, lease.host_memory_bytes or 0)
+            steps += [(lease.granted_at, 1, *held), (end, -1, *held)]
+        if not steps:
+            return None
+        steps.sort()  # at one moment what goes is before what comes
+        cores = list(itertools.accumulate(sign * amount for _, sign, amount, _ in steps))
+        memory = list(itertools.accumulate(sign * amount for _, sign, _, amount in steps))
+        return cls(len(steps) // 2, waited_s, max(cores), max(memory))
+
+
+@dataclass(frozen=True)
 class Totals:
     """The sums of a run."""
 
@@ -180,6 +209,7 @@ class Totals:
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
     errors: Mapping[str, int] = field(default_factory=dict)  # what failed calls have raised, and how often
     peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
+    cores: CoresTotals | None = None  # None: none were leased
 
     @property
     def gpu_s(self) -> float:
@@ -242,6 +272,7 @@ def totals_of(
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
         errors=dict(Counter(_error(one) for one in tries if one.has_failed).most_common()),
         peak_bytes=highest_peak(tries),
+        cores=CoresTotals.of(history, clock),
     )
 
 
