@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -59,6 +59,12 @@ _MODULES: Final = (
 )
 # Variables that Python, its libraries or Flower read when they start or are imported.
 _READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
+
+
+# How programs end that were not asked to.
+_KILLED: Final = tuple(
+    -number for number in signal.valid_signals() - {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+)
 
 
 def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
@@ -125,6 +131,7 @@ class _Request:
     folder: int
     answer: int  # where the process id goes, and the status when it has ended
     kept: list[int] = field(default_factory=list)  # open in the program, for as long as it is there
+    log: int = -1  # its standard error, for as long as this process waits for its end
 
     @classmethod
     def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _Request:
@@ -148,8 +155,19 @@ class _Request:
         return not poll.poll(0)
 
     def close(self) -> None:
+        """Let go of what the program has now."""
         for descriptor in (*self.streams, self.folder, *self.kept):
             os.close(descriptor)
+
+    def note_end(self, status: int) -> None:
+        """Tell who waits how the program has ended, and where it wrote to if it could not say it itself."""
+        self.say({"status": status})
+        if status in _KILLED:
+            how = f"was killed by {signal.Signals(-status).name} ({-status})"
+            with suppress(OSError):
+                os.write(self.log, f"flower-gpu: {self.argv[0]} {how}\n".encode())
+        os.close(self.answer)
+        os.close(self.log)
 
     def say(self, answer: Mapping[str, Any]) -> None:
         with suppress(OSError):  # nobody asks any more
@@ -207,9 +225,13 @@ class _Server:
 
     def _fork(self, request: _Request, found: Entry) -> Callable[[], object] | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not request.is_adopted:
+            request = replace(request, log=os.dup(request.streams[2]))
         pid = _fork_twice() if request.is_adopted else os.fork()
         if pid == 0:
             ours.close()
+            if request.log >= 0:
+                os.close(request.log)
             self._leave()  # but not of the answer: who waits sees its end, also where this server has ended
             return forked.become(
                 found, request.argv, request.env, request.group, request.streams, request.folder, theirs
@@ -236,6 +258,7 @@ class _Server:
         os.close(self._wakeup_end)
         for request in self._running.values():
             os.close(request.answer)
+            os.close(request.log)
 
     def _on_child(self) -> None:
         with suppress(BlockingIOError):
@@ -243,9 +266,7 @@ class _Server:
         for pid in list(self._running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                request = self._running.pop(pid)
-                request.say({"status": os.waitstatus_to_exitcode(status)})
-                os.close(request.answer)
+                self._running.pop(pid).note_end(os.waitstatus_to_exitcode(status))
 
 
 def _fork_twice() -> int:

@@ -134,6 +134,8 @@ def test_how_it_ends(probe: Probe, how: str, code: int, tmp_path: Path) -> None:
     said = tmp_path / "said"
     with said.open("w") as file:
         probe.run(how, code, stderr=file.fileno())
+    if how == "kill":
+        until(lambda: said.read_text().endswith("flower-gpu: tell was killed by SIGKILL (9)\n"))
     words = {"raise": "ValueError: as it was told", "text": "a text", "interrupt": "KeyboardInterrupt"}
     assert words.get(how, "") in said.read_text()
 

@@ -94,6 +94,8 @@ def test_whatever_is_killed_the_round_ends_and_the_next_one_works(tmp_path: Path
         kill(messages[1].command)
         until_gone(messages[1], "the message")
         until_leases(fed, 3)
+        log = logs_of(fed, launcher) / "supernode-1.log"
+        until(lambda: "flower-gpu: flwr-clientapp was killed by SIGKILL (9)" in log.read_text(), "it is said")
 
         killed = supernode_of(logs_of(fed, launcher), 2)
         kill(killed)
