@@ -65,7 +65,7 @@ def test_the_quickstart_with_four_supernodes_on_a_gpu_on_which_three_fit(
             env={**host.env, "FLOWER_GPU_VENV": sys.prefix},
         )
     assert done.code == 0, done.output + done.logs()
-    assert_each_call_has_its_process(done, "fork", "0123", 1)
+    assert_each_call_has_its_process(done, "forkserver", "0123", 1)
     assert not (tmp_path / ".flwr").exists(), "the user's own Flower configuration is not touched"
     assert "GPU 0 (NVIDIA Stub 16GB) has room for 3 at a time" in done.output
 
