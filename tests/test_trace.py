@@ -94,7 +94,11 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
-    started, task, result, finished = events(run_folder)
+    requested, granted, started, task, result, finished, released = events(run_folder)
+    names = ["cores_requested", "cores_granted", "cores_released"]
+    assert [one["event"] for one in (requested, granted, released)] == names
+    leases = {one["lease"] for one in (granted, released)}
+    assert leases == {started.pop("cores_lease")} == {finished.pop("cores_lease")}
     times = [event.pop("time") for event in (started, task, result, finished)]
     assert times == sorted(times)  # type: ignore[type-var]
     call = {"v": 1, "pid": pid, "client": "3", "call": started["call"]}
@@ -103,7 +107,8 @@ def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pyte
     assert started == {**common, "event": "worker_started"}
     seconds, task_at, result_at = (finished.pop(name) for name in ("seconds", "task_at", "result_at"))
     # Of a process that may compute other things meanwhile, nobody knows it.
-    assert (finished.pop("cpu_s") is None) == (start_method in ("in-process", "inline"))
+    unknown = start_method in ("in-process", "inline")
+    assert [finished.pop(name) is None for name in ("cpu_s", "memory_bytes")] == [unknown] * 2
     nothing = {"error": None, "cuda_at": None}
     assert finished == {**common, **nothing, "event": "worker_finished", "outcome": "ok"}
     assert isinstance(seconds, float) and isinstance(task_at, float) and isinstance(result_at, float)
@@ -118,7 +123,8 @@ def kill_itself() -> None:
 def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
     with pytest.raises(WorkerDiedError):
         run_in_worker(kill_itself, start_method="fork")
-    finished = events(run_folder)[-1]
+    finished, released = events(run_folder)[-2:]
+    assert released["event"] == "cores_released"
     assert (finished["client"], finished["outcome"]) == ("server", "died")
     assert str(finished["error"]).startswith("WorkerDiedError: kill_itself on the server: the worker (pid ")
 
@@ -126,4 +132,5 @@ def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
 def test_events_of_a_call_that_could_not_start(run_folder: Path) -> None:
     with pytest.raises(Exception, match="cannot be passed"):
         run_in_worker(print, (n for n in ()), start_method="spawn")
-    assert events(run_folder) == []  # there was no worker
+    names = ["cores_requested", "cores_granted", "cores_released"]
+    assert [one["event"] for one in events(run_folder)] == names  # there was no worker

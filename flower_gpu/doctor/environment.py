@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import flower_gpu
-from flower_gpu.calls.settings import GPUSettings
+from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.doctor import Found
 from flower_gpu.leases.lease import VARIABLE as LEASE
 from flower_gpu.options import INTERNAL_VARIABLES, VARIABLES, value_of
@@ -137,6 +137,7 @@ def _read(name: str, value: str) -> None:
     if name in VARIABLES:
         value_of(name, alone)
     GPUSettings.resolve(environ=alone)
+    HostSettings.resolve(environ=alone)
 
 
 def _refused(read: Callable[[], object]) -> str | None:

@@ -83,7 +83,7 @@ def test_where_there_can_be_no_fork_server_it_is_forked(venv: Path, tmp_path: Pa
     (tmp_path / "file").touch()
     with clientapp(venv, FLOWER_GPU_STATE_DIR=str(tmp_path / "file")) as app:
         assert app.call("tasks_forkserver:server") == app.pid
-        assert app.errors() == ""
+        assert "fork server" not in app.errors()
 
 
 def test_what_a_fork_imports_is_learned(venv: Path) -> None:

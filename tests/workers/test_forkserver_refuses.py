@@ -51,7 +51,7 @@ def connect() -> socket.socket:
 
 def record(**fields: Any) -> dict[str, Any]:
     inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
-    return {"inherited": inherited, "env": {}, "setup": None, "label": "test", **fields}
+    return {"inherited": inherited, "env": {}, "setup": None, "label": "test", "kind": "", **fields}
 
 
 def raw(data: bytes) -> Callable[[socket.socket], None]:
