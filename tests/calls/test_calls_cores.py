@@ -70,7 +70,7 @@ def test_without_cpu_leases_nothing_is_counted(calls_host: CallsHost) -> None:
 
 
 def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
-    """The first is measured. With less than one of them needs, whatever others use, each of seven is alone."""
+    """The first is measured. With less than each of seven needs, whatever others use, they run alone."""
     reserve = 2 * host.measure().memory[0].total_bytes
     callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(8)]
     steps: list[Any] = [["fill", 300, 0.5]]
