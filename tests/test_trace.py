@@ -93,6 +93,7 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setenv("FLOWER_GPU_CPU_LEASES", "on")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
     requested, granted, started, task, result, finished, released = events(run_folder)
     names = ["cores_requested", "cores_granted", "cores_released"]
@@ -123,8 +124,7 @@ def kill_itself() -> None:
 def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
     with pytest.raises(WorkerDiedError):
         run_in_worker(kill_itself, start_method="fork")
-    finished, released = events(run_folder)[-2:]
-    assert released["event"] == "cores_released"
+    finished = events(run_folder)[-1]
     assert (finished["client"], finished["outcome"]) == ("server", "died")
     assert str(finished["error"]).startswith("WorkerDiedError: kill_itself on the server: the worker (pid ")
 
@@ -132,5 +132,4 @@ def test_events_of_a_call_of_the_server_that_fails(run_folder: Path) -> None:
 def test_events_of_a_call_that_could_not_start(run_folder: Path) -> None:
     with pytest.raises(Exception, match="cannot be passed"):
         run_in_worker(print, (n for n in ()), start_method="spawn")
-    names = ["cores_requested", "cores_granted", "cores_released"]
-    assert [one["event"] for one in events(run_folder)] == names  # there was no worker
+    assert events(run_folder) == []  # there was no worker

@@ -119,7 +119,7 @@ class GPUSettings:
 class HostSettings:
     """What a call wants of the host's cores and main memory."""
 
-    is_leased: bool = True  # else nothing of them is counted
+    is_leased: bool = False  # else nothing of them is counted
     num_cpus: float | None = None  # asked for
     source: str = ""  # of that
     at_once: int | None = None  # how many calls may run at a time; None: that is not known

@@ -19,6 +19,13 @@ from flower_gpu.workers.threads import cores
 pytestmark = pytest.mark.timeout(180)
 
 ALL = cores()
+
+
+@pytest.fixture(autouse=True)
+def _leased(calls_host: CallsHost) -> None:
+    calls_host.env["FLOWER_GPU_CPU_LEASES"] = "on"
+
+
 ON_CPU = {"gpu": "never", "start_method": "fork"}
 
 
