@@ -107,7 +107,7 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     footprints = Footprints(tmp_path / "footprints.json")
 
     def needs(task: str) -> tuple[Need, ...]:
-        found = HostNeeds(HostSettings(num_cpus=0.001), lambda gpu: Key(task, "", gpu), False, footprints)
+        found = HostNeeds(HostSettings(is_leased=True, num_cpus=0.001), lambda gpu: Key(task, "", gpu), False, footprints)
         return found.now()
 
     claims = [Claim(str(order), order, (), 0, needs=needs("train")) for order in range(30)]
