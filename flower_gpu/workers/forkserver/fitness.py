@@ -17,6 +17,7 @@ from flower_gpu.workers.forkserver import identity
 # Set in each worker, or of no importance to a library.
 _NOT_OF_A_LIBRARY = {
     identity.VISIBLE_DEVICES,
+    "FLWR_HOME",  # at import, only for the file of the CLI's credentials; `launch` has a folder for each run
     "OLDPWD",
     "PWD",
     "PYTHONUNBUFFERED",
