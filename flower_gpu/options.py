@@ -265,7 +265,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             "how many workers may run at the same time; they share the cores", COUNT, default=1
         ),
         CPU_LEASES_VARIABLE: Option(
-            "whether calls get cores and main memory from the ledger", words("on", "off"), default="off"
+            "whether calls get cores and main memory from the ledger", words("on", "off"), default="on"
         ),
         HOST_RESERVE_VARIABLE: Option(
             "main memory of the host that is never leased; the default is 5 % of it", SIZE

@@ -93,7 +93,6 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
 @pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    monkeypatch.setenv("FLOWER_GPU_CPU_LEASES", "on")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
     requested, granted, started, task, result, finished, released = events(run_folder)
     names = ["cores_requested", "cores_granted", "cores_released"]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu import frameworks, kinds, options
-from flower_gpu.apps.app import format_pairs, parse_pairs
+from flower_gpu.apps.app import ConfigValue, format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
-from flower_gpu.calls.settings import HostSettings, checked_environment
+from flower_gpu.calls.settings import GPUSettings, HostSettings, checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
 
     env = environment(arguments, os.environ)
+    _checked_node_config(arguments, env)
     commands.warm_up_in_background(env)
     os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
 
@@ -101,14 +102,13 @@ def _run_several(arguments: argparse.Namespace) -> int:
     from flower_gpu.flower import commands
 
     count = arguments.count
-    given, node_config = without_option(arguments.flower, _NODE_CONFIG)
+    given, _ = without_option(arguments.flower, _NODE_CONFIG)
     if without_option(given, "--port")[1]:
         raise ConfigError("--port is another one for each SuperNode: leave it out, they get free ones")
     calls = given_calls(arguments)
-    pairs = parse_pairs(_NODE_CONFIG, node_config)
-    check_node_config(calls, pairs)
     env = environment(arguments, os.environ, count)
-    HostSettings.resolve(node_config=pairs, environ=env).check()
+    pairs = _checked_node_config(arguments, env)
+    check_node_config(calls, pairs)
     logs = RunFolder.create(arguments.log_dir or Path("runs"))
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
@@ -134,6 +134,18 @@ def _run_several(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
+    """Return what is given as --node-config, if calls can use it on this host."""
+    _, given = without_option(arguments.flower, _NODE_CONFIG)
+    pairs = parse_pairs(_NODE_CONFIG, given)
+    try:
+        HostSettings.resolve(node_config=pairs, environ=env).check()
+        GPUSettings.resolve(node_config=pairs, environ=env)
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
+    return pairs
+
+
 class _NeverStartsError(Exception):
     """A SuperNode ends again and again, soon after its start."""
 
@@ -146,7 +158,7 @@ class Node:
         number: int,
         count: int,
         given: Sequence[str],
-        pairs: Mapping[str, bool | float | int | str],
+        pairs: Mapping[str, ConfigValue],
         calls: CallOptions,
         env: Mapping[str, str],
         logs: RunFolder,

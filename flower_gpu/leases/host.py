@@ -7,7 +7,8 @@ process may use of them; what its control groups allow is a card of its own, and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from flower_gpu import control_group
-from flower_gpu.leases.admission import CORES, MEMORY, Card, Need, kind_of, of_group
+from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Card, Need, kind_of, of_group
 from flower_gpu.leases.tickets import Entry
 
 #: Of all main memory, the part that is never leased.
 RESERVED_PART: Final = 0.05
+
+#: After so long, what a call that nobody has measured takes is what it needs.
+SETTLED_S: Final = 10.0
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _CPUS: Final = Path("/sys/devices/system/cpu")
@@ -91,6 +95,8 @@ class HostMeasured:
                 if part.uuid == name
             )
             most[name] = max(0, one.available_bytes - reserve + ours)
+        for name, freed_bytes in _not_taken(holders):
+            most[name] += freed_bytes
         return tuple(Card(name, capacity) for name, capacity in sorted(most.items()))
 
 
@@ -137,6 +143,17 @@ def anonymous_bytes(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return max(0, resident - shared) * _PAGE_BYTES
+
+
+def _not_taken(holders: Sequence[Entry]) -> Iterator[tuple[str, int]]:
+    """Return by card what calls that nobody has measured have not taken of the guess for them.
+
+    So calls of one task begin one after the other also where none ends: they may wait for each other.
+    """
+    for entry in holders:
+        for part in entry.parts:
+            if kind_of(part.uuid) == UNKNOWN_MEMORY and time.time() > entry.since + SETTLED_S:
+                yield part.uuid, max(0, part.memory_bytes - entry.own_memory_bytes(anonymous_bytes))
 
 
 def _host_memory() -> Available | None:

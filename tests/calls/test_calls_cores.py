@@ -21,11 +21,6 @@ pytestmark = pytest.mark.timeout(180)
 ALL = cores()
 
 
-@pytest.fixture(autouse=True)
-def _leased(calls_host: CallsHost) -> None:
-    calls_host.env["FLOWER_GPU_CPU_LEASES"] = "on"
-
-
 ON_CPU = {"gpu": "never", "start_method": "fork"}
 
 
@@ -107,7 +102,8 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     footprints = Footprints(tmp_path / "footprints.json")
 
     def needs(task: str) -> tuple[Need, ...]:
-        found = HostNeeds(HostSettings(is_leased=True, num_cpus=0.001), lambda gpu: Key(task, "", gpu), False, footprints)
+        settings = HostSettings(is_leased=True, num_cpus=0.001)
+        found = HostNeeds(settings, lambda gpu: Key(task, "", gpu), False, footprints)
         return found.now()
 
     claims = [Claim(str(order), order, (), 0, needs=needs("train")) for order in range(30)]

@@ -25,7 +25,7 @@ from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases import ledger as ledger_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, Need, Option
+from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Need, Option, of_group
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, State, Wish
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -45,6 +45,7 @@ def wish(
     cores: int | None = None,
     least_cores: int | None = None,
     host_memory: int | None = None,
+    guess: int | None = None,
 ) -> Wish:
     def options(usable: Any) -> tuple[Option, ...]:
         chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
@@ -55,6 +56,8 @@ def wish(
         needs.append(Need(CORES, cores, cores if least_cores is None else least_cores))
     if host_memory is not None:
         needs.append(Need(MEMORY, host_memory, host_memory))
+    if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
+        needs.append(Need(of_group(UNKNOWN_MEMORY, 1), guess, guess, capacity=guess))
     return Wish(options, count=count, pack=pack, label=label, needs=lambda: tuple(needs))
 
 

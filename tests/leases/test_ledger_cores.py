@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from typing import Any
@@ -72,6 +73,23 @@ def test_a_wait_that_ends_says_who_holds_the_cores(ledger_host: LedgerHost) -> N
     assert refused.value.kind == "LeaseTimeoutError"
     assert "held by fit of client 7" in refused.value.message
     assert "core" in refused.value.message
+
+
+def test_calls_of_a_task_that_wait_for_each_other_begin_one_after_the_other(ledger_host: LedgerHost) -> None:
+    """Nobody has measured what they take. What one takes after some seconds is what it needs."""
+    one, two = ledger_host.start(2)
+    one("acquire", **cores(0, guess=GIB))
+    [path] = ledger_host.own.glob("*.ticket")
+    ledger_host.line_up((two, cores(0, guess=GIB)))
+    text = path.read_bytes().partition(b"\n")[0]
+    ticket = json.loads(text)
+    ticket["since"] -= host.SETTLED_S
+    earlier = json.dumps(ticket).encode()
+    assert len(earlier) <= len(text)
+    with path.open("r+b") as file:
+        file.write(earlier + b"\n")
+    assert two.answer()
+    assert sorted(ledger_host.status()["holders"]) == sorted([one.pid, two.pid])
 
 
 def test_tickets_of_other_versions_count_as_they_are(ledger_host: LedgerHost) -> None:

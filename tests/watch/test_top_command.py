@@ -147,7 +147,6 @@ def test_a_worker_and_what_it_tells(shell: Shell, host: Host, tmp_path: Path) ->
 
 
 def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_path: Path) -> None:
-    shell.env["FLOWER_GPU_CPU_LEASES"] = "on"
     folder = tmp_path / "own"
     folder.mkdir()
     process = client(shell, folder, "cpu")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -78,6 +81,22 @@ class TestVariables:
             assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "two"
             without.do("del os.environ['READS_HOME']")
             assert without.call("tasks_forkserver:attribute", "reads_variable", "VALUE")[0] == "none"
+
+    def test_flowers_folder_which_launch_makes_anew_for_each_run(self, tmp_path: Path) -> None:
+        """What Flower makes of it at import is for its command line only: one server is good for all runs."""
+        program = """
+            import os, sys
+            from flower_gpu.workers.forkserver.fitness import EnvironmentUse
+            use = EnvironmentUse()
+            with use.noted():
+                from flwr.supercore.credential_store import file_credential_store
+            assert str(file_credential_store.CREDENTIAL_FILE_PATH).startswith(os.environ["FLWR_HOME"])
+            print(use.differs_from({**os.environ, "FLWR_HOME": "another", "HOME": "another"}))
+            """
+        env = {**os.environ, "FLWR_HOME": str(tmp_path)}
+        line = [sys.executable, "-c", textwrap.dedent(program)]
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=100, check=True)
+        assert "FLWR_HOME" not in done.stdout
 
     def test_of_one_call(self, learned: str) -> None:
         with Client(learned) as caller:
