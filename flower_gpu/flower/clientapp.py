@@ -29,7 +29,7 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.flower.objects import ask_sooner_for_objects
+from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.records import round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers import outcomes
@@ -47,7 +47,7 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     Flower leaves no room for a lease.
     """
     sys.argv = argv
-    ask_sooner_for_objects()
+    ask_for_many()
     if with_lease:
         if not hasattr(run_clientapp, _LOADER):
             raise ConfigError(

@@ -1,23 +1,194 @@
-"""Objects of a message that is there before them.
+"""Objects of messages: many in one request.
 
-A message of Flower's can be pulled as soon as its head was pushed. Who then asks for an object that was not
-pushed yet waits a second, twice as long the next time. Who asks often for messages meets that often.
+A message of Flower's is a tree of objects, two for each array of a model, and each of them travels in a
+request of its own, four times on its way to a client and back. The requests take more than the work where a
+model has many small arrays.
+
+Here the names of several objects, with commas between them, stand for one object that holds them all. Such a
+request goes the way of every other, past the same checks, and Flower's own function answers for each object.
+A server that is not ours knows no object of that name; then each travels alone, as in Flower.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Final
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Final
 
-_FIRST_S: Final = 0.02
-_MODULE: Final = "flwr.supercore.inflatable.inflatable_utils"
-_FUNCTIONS: Final = ("pull_objects", "pull_and_inflate_object_from_tree")
+#: An answer ends with the object that makes it larger than this; a larger object is pushed alone.
+MOST_BYTES: Final = 4 << 20
+_MOST_NAMES: Final = 500  # in one request
+_COMMA: Final = ","
+
+# A message can be pulled as soon as its head was pushed. Who then asks for an object that was not pushed yet
+# waits a second in Flower, and twice as long the next time.
+_FIRST_WAIT_S: Final = 0.02
+
+_UTILS: Final = "flwr.supercore.inflatable.inflatable_utils"
+#: Where Flower's functions for the objects of a message are used by name.
+_USERS: Final = (_UTILS, "flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid")
+#: What answers requests for objects: those of ServerApps and SuperNodes, and those of ClientApps.
+SUPERLINK: Final = (
+    "flwr.superlink.servicer.runtime.runtime_handlers",
+    "flwr.superlink.servicer.fleet.fleet_handlers",
+)
+SUPERNODE: Final = ("flwr.supernode.servicer.runtime.runtime_handlers",)
+
+_Function = Callable[..., Any]
 
 
-def ask_sooner_for_objects() -> None:
-    """Have Flower's functions of this process wait shorter before they ask again for an object."""
-    module = importlib.import_module(_MODULE)
-    for name in _FUNCTIONS:
-        defaults = getattr(getattr(module, name, None), "__kwdefaults__", None) or {}
+def ask_for_many() -> None:
+    """Have Flower's functions of this process pull and push several objects in one request."""
+    utils: Any = importlib.import_module(_UTILS)
+    for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
+        defaults = getattr(getattr(utils, name, None), "__kwdefaults__", None) or {}
         if "initial_backoff" in defaults:
-            defaults["initial_backoff"] = _FIRST_S
+            defaults["initial_backoff"] = _FIRST_WAIT_S
+    asking = Asking(utils.ObjectPullError)
+    for name, around in (
+        ("pull_objects", asking.pulling),
+        ("push_object_contents_from_iterable", asking.pushing),
+    ):
+        own: Any = getattr(utils, name, None)
+        if own is not None:  # else it is another Flower
+            for user in map(sys.modules.get, _USERS):  # one that is imported later takes it from the first
+                if getattr(user, name, None) is own:
+                    setattr(user, name, around(own))
+
+
+def answer_for_many(handlers: Iterable[str]) -> None:
+    """Have a server of Flower's in this process answer such requests, given its modules' names."""
+    for name in handlers:
+        with suppress(ImportError, AttributeError):  # another Flower
+            module: Any = importlib.import_module(name)
+            module.pull_object = _answering_pulls(module.pull_object)
+            module.push_object = _answering_pushes(module.push_object)
+
+
+class Asking:
+    """Pulls and pushes several objects in one request, once the server has shown that it knows of that.
+
+    Parameters
+    ----------
+    refused : type
+        What Flower's function for pulling raises where the server does not know an object.
+    """
+
+    def __init__(self, refused: type[Exception]) -> None:
+        self._refused = refused
+        self._is_tried = False
+        self._is_known = False
+
+    def pulling(self, pull_objects: _Function) -> _Function:
+        """Return what is called for Flower's ``pull_objects``, with the same arguments and result."""
+
+        def pull(object_ids: list[str], pull_object_fn: _Function, **options: Any) -> dict[str, bytes]:
+            found: dict[str, bytes] = {}
+            left = list(dict.fromkeys(object_ids))
+            while len(left) > 1 and (self._is_known or not self._is_tried):
+                names = left[:_MOST_NAMES]
+                try:
+                    [answer] = pull_objects([_COMMA.join(names)], pull_object_fn, **options).values()
+                except self._refused:
+                    if self._is_known:
+                        raise
+                    self._is_tried = True
+                    break
+                self._is_known = self._is_tried = True
+                found.update(unpacked(names, answer))
+                left = [name for name in left if name not in found]
+            if left:
+                found.update(pull_objects(left, pull_object_fn, **options))
+            return found
+
+        return pull
+
+    def pushing(self, push_contents: _Function) -> _Function:
+        """Return what is called for Flower's ``push_object_contents_from_iterable``."""
+
+        def push(contents: Iterable[tuple[str, bytes]], push_object_fn: _Function, **options: Any) -> None:
+            together = packages(contents) if self._is_known else contents
+            push_contents(together, push_object_fn, **options)
+
+        return push
+
+
+def _answering_pulls(pull_object: _Function) -> _Function:
+    def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names = request.object_id.split(_COMMA)
+        if len(names) == 1:
+            return pull_object(request, *args, **kwargs)
+        contents: list[bytes | None] = []
+        nbytes = 0
+        for name in names:
+            request.object_id = name
+            found = pull_object(request, *args, **kwargs)
+            if not found.object_found:
+                return found
+            contents.append(found.object_content if found.object_available else None)
+            nbytes += len(found.object_content)
+            if nbytes > MOST_BYTES:
+                break
+        is_available = any(content is not None for content in contents)
+        return type(found)(object_found=True, object_available=is_available, object_content=packed(contents))
+
+    return answer
+
+
+def _answering_pushes(push_object: _Function) -> _Function:
+    def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names = request.object_id.split(_COMMA)
+        if len(names) == 1:
+            return push_object(request, *args, **kwargs)
+        for name, content in unpacked(names, request.object_content).items():
+            request.object_id, request.object_content = name, content
+            stored = push_object(request, *args, **kwargs)
+            if not stored.stored:
+                break
+        return stored
+
+    return answer
+
+
+def packages(contents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Put objects together, as names and contents; large ones stay alone."""
+    together: dict[str, bytes] = {}
+    nbytes = 0
+    for name, content in contents:
+        if len(content) > MOST_BYTES:
+            yield name, content
+            continue
+        if together and (nbytes + len(content) > MOST_BYTES or len(together) == _MOST_NAMES):
+            yield _package(together)
+            together, nbytes = {}, 0
+        together[name] = content
+        nbytes += len(content)
+    if together:
+        yield _package(together)
+
+
+def _package(contents: dict[str, bytes]) -> tuple[str, bytes]:
+    if len(contents) == 1:
+        [alone] = contents.items()
+        return alone
+    return _COMMA.join(contents), packed(list(contents.values()))
+
+
+def packed(contents: list[bytes | None]) -> bytes:
+    """Return the contents of several objects as one: their lengths, and what is there of them."""
+    lengths = [None if content is None else len(content) for content in contents]
+    return b"\n".join([json.dumps(lengths).encode(), b"".join(filter(None, contents))])
+
+
+def unpacked(names: Iterable[str], content: bytes) -> dict[str, bytes]:
+    """Return the objects of :func:`packed` by name, without those that were not there."""
+    text, _, joined = content.partition(b"\n")
+    found, at = {}, 0
+    for name, length in zip(names, json.loads(text), strict=False):  # an answer may end before all names
+        if length is not None:
+            found[name] = joined[at : at + length]
+            at += length
+    return found

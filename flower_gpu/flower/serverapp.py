@@ -19,7 +19,7 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
-from flower_gpu.flower.objects import ask_sooner_for_objects
+from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
@@ -36,7 +36,7 @@ def main() -> None:
     http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
     if hasattr(http_grid, "time"):  # else it is another Flower, and keeps its own waits
         http_grid.time = clock
-    ask_sooner_for_objects()
+    ask_for_many()
     ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME
     command.load()()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from flower_gpu.flower import layers, ticks
+from flower_gpu.flower import layers, objects, ticks
 from flower_gpu.flower.wakeup import Waker, call_after
 
 # Flower's states, by module, and what makes a task in them.
@@ -21,6 +21,7 @@ def main() -> None:
     from flwr.superlink.cli import flower_superlink
 
     layers.pass_by(is_superlink=True)
+    objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()
     if all(call_after(state, maker, waker.wake) for state in _STATES for maker in _TASK_MAKERS):

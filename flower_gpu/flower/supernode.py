@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
-from flower_gpu.flower import layers, pace, ticks
+from flower_gpu.flower import layers, objects, pace, ticks
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.heartbeats import Heartbeats
-from flower_gpu.flower.objects import ask_sooner_for_objects
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.wakeup import Group, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
@@ -70,7 +69,8 @@ def main() -> None:
         loop = Loop(least_s, idle_s, heartbeats, group_of(os.environ))
         loop.listen()
         start_client_internal.time = Clock(loop, _look_after(CommandFolder()))
-        ask_sooner_for_objects()
+        objects.ask_for_many()
+        objects.answer_for_many(objects.SUPERNODE)
     layers.pass_by(is_superlink=False)
     ticks.look_seldom()
     sys.argv[0] = "flower-supernode"
