@@ -52,11 +52,12 @@ def ask_for_many() -> None:
         ("pull_objects", asking.pulling),
         ("push_object_contents_from_iterable", asking.pushing),
     ):
-        own: Any = getattr(utils, name, None)
-        if own is not None:  # else it is another Flower
-            for user in map(sys.modules.get, _USERS):  # one that is imported later takes it from the first
-                if getattr(user, name, None) is own:
-                    setattr(user, name, around(own))
+        if not hasattr(utils, name):  # another Flower
+            continue
+        own = getattr(utils, name)
+        for user in map(sys.modules.get, _USERS):  # one that is imported later takes it from the first
+            if getattr(user, name, None) is own:
+                setattr(user, name, around(own))
 
 
 def answer_for_many(handlers: Iterable[str]) -> None:
@@ -64,8 +65,8 @@ def answer_for_many(handlers: Iterable[str]) -> None:
     for name in handlers:
         with suppress(ImportError, AttributeError):  # another Flower
             module: Any = importlib.import_module(name)
-            module.pull_object = _answering_pulls(module.pull_object)
-            module.push_object = _answering_pushes(module.push_object)
+            module.pull_object = answering_pulls(module.pull_object)
+            module.push_object = answering_pushes(module.push_object)
 
 
 class Asking:
@@ -116,7 +117,9 @@ class Asking:
         return push
 
 
-def _answering_pulls(pull_object: _Function) -> _Function:
+def answering_pulls(pull_object: _Function) -> _Function:
+    """Return what is called for a server's function that answers a ``PullObjectRequest``."""
+
     def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
         names = request.object_id.split(_COMMA)
         if len(names) == 1:
@@ -138,7 +141,9 @@ def _answering_pulls(pull_object: _Function) -> _Function:
     return answer
 
 
-def _answering_pushes(push_object: _Function) -> _Function:
+def answering_pushes(push_object: _Function) -> _Function:
+    """Return what is called for a server's function that answers a ``PushObjectRequest``."""
+
     def answer(request: Any, *args: Any, **kwargs: Any) -> Any:
         names = request.object_id.split(_COMMA)
         if len(names) == 1:
