@@ -54,8 +54,8 @@ def ask_for_many() -> None:
     ):
         if not hasattr(utils, name):  # another Flower
             continue
-        own = getattr(utils, name)
-        for user in map(sys.modules.get, _USERS):  # one that is imported later takes it from the first
+        own: _Function = getattr(utils, name)
+        for user in [sys.modules.get(module) for module in _USERS]:  # others take it from the first later
             if getattr(user, name, None) is own:
                 setattr(user, name, around(own))
 
