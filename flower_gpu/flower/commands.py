@@ -38,8 +38,8 @@ from typing import Final
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError, FlowerGPUError
-from flower_gpu.flower import pace, wakeup
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE, TASK, WITHOUT_LEASE
+from flower_gpu.flower.waits import pace, wakeup
 from flower_gpu.options import POLL_VARIABLE, value_of
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
@@ -62,7 +62,7 @@ SERVER_COMMANDS: Final = MappingProxyType(
     }
 )
 
-# To a SuperLink that may be on this host as well. Who finds a message wakes the others (wakeup.py).
+# To a SuperLink that may be on this host as well. Who finds a message wakes the others (waits/wakeup.py).
 _MOST_QUESTIONS_PER_S: Final = 10.0
 
 # What the fork server imports before the first message: what our flwr-clientapp runs, and what Flower and

@@ -1,7 +1,7 @@
 """What runs in place of Flower's ``flwr-serverapp``: that, with rounds and replies in the trace of the run.
 
 An app need not know of it: its ServerApp gets Flower's own grid, of which two methods note what goes through.
-Flower's looks for replies every 3 s; this one when it is told (reply_waits.py).
+Flower's looks for replies every 3 s; this one when it is told (waits/reply_waits.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.reply_waits import Clock
-from flower_gpu.flower.wakeup import group_of
+from flower_gpu.flower.waits.reply_waits import Clock
+from flower_gpu.flower.waits.wakeup import group_of
 
 _NAME: Final = "flwr-serverapp"
 

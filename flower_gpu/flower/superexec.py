@@ -1,4 +1,4 @@
-"""Our ``flower-superexec``: Flower's, woken by its parent (wakeup.py) instead of asking it again and again.
+"""Our ``flower-superexec``: Flower's, woken by its parent (waits/wakeup.py), which it asks seldom.
 
 Beside each SuperNode, and beside a SuperLink, Flower starts a ``flower-superexec``. It asks its parent for a
 task, at our interval ten times a second, and starts a process for each. With a hundred SuperNodes those
@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from flower_gpu.flower import wakeup
+from flower_gpu.flower.waits import wakeup
 
 #: How long this waits without a wake-up: one may get lost.
 LONGEST_S: Final = 60.0

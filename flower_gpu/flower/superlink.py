@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from flower_gpu.flower import layers, objects, ticks
-from flower_gpu.flower.wakeup import Waker, call_after
+from flower_gpu.flower import objects
+from flower_gpu.flower.waits import ticks
+from flower_gpu.flower.waits.wakeup import Waker, call_after
 
 # Flower's states, by module, and what makes a task in them.
 _STATES: Final = (
@@ -20,7 +21,6 @@ def main() -> None:
     """Run Flower's SuperLink."""
     from flwr.superlink.cli import flower_superlink
 
-    layers.pass_by(is_superlink=True)
     objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()

@@ -21,12 +21,13 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
-from flower_gpu.flower import layers, objects, pace, ticks
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower import objects
 from flower_gpu.flower.commands import CommandFolder
-from flower_gpu.flower.heartbeats import Heartbeats
 from flower_gpu.flower.programs.server import fork_own
-from flower_gpu.flower.wakeup import Group, Waker, call_after, group_of
+from flower_gpu.flower.waits import pace, ticks
+from flower_gpu.flower.waits.heartbeats import Heartbeats
+from flower_gpu.flower.waits.wakeup import Group, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
 from flower_gpu.workers.forkserver.control import Stays
 
@@ -71,7 +72,6 @@ def main() -> None:
         start_client_internal.time = Clock(loop, _look_after(CommandFolder()))
         objects.ask_for_many()
         objects.answer_for_many(objects.SUPERNODE)
-    layers.pass_by(is_superlink=False)
     ticks.look_seldom()
     sys.argv[0] = "flower-supernode"
     flower_supernode()

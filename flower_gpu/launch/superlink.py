@@ -17,7 +17,7 @@ from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import SERVER_COMMANDS, CommandFolder, fast_start, warm_up_command
-from flower_gpu.flower.wakeup import with_group
+from flower_gpu.flower.waits.wakeup import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines

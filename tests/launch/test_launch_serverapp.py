@@ -19,7 +19,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.flower import serverapp
 from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.reply_waits import Clock
+from flower_gpu.flower.waits.reply_waits import Clock
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.superlink import SuperLinkEngine

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flower_gpu.flower import pace, wakeup
-from flower_gpu.flower.heartbeats import Heartbeats
 from flower_gpu.flower.supernode import Clock, Loop, is_on_this_host
+from flower_gpu.flower.waits import pace, wakeup
+from flower_gpu.flower.waits.heartbeats import Heartbeats
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,8 +143,10 @@ from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supernode import fleet_http_connection, start_client_internal
-from flower_gpu.flower.heartbeats import Heartbeats
-from flower_gpu.flower.objects import ask_sooner_for_objects
+from flower_gpu.flower.waits.heartbeats import Heartbeats
+from flower_gpu.flower.objects import SUPERLINK, SUPERNODE, answer_for_many, ask_for_many
+from flwr.superlink.grid import http_grid
+from flwr.superlink.routers.fleet import router
 heartbeats = Heartbeats(2, heartbeat, fleet_http_connection)
 sender = fleet_http_connection.HeartbeatSender(bool)
 heartbeats.no_work()
@@ -156,11 +158,18 @@ for module in (heartbeat, fleet_http_connection):
     print("HEARTBEAT_DEFAULT_INTERVAL" in inspect.getsource(module).partition("def ")[2])
 waits = inspect.getsource(start_client_internal).count("time.sleep(")
 print(start_client_internal.time.__name__, waits)
-ask_sooner_for_objects()
-for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
-    print(inspect.signature(getattr(inflatable_utils, name)).parameters["initial_backoff"].default)
+own = inflatable_utils.pull_objects
+ask_for_many()
+print(own.__kwdefaults__["initial_backoff"])
+print(inflatable_utils.pull_and_inflate_object_from_tree.__kwdefaults__["initial_backoff"])
+print(start_client_internal.pull_objects is http_grid.pull_objects is inflatable_utils.pull_objects is not own)
+name = "push_object_contents_from_iterable"
+print(getattr(start_client_internal, name) is getattr(inflatable_utils, name))
+answer_for_many(SUPERLINK + SUPERNODE)
+print(router.fleet_handlers.pull_object.__module__, router.fleet_handlers.push_object.__module__)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
     )
-    assert done.stdout.split() == ["60", "60", "10", "True", "True", "time", "3", "0.02", "0.02"]
+    waits = ["60", "60", "10", "True", "True", "time", "3", "0.02", "0.02"]
+    assert done.stdout.split() == [*waits, "True", "True", *["flower_gpu.flower.objects"] * 2]

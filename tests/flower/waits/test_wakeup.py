@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from flower_gpu.flower import wakeup
 from flower_gpu.flower.superexec import Clock
+from flower_gpu.flower.waits import wakeup
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -26,7 +26,8 @@ socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b"\\n", "\\0" + sys.argv
 #: As a SuperExec: waits, and ends with its parent.
 WAIT = """
 import os, sys
-from flower_gpu.flower import superexec, wakeup
+from flower_gpu.flower import superexec
+from flower_gpu.flower.waits import wakeup
 clock = superexec.Clock(wakeup.found())
 superexec.end_with(int(sys.argv[1]))
 print(os.environ.get("FLOWER_GPU_WAKEUP"), flush=True)
@@ -119,7 +120,7 @@ import threading
 from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
-from flower_gpu.flower import wakeup
+from flower_gpu.flower.waits import wakeup
 from flower_gpu.flower.supernode import Heartbeats, Loop
 
 loop = Loop(1.0, 1.0, Heartbeats(1, SimpleNamespace(), SimpleNamespace()))

@@ -6,8 +6,8 @@ import threading
 import time
 from typing import Any, Final
 
-from flower_gpu.flower import pace
-from flower_gpu.flower.wakeup import Group
+from flower_gpu.flower.waits import pace
+from flower_gpu.flower.waits.wakeup import Group
 
 _LEAST_S: Final = 0.1  # where nobody tells of replies
 _TOLD_LEAST_S: Final = 0.5  # where SuperNodes tell: only errors of the SuperLink's own are found by asking

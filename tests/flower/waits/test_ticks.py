@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 SERVE = """
 import os, signal, threading, time
 import httpx, uvicorn
-from flower_gpu.flower import ticks
+from flower_gpu.flower.waits import ticks
 
 ticks.look_seldom()
 ticks.look_seldom()
