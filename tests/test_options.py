@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flower_gpu import options, run_in_worker
-from flower_gpu.calls.settings import CallSettings, GPUSettings, WorkerSettings
+from flower_gpu.calls.settings import CallSettings, GPUSettings, HostSettings, WorkerSettings
 from flower_gpu.cli.main import OLD_NAMES, build_parser
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.options import CALL, START_METHODS, VARIABLES
@@ -126,7 +126,8 @@ def test_code_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_NUM_THREADS", *VARIABLES):
         monkeypatch.setenv(name, "")
-    assert CallSettings.resolve({}) == CallSettings(WorkerSettings(threads=cores()), GPUSettings())
+    worker, host = WorkerSettings(threads=cores()), HostSettings(is_leased=True)
+    assert CallSettings.resolve({}) == CallSettings(worker, GPUSettings(), host)
 
 
 def test_the_older_name_of_an_option_means_the_same() -> None:
