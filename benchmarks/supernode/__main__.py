@@ -25,12 +25,21 @@ from benchmarks.shared.processes import ROOT, BenchmarkError, new_state_folder
 from benchmarks.supernode.federation import MessageTime, environment, federation, fork_servers, settled_mb
 from flower_gpu.apps.app import format_pairs
 
+_NO_OP = ROOT / "benchmarks" / "supernode" / "apps" / "no_op"
 _APPS = {
-    "no-op": ROOT / "benchmarks" / "supernode" / "apps" / "no_op",
+    "no-op": _NO_OP,
+    "arrays": _NO_OP,
     "digits": ROOT / "benchmarks" / "supernode" / "apps" / "digits",
     "ordinary": ROOT / "benchmarks" / "simulation" / "apps" / "ordinary",
 }
-_SUPERNODES = {"no-op": (6, 12, 100), "digits": (6,), "ordinary": (6, 12, 100), "memory": (6, 12, 100)}
+_SUPERNODES = {
+    "no-op": (6, 12, 100),
+    "arrays": (6,),
+    "digits": (6,),
+    "ordinary": (6, 12, 100),
+    "memory": (6, 12, 100),
+}
+_ARRAYS = 122  # as many as a ResNet-18 has
 _WAYS = ("flower", "ours", "launch")
 _MOST_OF_FLOWER = 12  # of its own SuperNodes: two cores cannot have a hundred of these
 _RUN_S = 900.0
@@ -44,7 +53,7 @@ def main() -> int:
     add("--supernodes", type=positives, metavar="N,N",
         help="how many; default: 6, 12 and 100, for digits 6")  # fmt: skip
     add("--ways", type=partial(chosen, _WAYS), metavar="WAY,WAY",
-        help="flower (up to 12 SuperNodes), ours, for ordinary also launch; default: all")  # fmt: skip
+        help="flower (up to 12 SuperNodes), ours, and launch; default: all")  # fmt: skip
     add("--rounds", type=positive, metavar="N", help="of each run; default: 3")
     add("--runs", type=positive, metavar="N", help="of each way; default: 3")
     parts = {part: partial(_part, part) for part in _SUPERNODES}
@@ -54,7 +63,7 @@ def main() -> int:
 def _part(part: str, options: Options, figures: Figures) -> None:
     for count in options.supernodes or _SUPERNODES[part]:
         left_out = {"flower"} if count > _MOST_OF_FLOWER else set()
-        if part != "ordinary":
+        if part in ("memory", "digits"):
             left_out.add("launch")
         ways = [way for way in options.ways if way not in left_out]
         if part == "memory":
@@ -134,6 +143,8 @@ def _run(app: str, way: str, count: int, rounds: int) -> dict[str, float]:
         env = environment(name)
         config: dict[str, Any] = {"num-server-rounds": rounds, "num-clients": count}
         config["figures"] = str(folder / "figures.json")
+        if app == "arrays":
+            config["arrays"] = _ARRAYS
         if app == "ordinary":
             config["model"] = str(folder / "model.npz")
         # The memory of a no-op run is that of its SuperNodes, and looking at it takes time of its rounds.

@@ -11,4 +11,5 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    rounds.run(grid, context.run_config, [np.zeros(1000, np.float32)])
+    config = context.run_config
+    rounds.run(grid, config, [np.full(1000, number, np.float32) for number in range(config["arrays"])])
