@@ -41,7 +41,7 @@ def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = Fals
     try:
         new.unlink(missing_ok=True)
         try:
-            os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+            opened(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666).close()
         except FileNotFoundError as error:
             raise FileNotFoundError(error.errno, "the folder does not exist", str(path.parent)) from None
         if mode is not None:
@@ -143,7 +143,7 @@ def locked(path: Path) -> Iterator[None]:
             # Said, not left to close: a fork in another thread may have a copy for a moment.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
-        close(descriptor)
+        descriptor.close()
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:
@@ -163,19 +163,33 @@ _passed_on = threading.local()
 _lock = threading.RLock()
 
 
-def opened(path: Path, flags: int, mode: int = 0o600) -> int:
+class Descriptor(int):
+    """The number of a file that this process has opened; closed at the latest when nobody has it any more.
+
+    So an exception at any moment, as Ctrl-C raises one, leaves no file open, and none locked.
+    """
+
+    process: int | None = None  # which has it open; in a fork the number may be another file's
+
+    def close(self) -> None:
+        """Close the file, unless that is done."""
+        with _lock:
+            if self.process in (None, os.getpid()):
+                self.process = -1
+                _own.discard(int(self))
+                os.close(self)
+
+    __del__ = close
+
+
+def opened(path: Path, flags: int, mode: int = 0o600) -> Descriptor:
     """Open a file as ``os.open`` does; the descriptor is closed in forks of this process."""
     with _lock:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
-        _own.add(descriptor)
+        # In one step of the interpreter: before the next one, a signal's handler may raise.
+        [descriptor] = map(Descriptor, map(os.open, [path], [flags | os.O_CLOEXEC], [mode]))
+        descriptor.process = os.getpid()
+        _own.add(int(descriptor))
         return descriptor
-
-
-def close(descriptor: int) -> None:
-    """Close a descriptor that was noted."""
-    with _lock:
-        _own.discard(descriptor)
-        os.close(descriptor)
 
 
 @contextmanager

@@ -59,6 +59,29 @@ def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
         os.close(second)
 
 
+def test_a_file_that_nobody_has_any_more_is_closed_by_the_process_that_opened_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = files.opened(path, os.O_RDWR | os.O_CREAT)
+    assert files.try_lock(first)
+    number = int(first)
+    child = os.fork()
+    if not child:
+        with open(path, "rb") as same_number:  # the fork has not the file, so this one gets its number
+            ok = same_number.fileno() == number
+            del first
+            ok = ok and os.fstat(number).st_ino == path.stat().st_ino
+        os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    second = files.opened(path, os.O_RDWR)
+    assert not files.try_lock(second)
+    del first
+    assert files.try_lock(second)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(number)
+    second.close()
+    second.close()
+
+
 def test_who_waits_for_a_lock_draws_nothing_from_the_users_generator(tmp_path: Path) -> None:
     """How often somebody waits is chance, and the draws of a run with a seed are not."""
     path = tmp_path / "lock"

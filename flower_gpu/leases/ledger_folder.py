@@ -46,7 +46,11 @@ class LedgerFolder:
         """
         asked = os.environ.get("FLOWER_GPU_LEDGER_DIR")
         root = Path(asked or "/tmp").absolute()
-        if asked and not root.is_dir():
+        try:
+            is_there = root.is_dir()
+        except PermissionError as error:
+            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not for this account: {error}") from error
+        if not is_there:
             raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not a folder; make it, with mode 1777")
         if os.access(root, os.W_OK | os.X_OK | os.R_OK):
             return cls(root)
@@ -123,9 +127,9 @@ class LedgerFolder:
             # Not left to close: a fork in another thread may have a copy of the descriptor for a moment.
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            files.close(descriptor)
+            descriptor.close()
 
-    def _lock(self, before_try: Callable[[], object]) -> int:
+    def _lock(self, before_try: Callable[[], object]) -> files.Descriptor:
         path = self.root / _MUTEX
         deadline = time.monotonic() + self.mutex_wait_s
         while True:
@@ -136,18 +140,15 @@ class LedgerFolder:
                     return descriptor
             except TimeoutError:
                 holder = _holder(descriptor)
-                files.close(descriptor)
+                descriptor.close()
                 raise LeaseError(
                     f"{path} has been locked for {self.mutex_wait_s:g} s by {holder}; "
                     "if it was stopped (Ctrl-Z), let it go on or end it"
                 ) from None
-            except BaseException:
-                files.close(descriptor)
-                raise
-            files.close(descriptor)  # another process has removed the file and made a new one
+            descriptor.close()  # another process has removed the file and made a new one
 
 
-def _open(path: Path) -> int:
+def _open(path: Path) -> files.Descriptor:
     # Not with O_CREAT at once: fs.protected_regular forbids that for another account's file in /tmp.
     while True:
         try:
@@ -156,7 +157,7 @@ def _open(path: Path) -> int:
             with suppress(FileExistsError):
                 made = files.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                 os.fchmod(made, 0o644)  # to lock it, others need to read it only
-                files.close(made)
+                made.close()
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
                 raise LeaseError(f"{path} is not a file that everybody can read; remove it") from error

@@ -142,7 +142,7 @@ class Entry:
 class Ticket:
     """A ticket of this process, made and changed with the ledger's mutex held."""
 
-    def __init__(self, entry: Entry, descriptor: int, wake: int) -> None:
+    def __init__(self, entry: Entry, descriptor: files.Descriptor, wake: files.Descriptor) -> None:
         self.entry = entry
         self.descriptor = descriptor
         self._wake = wake
@@ -153,24 +153,21 @@ class Ticket:
         """Write a ticket into ``folder``. It is locked before any process can see it."""
         new = folder / f"{entry.id}{_NEW}"
         wake_path = folder / f"{entry.id}{_WAKE}"
-        made: list[int] = []
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(folder / f"{entry.id}{_LABEL}", flags, 0o600), "wb") as file:
-                file.write(label.encode(errors="replace")[:_LABEL_BYTES])
+            said = files.opened(folder / f"{entry.id}{_LABEL}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(said, label.encode(errors="replace")[:_LABEL_BYTES])
+            said.close()
             os.mkfifo(wake_path, 0o622)
             os.chmod(wake_path, 0o622)  # whatever the umask is: others may wake, not read
             # Open for writing as well: otherwise poll reports the missing writer all the time.
-            made.append(files.opened(wake_path, os.O_RDWR | os.O_NONBLOCK))
-            made.append(files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-            fcntl.flock(made[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(made[1], 0o644)  # after the lock, so that no other process can lock it first
-            ticket = cls(replace(entry, path=new), made[1], made[0])
+            wake = files.opened(wake_path, os.O_RDWR | os.O_NONBLOCK)
+            made = files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(made, 0o644)  # after the lock, so that no other process can lock it first
+            ticket = cls(replace(entry, path=new), made, wake)
             ticket.write(entry)
             return ticket
         except BaseException:
-            for descriptor in made:
-                files.close(descriptor)
             remove(folder, entry.id)
             raise
 
@@ -216,9 +213,7 @@ class Ticket:
 
     def let_go(self) -> None:
         """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""
-        if self.descriptor >= 0:
-            files.close(self.descriptor)
-            self.descriptor = -1
+        self.descriptor.close()
         deadline = time.monotonic() + _DYING_S
         while self.entry.is_alive() and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -226,10 +221,8 @@ class Ticket:
     def remove(self) -> None:
         """Remove it. The lock ends with the last process that has it, which may be a worker."""
         remove(self.entry.path.parent, self.entry.id, self.entry.path)
-        for descriptor in (self._wake, self.descriptor):
-            if descriptor >= 0:
-                files.close(descriptor)
-        self._wake = self.descriptor = -1
+        self._wake.close()
+        self.descriptor.close()
 
 
 def remove(folder: Path, id_: str, path: Path | None = None) -> None:
@@ -294,16 +287,16 @@ def clean(folder: Path, alive: Iterable[Entry]) -> None:
 @contextmanager
 def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a file that another account may have made: never wait for it, never follow a link."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = files.opened(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        descriptor.close()
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = files.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError):
         return False
     except OSError as error:
@@ -312,7 +305,7 @@ def _is_locked(path: Path) -> bool:
     try:
         return not files.try_lock(descriptor, fcntl.LOCK_SH)
     finally:
-        os.close(descriptor)
+        descriptor.close()
 
 
 def _read(path: Path, user: int) -> Entry | None:

@@ -43,7 +43,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     with ExitStack() as stack:
 
         def make(most: int, settings: HostSettings | None = None) -> CoreLeases:
-            found = CoreLeases(settings or HostSettings(), ALL // most, most, "messages of app")
+            found = CoreLeases(settings or HostSettings(is_leased=True), ALL // most, most, "messages of app")
             stack.callback(found.close)
             return found
 

@@ -127,10 +127,11 @@ def test_ctrl_c(to: str, start_method: str, run: Run, caller: Callable[..., subp
 def test_ctrl_c_during_many_short_calls(
     start_method: str, caller: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """A Ctrl-C at any moment of a call leaves no worker, no traceback of one, and no descriptor."""
+    """A Ctrl-C at any moment of a call leaves no worker, no traceback of one, no descriptor, and no lease."""
     script = """
         import os, random, signal, sys, threading, time
         from flower_gpu import run_in_worker
+        from flower_gpu.leases.ledger import Ledger
 
         def short():
             return os.getpid()
@@ -163,7 +164,9 @@ def test_ctrl_c_during_many_short_calls(
         thread.join()
         print("pids", os.getpid())
         print("interrupted" if interrupted else "never interrupted")
-        print("no descriptor is lost", os.listdir("/proc/self/fd") == descriptors, flush=True)
+        print("no descriptor is lost", os.listdir("/proc/self/fd") == descriptors)
+        leases = [one for one in Ledger().status().holders if one.pid == os.getpid()]
+        print("no lease is left", not leases, flush=True)
         time.sleep(600)
     """
     process = caller(script, start_method)
@@ -171,6 +174,7 @@ def test_ctrl_c_during_many_short_calls(
     assert process.stdout is not None
     assert process.stdout.readline() == "interrupted\n"
     assert process.stdout.readline() == "no descriptor is lost True\n"
+    assert process.stdout.readline() == "no lease is left True\n"
     assert wait_until(lambda: not [pid for pid in children_of(process.pid) if is_running(pid)])
     process.kill()
     assert "Process flower-gpu" not in process.communicate()[1]
