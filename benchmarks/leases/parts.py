@@ -217,8 +217,10 @@ def measure_waiting(numbers: random.Random, waiters: int, seconds: int) -> dict[
 
 
 def _hold() -> None:
-    Ledger(reserve_bytes=RESERVE_BYTES).acquire(wish(share=1.0, count=2))
+    ledger = Ledger(reserve_bytes=RESERVE_BYTES)
+    ticket = ledger.acquire(wish(share=1.0, count=2))
     time.sleep(3600)
+    ledger.release(ticket)
 
 
 def _wait(granted: int) -> None:

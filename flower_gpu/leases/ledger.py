@@ -142,7 +142,8 @@ class Ledger:
         -------
         Ticket
             With the granted parts in ``entry.parts``. Give it back by :meth:`release` once the worker has
-            ended. The kernel does so when this process and the worker have both ended.
+            ended. The kernel does so when this process and the worker have both ended, or when the worker
+            has and nobody has the ticket any more.
 
         Raises
         ------
