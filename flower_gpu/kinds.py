@@ -163,6 +163,7 @@ class Option:
     node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
     is_nodes: bool = False  # the node has the last word: the variable goes before the code
     old_names: tuple[str, ...] = ()  # keywords and options that mean the same
+    short_names: tuple[str, ...] = ()  # options that mean the same, and that --help lists
     excludes: str = ""  # options with the same word exclude each other
     run_config_key: str = ""  # it stands for this key of the app's run config
     hint: str = ""  # for the author of an app that does not declare the key
@@ -186,6 +187,22 @@ def table_of(annotated: type) -> dict[str, Option]:
 def flag(name: str) -> str:
     """Return an option as it is written on a command line."""
     return f"--{name.replace('_', '-')}"
+
+
+#: The folder of an app that is not named.
+HERE: Final = Path()
+
+
+def add_app_folder(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of an app to a parser, as ``app_dir``."""
+    parser.add_argument(
+        "app_dir",
+        metavar="APP_DIR",
+        nargs="?",
+        type=FOLDER,
+        default=HERE,
+        help="folder of the Flower app (default: this folder)",
+    )
 
 
 def add_arguments(
@@ -241,6 +258,6 @@ def add_arguments(
             kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
         elif option.kind is not None:
             kind |= {"metavar": option.kind.metavar, "type": option.kind}
-        target.add_argument(flag(name), help=help, **kind)
+        target.add_argument(flag(name), *map(flag, option.short_names), help=help, **kind)
         for old in option.old_names:
             target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)

@@ -19,6 +19,7 @@ ConfigValue = bool | int | float | str
 
 # A key, and a value that is quoted or has no spaces: what flwr.common.config.parse_config_args accepts, and
 # escaped quotes.
+_COMMA = re.compile(r",\s*[\w.-]+=|\s,\s")  # before the key of a pair, or in quotes
 _PAIR = re.compile(r"""([^\s="']+)=('[^']*'|"(?:[^"\\]|\\.)*"|[^\s"']\S*)(?=\s|$)""")
 
 #: The key of a run config by which an app that has it learns how many clients there are.
@@ -180,20 +181,29 @@ def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, ConfigValue]:
     """
     values: dict[str, ConfigValue] = {}
     for text in texts:
-        rest = _PAIR.sub("", text).split()
-        if rest or not text.strip():
-            raise ConfigError(
-                f"{option}: {(rest or [text])[0]!r} is not of the form key=value "
-                '(TOML values: 3, 0.1, true, "text")'
-            )
-        for key, value in _PAIR.findall(text):
-            try:
-                values.update(flatten(tomllib.loads(f"{key} = {value}")))
-            except (tomllib.TOMLDecodeError, ValueError):
-                raise ConfigError(
-                    f"{option}: {key}={value} has no TOML number, true, false or quoted text "
-                    f"(for a text write {key}='\"{value}\"')"
-                ) from None
+        try:
+            values.update(_pairs_of(text))
+        except ValueError as error:
+            problem = f"separate keys by spaces, not by commas: {text}" if _COMMA.search(text) else error
+            raise ConfigError(f"{option}: {problem}") from None
+    return values
+
+
+def _pairs_of(text: str) -> dict[str, ConfigValue]:
+    rest = _PAIR.sub("", text).split()
+    if rest or not text.strip():
+        raise ValueError(
+            f'{(rest or [text])[0]!r} is not of the form key=value (TOML values: 3, 0.1, true, "text")'
+        )
+    values: dict[str, ConfigValue] = {}
+    for key, value in _PAIR.findall(text):
+        try:
+            values.update(flatten(tomllib.loads(f"{key} = {value}")))
+        except ValueError:  # TOMLDecodeError is one
+            raise ValueError(
+                f"{key}={value} has no TOML number, true, false or quoted text "
+                f"(for a text write {key}='\"{value}\"')"
+            ) from None
     return values
 
 

@@ -7,6 +7,7 @@ the dependencies.
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import platform
@@ -77,6 +78,8 @@ _log = logging.getLogger("flwr.flower_gpu")
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line, without the whole usage in front; it takes -v and -q."""
 
+    commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         verbosity.add_options(self)
@@ -85,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (options: {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """Build the parser of the command and all its subcommands."""
     parser = _Parser(
         prog="flower-gpu",
@@ -113,7 +116,18 @@ def build_parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_arguments(added)
+    parser.commands = commands.choices
     return parser
+
+
+def _nearest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    """Return the option that the first unknown one may have been meant to be, for a message."""
+    names = [name for action in parser._actions for name in action.option_strings]
+    for text in unknown:
+        near = difflib.get_close_matches(text.partition("=")[0], names, n=1) if text.startswith("-") else []
+        if near:
+            return f"; did you mean {near[0]}?"
+    return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,11 +145,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         128 + n: ended by signal n.
     """
     try:
-        arguments, unknown = build_parser().parse_known_args(argv)
+        parser = build_parser()
+        arguments, unknown = parser.parse_known_args(argv)
         try:
             if unknown:
+                near = _nearest(parser.commands[arguments.command], unknown)
                 raise ConfigError(
-                    f"unknown: {' '.join(unknown)} (options: flower-gpu {arguments.command} --help)"
+                    f"unknown: {' '.join(unknown)}{near} (options: flower-gpu {arguments.command} --help)"
                 )
             if argv is None and arguments.command == "simulate":
                 simulate.begin_again(arguments)

@@ -9,16 +9,21 @@ DESCRIPTION = """\
 Answer Prometheus, over HTTP and until Ctrl-C: what the GPUs of this host do, how much of them is leased, and
 what the runs of this account do. It looks when it is asked, and changes nothing.
 
-    flower-gpu metrics --port 9460
+    flower-gpu metrics
     curl http://127.0.0.1:9460/metrics"""
 
 _ADDRESS = "127.0.0.1"
+_PORT = 9460
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument(
-        "--port", metavar="N", type=int, required=True, help="port to listen on; 0: a free one"
+        "--port",
+        metavar="N",
+        type=int,
+        default=_PORT,
+        help=f"port to listen on; 0: a free one (default: {_PORT})",
     )
     parser.add_argument(
         "--address",

@@ -22,7 +22,7 @@ from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
-from flower_gpu.launch.options import given_calls
+from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, options_of
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
@@ -37,7 +37,7 @@ DESCRIPTION = """\
 Run a Flower app in a simulation: its ServerApp in this process, and each message to one of its virtual
 clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
 
-    flower-gpu simulate my-app --num-supernodes 1000 --run-config "num-server-rounds=5"
+    flower-gpu simulate my-app --clients 1000 --rounds 5
 
 Metrics, the final model and a summary are left in a folder under --log-dir."""
 
@@ -62,8 +62,12 @@ _DEFAULTS: Final = {
 #: The command's own options.
 _OPTIONS: Final = {
     "num_supernodes": Option(
-        "how many virtual clients (with --resume by default as many as before)", COUNT, group="federation"
+        "how many virtual clients (with --resume by default as many as before)",
+        COUNT,
+        group="federation",
+        short_names=("clients",),
     ),
+    "rounds": RUN_CONFIG["rounds"],
     "seed": Option(
         "of the clients' ids and random numbers, and of sampling (default: drawn, and written down)",
         NON_NEGATIVE,
@@ -134,7 +138,7 @@ _MORE: Final = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
-    parser.add_argument("app_dir", metavar="APP_DIR", type=FOLDER, help="folder of the Flower app")
+    kinds.add_app_folder(parser)
     parser.add_argument(
         "-c",
         "--run-config",
@@ -235,9 +239,15 @@ def _run(arguments: argparse.Namespace) -> int:
 def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigValue]]:
     """Return the number of nodes, by default that of the run that goes on, and the values of a run config."""
     given = given_run_config(arguments.run_config)
+    if arguments.rounds is not None:
+        if NUM_ROUNDS_KEY in given:
+            raise ConfigError(f"--rounds and --run-config {NUM_ROUNDS_KEY} say the same twice")
+        given[NUM_ROUNDS_KEY] = arguments.rounds
     if arguments.resume is None:
         if arguments.num_supernodes is None:
-            raise ConfigError("--num-supernodes N is missing: how many virtual clients are there?")
+            raise ConfigError(
+                "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
+            )
         return arguments.num_supernodes, given
     from flower_gpu.simulation.results import ResultFolder
 

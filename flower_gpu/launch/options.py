@@ -16,7 +16,6 @@ from flower_gpu.gpu.policy import SERVER_KEY, gpu_numbers
 from flower_gpu.kinds import (
     ABSOLUTE_PATH,
     COUNT,
-    FOLDER,
     NON_NEGATIVE,
     PAIRS,
     PORT,
@@ -85,7 +84,12 @@ class LaunchOptions:
     app_dir: Path
     clients: Annotated[
         int | None,
-        Option("number of clients (default: the app's num-clients, else 2)", COUNT, group="federation"),
+        Option(
+            "number of clients (default: the app's num-clients, else 2)",
+            COUNT,
+            group="federation",
+            short_names=("num_supernodes",),  # as Flower has it
+        ),
     ] = None
     engine: Annotated[
         str,
@@ -157,12 +161,13 @@ class _HelpWithAppDefaults(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        app_dir = getattr(namespace, "app_dir", None)
-        if app_dir is not None:
-            try:
-                app = FlowerApp.load(app_dir)
-            except ConfigError as error:
+        app_dir: Path = getattr(namespace, "app_dir", kinds.HERE)
+        try:
+            app = FlowerApp.load(app_dir)
+        except ConfigError as error:
+            if app_dir != kinds.HERE:
                 parser.error(str(error))
+        else:
             lines = "\n".join(f"  {key} = {value!r}" for key, value in app.run_config.items())
             parser.epilog = f"run config of {app.name} and its defaults:\n{lines or '  (empty)'}"
         parser.print_help()
@@ -171,7 +176,7 @@ class _HelpWithAppDefaults(argparse.Action):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``launch`` to a parser."""
-    parser.add_argument("app_dir", metavar="APP_DIR", type=FOLDER, help="folder of the Flower app")
+    kinds.add_app_folder(parser)
     parser.add_argument("-h", "--help", action=_HelpWithAppDefaults)
     table = {**RUN_CONFIG, **_OWN, **options.options_of("launch")}
     by_group = sorted(table.items(), key=lambda item: [*_GROUPS].index(item[1].group))

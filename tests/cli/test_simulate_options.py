@@ -152,7 +152,7 @@ def refusal(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "--num-supernodes N is missing"),
+        ([], "--num-supernodes N (or --clients N) is missing"),
         (["--num-supernodes", "0"], "must be a whole number, 1 or more, not '0'"),
         (
             ["--num-supernodes", "3", "--run-config", "lr=0.1"],
@@ -160,6 +160,15 @@ def refusal(
             "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
         ),
         (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
+        (
+            ["--clients", "3", "-c", "mode='plain',num-server-rounds=3"],
+            "separate keys by spaces, not by commas: mode='plain',num-server-rounds=3",
+        ),
+        (["--clients", "3", "--rounds", "0"], "must be a whole number, 1 or more, not '0'"),
+        (
+            ["--clients", "3", "--rounds", "1", "-c", "num-server-rounds=1"],
+            "--rounds and --run-config num-server-rounds say the same twice",
+        ),
         (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
         (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 SuperNodes"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
@@ -189,7 +198,9 @@ def refusal(
         (["--num-supernodes", "3", "--resume", "nothing"], "--resume nothing: there is no such folder"),
         (["--num-supernodes", "3", "--resume", "app"], "--resume app: it has no config.json"),
         (["--num-supernodes", "3", "--log-dir", "app/pyproject.toml/x"], "pyproject.toml is not a folder"),
-        (["--num-supernodes", "3", "--faster"], "unknown: --faster"),
+        (["--num-supernodes", "3", "--faster"], "unknown: --faster (options: flower-gpu simulate --help)"),
+        (["--client=3"], "unknown: --client=3; did you mean --clients? (options"),
+        (["--num-supernode", "3"], "unknown: --num-supernode 3; did you mean --num-supernodes?"),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_a_line(
@@ -201,6 +212,14 @@ def test_what_cannot_be_used_is_refused_in_a_line(
 def test_a_folder_without_an_app_is_refused(refusal: Refusal) -> None:
     assert "nothing is not a folder" in refusal("nothing", "--num-supernodes", "3")
     assert "app/counting has no pyproject.toml" in refusal("app/counting", "--num-supernodes", "3")
+
+
+def test_the_folder_of_the_app_may_be_the_current_one(
+    refusal: Refusal, app: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ". has no pyproject.toml" in refusal("--clients", "3")
+    monkeypatch.chdir(app)
+    assert "counting knows plain" in refusal("--clients", "3", "-c", "mode='odd'")
 
 
 def earlier_run(folder: Path, app: str, checkpoint: str) -> Path:
