@@ -18,6 +18,8 @@ T = TypeVar("T")
 Handle = NewType("Handle", object)
 
 _LIBRARY: Final = "libnvidia-ml.so.1"
+#: How the reason begins where nobody has installed a driver.
+NO_DRIVER: Final = "no NVIDIA driver here"
 
 # Codes of nvml.h (https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html).
 _UNINITIALIZED: Final = 1
@@ -275,9 +277,12 @@ def _of_a_gpu(code: int, error: Exception) -> QueryError:
 
 def _at_start(code: int, error: Exception) -> QueryError:
     if code == _LIBRARY_NOT_FOUND:
+        why = _why_not_loaded()
+        is_missing = "No such file" in why
+        found = f"{NO_DRIVER}: {_LIBRARY} is missing" if is_missing else f"{_LIBRARY} cannot be loaded: {why}"
         return QueryError(
-            f"NVIDIA's library {_LIBRARY} cannot be loaded ({_why_not_loaded()}). It comes with the driver: "
-            "install that; in a container, start it with access to the GPUs (docker run --gpus all)",
+            f"{found}. It comes with the driver; in a container, start it with access to the GPUs "
+            "(docker run --gpus all)",
             code,
         )
     text = _AT_START.get(code) or f"the NVIDIA driver answers {str(error)!r} (NVML code {code})"

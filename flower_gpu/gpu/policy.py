@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError, GPUUnavailableError
+from flower_gpu.gpu.nvml import NO_DRIVER
 from flower_gpu.options import POLICIES, find
 
 if TYPE_CHECKING:
@@ -282,7 +283,9 @@ def _without_gpu(policy: DevicePolicy, use_gpu: bool | None, why: str) -> Decisi
         line = f"this node's policy is force, but no GPU can be used, so this call runs on the CPU: {why}"
         return Decision(warnings=(line,), is_serious=True)
     if use_gpu:
-        return Decision(warnings=(f"{_ON_CPU}: {why}",))
+        # Nothing is wrong on a machine that has no GPU.
+        no_driver = f"{NO_DRIVER[0].upper()}{NO_DRIVER[1:]}: calls run on the CPU"
+        return Decision(warnings=(no_driver if why.startswith(NO_DRIVER) else f"{_ON_CPU}: {why}",))
     if policy.gpu_ids is not None:  # whoever wrote a number believes that there is a GPU
         numbers = ", ".join(map(str, policy.gpu_ids))
         return Decision(warnings=(f"this call runs on the CPU though {NODE_IDS_KEY} is {numbers}: {why}",))

@@ -78,7 +78,7 @@ def test_who_is_killed_is_gone_at_once_and_lost_gpus_are_shown(shell: Shell, hos
 
 
 def test_without_a_gpu_the_reason_is_told(shell: Shell) -> None:
-    assert shell("leases").startswith("no usable GPU: NVIDIA's library libnvidia-ml.so.1 cannot be loaded")
+    assert shell("leases").startswith("no usable GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing")
 
 
 def test_a_stuck_mutex_is_an_error_that_names_who_has_it(shell: Shell, host: Host) -> None:

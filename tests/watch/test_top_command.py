@@ -164,7 +164,7 @@ def test_a_worker_on_the_cpu_of_a_run_that_nobody_registered(shell: Shell, tmp_p
     (held,) = look(shell)["workers"]
     assert (held["lease"], held["phase"], held["cores"]) == (row["lease"], "held", row["cores"])
     text = shell("top", "--once", str(folder), env={"COLUMNS": "300"})
-    assert "No GPU: NVIDIA's library libnvidia-ml.so.1 cannot be loaded" in text
+    assert "No GPU: no NVIDIA driver here: libnvidia-ml.so.1 is missing" in text
     assert re.search(r"own +7 +train +- .* running epoch", text)
     # Killed with its client, it leaves no end in the trace.
     process.kill()
