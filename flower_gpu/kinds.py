@@ -163,7 +163,7 @@ class Option:
     node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
     is_nodes: bool = False  # the node has the last word: the variable goes before the code
     old_names: tuple[str, ...] = ()  # keywords and options that mean the same
-    short_names: tuple[str, ...] = ()  # options that mean the same, and that --help lists
+    synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
     excludes: str = ""  # options with the same word exclude each other
     run_config_key: str = ""  # it stands for this key of the app's run config
     hint: str = ""  # for the author of an app that does not declare the key
@@ -258,6 +258,6 @@ def add_arguments(
             kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
         elif option.kind is not None:
             kind |= {"metavar": option.kind.metavar, "type": option.kind}
-        target.add_argument(flag(name), *map(flag, option.short_names), help=help, **kind)
+        target.add_argument(flag(name), *map(flag, option.synonyms), help=help, **kind)
         for old in option.old_names:
             target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)

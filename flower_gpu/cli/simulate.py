@@ -65,7 +65,7 @@ _OPTIONS: Final = {
         "how many virtual clients (with --resume by default as many as before)",
         COUNT,
         group="federation",
-        short_names=("clients",),
+        synonyms=("clients",),
     ),
     "rounds": RUN_CONFIG["rounds"],
     "seed": Option(

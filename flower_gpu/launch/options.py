@@ -88,7 +88,7 @@ class LaunchOptions:
             "number of clients (default: the app's num-clients, else 2)",
             COUNT,
             group="federation",
-            short_names=("num_supernodes",),  # as Flower has it
+            synonyms=("num_supernodes",),  # as Flower has it
         ),
     ] = None
     engine: Annotated[
