@@ -284,3 +284,27 @@ class TestInherited:
             draws: list[Any] = [caller.call("tasks_forkserver:drawn") for _ in range(4)]
         for column in zip(*draws, strict=True):
             assert len(set(column)) == 4
+
+
+def test_a_library_that_catches_every_error_does_not_go_on_with_half_of_its_work(tmp_path: Path) -> None:
+    """It starts a thread, imports another library, and keeps what it has: matplotlib so keeps its fonts."""
+    (tmp_path / "starts_and_catches.py").write_text(
+        "import threading\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "try:\n    import is_needed\nexcept Exception:\n    open('kept', 'w').close()\n"
+    )
+    (tmp_path / "is_needed.py").touch()
+    program = """
+        from flower_gpu.workers.forkserver import libraries
+        try:
+            libraries.import_all(["starts_and_catches"])
+        except libraries.UnfitLibraryError as error:
+            print(error.libraries)
+        """
+    line = [sys.executable, "-c", textwrap.dedent(program)]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        line, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout == "['starts_and_catches']\n"
+    assert not (tmp_path / "kept").exists()

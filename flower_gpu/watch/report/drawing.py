@@ -11,7 +11,6 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -141,7 +140,6 @@ def counted(number: int, noun: str) -> str:
 
 def new_figure(height_in: float) -> Figure:
     """Make an empty figure."""
-    _add_own_fonts()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
@@ -219,13 +217,3 @@ def thinned(seconds: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
 def known_or_nan(values: Iterable[float | None]) -> Numbers:
     """Return values as an array, with gaps where they are not known."""
     return np.array([np.nan if value is None else value for value in values], dtype=float)
-
-
-def _add_own_fonts() -> None:
-    """Have matplotlib know the fonts that it brings: the cached list of another process may lack them."""
-    import matplotlib
-    from matplotlib.font_manager import fontManager
-
-    if not any(font.name == "DejaVu Sans" for font in fontManager.ttflist):
-        for path in (Path(matplotlib.get_data_path()) / "fonts" / "ttf").glob("DejaVu*.ttf"):
-            fontManager.addfont(path)

@@ -44,8 +44,11 @@ _THREADS_SURVIVE_FORKS = {"pyarrow"}
 _PACKAGE = __name__.partition(".")[0]
 
 
-class UnfitLibraryError(Exception):
+class UnfitLibraryError(BaseException):
     """Importing a library did something that a fork could not undo.
+
+    No ``Exception``: a library that catches those would go on with half of what it does, and may keep that.
+    So matplotlib wrote a list of fonts without one of them into the user's cache.
 
     ``libraries``: top-level names of all that were being imported when it happened.
     ``is_cuda``: whether it initialised CUDA; else it started a thread.
