@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 # A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
@@ -48,14 +50,43 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(STATE_DIR)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    end_later(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    end_later(item)  # once more, since pytest takes it back when a test has failed
+
+
+def pytest_runtest_logfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+def end_later(item: pytest.Item) -> None:
+    """End a process of pytest-xdist whose test is still there a minute after it ought to have failed.
+
+    pytest-timeout sends a signal, once. What waits in C, or in a ``finally`` after that, would wait for ever.
+    The tracebacks of all threads are shown, and another process goes on with the next test.
+    """
+    if hasattr(item.config, "workerinput"):
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(limit_s(item) + 60, exit=True, file=stderr)
+
+
+def limit_s(item: pytest.Item) -> float:
+    """Return how many seconds a test may take."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Side by side, files whose tests may take long come first: one at the end would leave others idle."""
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        usual_s = float(config.getini("timeout"))
         longest_s: dict[Path, float] = {}
         for item in items:
-            marker = item.get_closest_marker("timeout")
-            longest_s[item.path] = max(longest_s.get(item.path, 0), marker.args[0] if marker else usual_s)
+            longest_s[item.path] = max(longest_s.get(item.path, 0), limit_s(item))
         items.sort(key=lambda item: -longest_s[item.path])
 
 

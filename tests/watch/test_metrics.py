@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,6 @@ def test_what_clients_are_called_breaks_nothing(
         (("--port", "0", "--address", "192.0.2.1"), "cannot listen on --address 192.0.2.1 --port 0: "),
         (("--port", "0", "--address", "no such name"), "cannot listen on --address no such name --port 0: "),
         (("--port", "0", "--address", "." * 300), "cannot listen on --address ..."),
-        ((), "the following arguments are required: --port"),
     ],
 )
 def test_what_cannot_be_listened_on(
@@ -211,6 +211,15 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
         f"flower-gpu metrics: cannot listen on --address 127.0.0.1 --port {port}: Address already in use. "
         "Take another, or --port 0\n"
     )
+
+
+def test_without_port_it_is_the_documented_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        with suppress(OSError):  # another process has it: as good
+            taken.bind(("127.0.0.1", 9460))
+            taken.listen()
+        assert refused() == 2
+    assert "--port 9460: Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may listen on every port")
