@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, get_args
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
@@ -37,13 +37,17 @@ from flower_gpu.kinds import (
 if TYPE_CHECKING:
     import argparse
 
+# The words are types, so that mypy and pyright find wrong ones in users' code.
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
-START_METHODS: Final = ("auto", "forkserver", "spawn", "fork", "inline", "in-process")
+StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "inline", "in-process"]
 #: What a node can say; docs/explanation/device-policy.md has the table.
-POLICIES: Final = ("never", "offer", "force", "require")
+PolicyWord = Literal["never", "offer", "force", "require"]
 #: What can follow when a call runs out of GPU memory. ``retry``: it runs again with more of a GPU, at last
 #: alone on one, and then fails. ``cpu``: and then it runs on the CPU. ``fail``: it fails at once.
-ON_OOM: Final = ("retry", "cpu", "fail")
+OnOomWord = Literal["retry", "cpu", "fail"]
+START_METHODS: Final[tuple[str, ...]] = get_args(StartMethodWord)
+POLICIES: Final[tuple[str, ...]] = get_args(PolicyWord)
+ON_OOM: Final[tuple[str, ...]] = get_args(OnOomWord)
 #: How leases are placed. ``spread``: on the GPU with the most room. ``pack``: on the one with the least that
 #: is enough, which leaves others free for large requests.
 PLACEMENTS: Final = ("spread", "pack")
@@ -55,8 +59,9 @@ _EVERYWHERE: Final = ("launch", "simulate", "supernode")
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of ``gpu_mod``, ``GPUClient``, ``gpu_client``, ``gpu_evaluate`` and ``run_in_worker``.
+    """Options of calls: of clients, of the server's evaluation, of a simulation, of a function.
 
+    ``GPUClient``, ``gpu_client``, ``gpu_mod``, ``gpu_evaluate``, ``simulate``, ``run_in_worker`` take them.
     What is left out is taken from the environment (docs/reference/environment.md), else the default.
 
     Parameters
@@ -103,7 +108,7 @@ class CallOptions(TypedDict, total=False):
     """
 
     start_method: Annotated[
-        str | None,
+        StartMethodWord | None,
         Option(
             "how worker processes are started (default: auto)",
             words(*START_METHODS),
@@ -131,7 +136,7 @@ class CallOptions(TypedDict, total=False):
     ]
     preload: Annotated[Any, Option("functions that load data once for all workers")]
     gpu: Annotated[
-        str | None,
+        PolicyWord | None,
         Option(
             "device policy of a node: never a GPU; offer one, if the run wants it; force one; require one, "
             "or fail (default: offer)",
@@ -211,7 +216,7 @@ class CallOptions(TypedDict, total=False):
         ),
     ]
     on_oom: Annotated[
-        str | None,
+        OnOomWord | None,
         Option(
             "a call that runs out of GPU memory: retry with more of it, then fail; the same, but at last on "
             "the cpu; fail at once (default: retry)",

@@ -26,7 +26,14 @@ from flower_gpu.leases import host, lease
 from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.options import (
+    DEADLINE_VARIABLE,
+    RANKS_VARIABLE,
+    START_METHOD_VARIABLE,
+    OnOomWord,
+    PolicyWord,
+    StartMethodWord,
+)
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, outcomes, threads
 from flower_gpu.workers import methods as start
@@ -332,7 +339,14 @@ def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
     return env
 
 
-def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
+def run_in_worker(
+    task: Task,
+    *args: Any,
+    start_method: StartMethodWord | None = None,
+    gpu: PolicyWord | None = None,
+    on_oom: OnOomWord | None = None,
+    **kwargs: Any,
+) -> Any:
     """Run any function in a worker process, for example to build the initial weights on the server.
 
     Parameters
@@ -341,7 +355,7 @@ def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
         The function, or ``"package.module:function"``: then only the worker imports that module.
     *args
         Arguments of the function: numpy arrays, plain values, or anything cloudpickle takes.
-    **kwargs
+    start_method, gpu, on_oom, **kwargs
         Its keyword arguments, and those of :class:`flower_gpu.CallOptions`, which are not passed on.
 
     Returns
@@ -362,7 +376,7 @@ def run_in_worker(task: Task, *args: Any, **kwargs: Any) -> Any:
     --------
     >>> weights = run_in_worker("task:initial_weights", seed=42)
     """
-    options, rest = split(kwargs)
+    options, rest = split(kwargs, start_method=start_method, gpu=gpu, on_oom=on_oom)
     arrays = [
         value for value in (*args, *rest.values()) if hasattr(value, "shape") and hasattr(value, "dtype")
     ]

@@ -237,8 +237,10 @@ class CallSettings:
         return replace(self, worker=replace(self.worker, name=name))
 
 
-def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take our options out of keyword arguments that also hold a user's own.
+
+    ``words`` are options that a function names in its signature, by which type checkers know their words.
 
     Returns
     -------
@@ -246,7 +248,7 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         The options, and the rest.
     """
     return (
-        {name: value for name, value in arguments.items() if name in OPTION_NAMES},
+        {name: value for name, value in {**arguments, **words}.items() if name in OPTION_NAMES},
         {name: value for name, value in arguments.items() if name not in OPTION_NAMES},
     )
 

@@ -32,7 +32,7 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings, split
 from flower_gpu.errors import ConfigError, FlowerGPUError, InvalidResultError, shortened
 from flower_gpu.flower import results
-from flower_gpu.options import CallOptions
+from flower_gpu.options import CallOptions, OnOomWord, PolicyWord, StartMethodWord
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
 Weights = list[NDArray[Any]]
@@ -242,6 +242,9 @@ def _asking_for(num_gpus: int, options: Mapping[str, Any]) -> dict[str, Any]:
 def gpu_client(
     client_class: type[NumPyClient] | str,
     *args: Any,
+    start_method: StartMethodWord | None = None,
+    gpu: PolicyWord | None = None,
+    on_oom: OnOomWord | None = None,
     **kwargs: Any,
 ) -> GPUClient:
     """Turn an existing ``NumPyClient`` into one whose calls run in workers, without rewriting it.
@@ -255,7 +258,7 @@ def gpu_client(
         The class, or ``"package.module:Class"``: then only workers import it.
     *args
         Its arguments.
-    **kwargs
+    start_method, gpu, on_oom, **kwargs
         Its keyword arguments, and options as for :class:`GPUClient`, which it does not get: what has the name
         of one (see :class:`flower_gpu.CallOptions`) can be given to the class by position only.
 
@@ -269,7 +272,7 @@ def gpu_client(
     >>> def client_fn(context):
     ...     return gpu_client(FlowerClient, Net(), context.node_config["partition-id"]).to_client()
     """
-    options, rest = split(kwargs)
+    options, rest = split(kwargs, start_method=start_method, gpu=gpu, on_oom=on_oom)
     return _HostedClient(client_class, args, rest, options)
 
 

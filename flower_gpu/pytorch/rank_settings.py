@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import is_duration, too_long
 
 #: ``ddp``: each rank has the whole model. ``fsdp``: each has a part of every tensor.
-STRATEGIES: Final = ("ddp", "fsdp")
+StrategyWord = Literal["ddp", "fsdp"]
+STRATEGIES: Final[tuple[str, ...]] = get_args(StrategyWord)
 
 #: What becomes of a learning rate; see :func:`flower_gpu.distributed`.
 #: Configs of Flower know no None, so ``"none"`` is the same.
-LR_SCALINGS: Final = (None, "none", "linear", "sqrt")
+LrScalingWord = Literal["none", "linear", "sqrt"]
+LR_SCALINGS: Final[tuple[str | None, ...]] = (None, *get_args(LrScalingWord))
 
 
 @dataclass(frozen=True)

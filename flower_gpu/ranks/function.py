@@ -11,7 +11,7 @@ from typing import Any, overload
 from flower_gpu.calls import leasing
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases.request import Request
-from flower_gpu.pytorch.rank_settings import RankSettings
+from flower_gpu.pytorch.rank_settings import LrScalingWord, RankSettings, StrategyWord
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
@@ -84,8 +84,8 @@ def distributed(
     task: Task,
     *,
     num_gpus: int | None = None,
-    strategy: str = "ddp",
-    lr_scaling: str | None = None,
+    strategy: StrategyWord = "ddp",
+    lr_scaling: LrScalingWord | None = None,
     warmup_steps: int = 0,
     sync_batchnorm: bool = False,
     timeout_s: float = 600.0,
@@ -94,8 +94,8 @@ def distributed(
 def distributed(
     *,
     num_gpus: int | None = None,
-    strategy: str = "ddp",
-    lr_scaling: str | None = None,
+    strategy: StrategyWord = "ddp",
+    lr_scaling: LrScalingWord | None = None,
     warmup_steps: int = 0,
     sync_batchnorm: bool = False,
     timeout_s: float = 600.0,

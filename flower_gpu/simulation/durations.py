@@ -21,15 +21,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Final
+from typing import Final, Literal, get_args
 
 from flower_gpu.leases.lease import Lease
 from flower_gpu.simulation.duration_file import DurationFile, Known
 from flower_gpu.trace import TRAIN
 
 #: Which messages of a round are handled first: those that take longest, or those that are sent first.
+OrderWord = Literal["longest", "sent"]
+ORDERS: Final[tuple[str, ...]] = get_args(OrderWord)
 LONGEST: Final = "longest"
-ORDERS: Final = (LONGEST, "sent")
 
 #: The device of calls without a GPU.
 CPU: Final = "cpu"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from flwr.app import ArrayRecord, Context, RecordDict
 from flwr.clientapp import ClientApp
@@ -30,11 +30,11 @@ from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.leases.request import memory_bytes
-from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism, machine, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.durations import LONGEST, ORDERS
+from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
 from flower_gpu.simulation.grid import LocalGrid
 from flower_gpu.simulation.in_worker import AppReference, seed_of
 from flower_gpu.simulation.messages import MessageHandler
@@ -85,7 +85,7 @@ def simulate(
     max_workers: int | None = None,
     calls_per_worker: int | None = None,
     verify_recycling: bool = False,
-    order: str = LONGEST,
+    order: OrderWord = LONGEST,
     seed: int | None = None,
     log_dir: str | Path | None = "runs",
     resume: str | Path | None = None,
@@ -93,7 +93,7 @@ def simulate(
     state_memory: int | str = STATE_MEMORY,
     keep_going: bool = False,
     deterministic: bool = False,
-    **options: Any,
+    **options: Unpack[CallOptions],
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
 
