@@ -41,6 +41,7 @@ class Kind:
     allows: Callable[[Any], bool] = lambda value: True
     types: tuple[type, ...] = (str,)
     words: tuple[str, ...] = ()  # the only values
+    meanings: tuple[str, ...] = ()  # of the words, each in a short line
     is_repeated: bool = False  # the option may be given several times
 
     def __call__(self, text: str) -> Any:
@@ -84,17 +85,24 @@ class Kind:
             raise ConfigError(self._refusal(value, source))
         return value
 
+    @property
+    def listed(self) -> str:
+        """The words as a message lists them, with what they mean."""
+        if not self.meanings:
+            return ", ".join(self.words)
+        return ", ".join(f"{w} ({meaning})" for w, meaning in zip(self.words, self.meanings, strict=True))
+
     def _refusal(self, value: object, source: str) -> str:
         if self.words:
-            return f"{source}={value!r} is not one of {', '.join(self.words)}"
+            given = f"{source}={value!r}" if source else repr(value)
+            return f"{given} is not one of {self.listed}"
         return f"{source} must be {self.what}, not {value!r}"
 
 
-def words(*allowed: str) -> Kind:
+def words(*allowed: str, meanings: tuple[str, ...] = ()) -> Kind:
     """Return the kind of option that is one of these words."""
-    return Kind(
-        f"one of the words {', '.join(allowed)}", None, str, lambda word: word in allowed, (str,), allowed
-    )
+    what = f"one of the words {', '.join(allowed)}"
+    return Kind(what, None, str, lambda word: word in allowed, (str,), allowed, meanings)
 
 
 def _path(text: str) -> Path:
@@ -233,7 +241,7 @@ def add_arguments(
     for name, option in table.items():
         if option.group not in known:
             known[option.group] = (
-                parser.add_argument_group(option.group, groups.get(option.group) or None)
+                parser.add_argument_group(option.group, _about(option.group, table, groups))
                 if option.group
                 else parser
             )
@@ -253,7 +261,7 @@ def add_arguments(
             continue
         kind: dict[str, Any] = {"dest": name, "default": default}
         if option.words:
-            kind["choices"] = option.words
+            kind |= {"choices": option.words, "type": option.kind}
         elif option.kind is not None and option.kind.is_repeated:
             kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
         elif option.kind is not None:
@@ -261,3 +269,14 @@ def add_arguments(
         target.add_argument(flag(name), *map(flag, option.synonyms), help=help, **kind)
         for old in option.old_names:
             target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)
+
+
+def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:
+    """Return what ``--help`` says below a group's heading: about it, and what words of its options mean."""
+    lines = [groups[group]] if groups.get(group) else []
+    for name, option in table.items():
+        if option.group == group and option.kind is not None and option.kind.meanings:
+            width = max(map(len, option.kind.words))
+            rows = zip(option.kind.words, option.kind.meanings, strict=True)
+            lines += [f"{flag(name)} is one of:", *(f"  {word:{width}}  {meaning}" for word, meaning in rows)]
+    return "\n".join(lines) or None

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "inline", "in-process"]
 #: What a node can say; docs/explanation/device-policy.md has the table.
 PolicyWord = Literal["never", "offer", "force", "require"]
+_POLICY_MEANINGS: Final = (
+    "no GPU",
+    "a GPU if the run wants one",
+    "a GPU, else the CPU, whatever the run wants",
+    "a GPU, else an error, whatever the run wants",
+)
 #: What can follow when a call runs out of GPU memory. ``retry``: it runs again with more of a GPU, at last
 #: alone on one, and then fails. ``cpu``: and then it runs on the CPU. ``fail``: it fails at once.
 OnOomWord = Literal["retry", "cpu", "fail"]
@@ -138,9 +144,8 @@ class CallOptions(TypedDict, total=False):
     gpu: Annotated[
         PolicyWord | None,
         Option(
-            "device policy of a node: never a GPU; offer one, if the run wants it; force one; require one, "
-            "or fail (default: offer)",
-            words(*POLICIES),
+            "device policy of a node: never, offer, force or require a GPU (default: offer)",
+            words(*POLICIES, meanings=_POLICY_MEANINGS),
             "FLOWER_GPU_POLICY",
             "offer",
             "GPUs",

@@ -165,6 +165,11 @@ def test_reference_has_every_option(command: str, page: str) -> None:
         # The same words, wherever the lines are broken.
         if action.help and "%" not in action.help:
             assert action.help in re.sub(r"\s+", " ", page), action.option_strings
+    # What is said of each group, and of the words of its options: --gpu never, offer, force, require.
+    for group in parser._action_groups:
+        for line in (group.description or "").splitlines():
+            assert f"\n  {line}\n" in page, line
+    assert re.search(r"--gpu is one of:\n    never .+\n    offer .+\n    force .+\n    require .+\n", page)
 
 
 def test_python_reference_has_every_public_name() -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu.nvml import NO_DRIVER
-from flower_gpu.options import POLICIES, find
+from flower_gpu.options import CALL, POLICIES, find
 
 if TYPE_CHECKING:
     from flower_gpu.gpu.inventory import GPU
@@ -154,14 +154,14 @@ class DevicePolicy:
 
 
 def _check_word(word: object, source: str) -> None:
-    choices = ", ".join(POLICIES)
     if not isinstance(word, str):
         raise TypeError(
-            f"{source} must be one of the words {choices}, not a value of type "
+            f"{source} must be one of the words {', '.join(POLICIES)}, not a value of type "
             f"{type(word).__name__}: {word!r}"
         )
-    if word not in POLICIES:
-        raise ConfigError(f"{source}={word!r} is not one of {choices}")
+    kind = CALL["gpu"].kind
+    if kind is not None:
+        kind.check(word, source)
 
 
 def requested(fit_config: Mapping[str, Any], run_config: Mapping[str, Any]) -> bool | None:

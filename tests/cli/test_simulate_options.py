@@ -192,7 +192,10 @@ def refusal(
         (["--num-supernodes", "3", "--state-memory", "much"], "--state-memory='much' is no size of memory"),
         (["--num-supernodes", "3", "--gpu-memory", "much"], "--gpu-memory='much' is no size of memory"),
         (["--num-supernodes", "3", "--gpu-memory", "1GiB", "--num-gpus", "1"], "not allowed with argument"),
-        (["--num-supernodes", "3", "--gpu", "sometimes"], "invalid choice: 'sometimes'"),
+        (
+            ["--num-supernodes", "3", "--gpu", "sometimes"],
+            "'sometimes' is not one of never (no GPU), offer (",
+        ),
         (["--num-supernodes", "3", "--gpu-ids", "0,,1"], "--gpu-ids"),
         (["--num-supernodes", "3", "--resume", "app", "--log-dir", "x"], "not allowed with argument"),
         (["--num-supernodes", "3", "--resume", "nothing"], "--resume nothing: there is no such folder"),

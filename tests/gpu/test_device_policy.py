@@ -364,7 +364,12 @@ def test_node_config_wins_over_environment_over_code(
 def test_wrong_word_names_its_source_and_the_choices(arguments: dict[str, Any], source: str) -> None:
     with pytest.raises(ConfigError) as caught:
         DevicePolicy.resolve(**arguments)
-    assert str(caught.value) == f"{source} is not one of never, offer, force, require"
+    told, _, rest = str(caught.value).partition("never")
+    assert told == f"{source} is not one of "
+    assert f"never{rest}" == (
+        "never (no GPU), offer (a GPU if the run wants one), force (a GPU, else the CPU, whatever the run "
+        "wants), require (a GPU, else an error, whatever the run wants)"
+    )
 
 
 @pytest.mark.parametrize(
