@@ -1,4 +1,4 @@
-"""Other processes of this host; SuperLinks that build environments for apps, or outlive their variables."""
+"""Other processes of this host; SuperLinks that install what apps declare, or outlive their variables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _DISABLE = "--disable-runtime-dependency-installation"
 _ALLOW = "--allow-runtime-dependency-installation"
 _LOCAL = (":local:", ":local-in-memory:")
 _LOCAL_LOG = "local-superlink/superlink.log"
-_BUILDS = (
-    "builds an environment from an app's declared dependencies for each run: without flower-gpu, unless the "
-    "app declares a path to it"
-)
+# flwr.supercore.superexec.dependency_installer: the new environment goes before the process's own packages.
+_INSTALLS = "installs what an app declares before each run, and finds flower-gpu among its own packages"
 
 # What workers inherit from the process that starts a run.
 _PREFIX = "FLOWER_GPU_"
@@ -67,15 +65,15 @@ def others() -> Iterator[OtherProcess]:
 
 
 def environments() -> Iterator[Found]:
-    """Check whether Flower is about to build environments that cannot have this package."""
+    """Check whether Flower installs the dependencies of apps before each run, which takes time."""
     found = False
     for process in others():
         if process.runs("flower-superlink"):
             found = True
             yield _superlink(process)
         elif process.runs("flower-supernode") and process.option(_ALLOW) is not None:
-            text = f"SuperNode {process.pid} {_BUILDS}"
-            yield _level(process), text, f"start it again without {_ALLOW}"
+            text = f"SuperNode {process.pid} {_INSTALLS}"
+            yield "note", text, f"to save that time, start it again without {_ALLOW}"
     if not found:
         yield _next_local()
 
@@ -87,14 +85,10 @@ def _superlink(process: OtherProcess) -> Found:
     if process.option(_DISABLE) is not None:
         return "ok", f"{name} runs apps in its own environment ({_DISABLE})"
     if process.environ is None:
-        return "note", f"{name} is another account's; unless {_DISABLED}=1 is set there, it {_BUILDS}"
+        return "note", f"{name} is another account's; unless {_DISABLED}=1 is set there, it {_INSTALLS}"
     if process.environ.get(_DISABLED) == "1":
         return "ok", f"{name} runs apps in its own environment ({_DISABLED}=1)"
-    return _level(process), f"{name} {_BUILDS}", f"end it, and start it with {_DISABLE} or {_DISABLED}=1"
-
-
-def _level(process: OtherProcess) -> str:
-    return "problem" if process.user == os.getuid() else "note"
+    return "note", f"{name} {_INSTALLS}", f"to save that time, start it with {_DISABLE} or {_DISABLED}=1"
 
 
 def _next_local() -> Found:
@@ -108,8 +102,12 @@ def _next_local() -> Found:
         return "note", f"{path} cannot be read: {error}", "correct it: flwr run cannot read it either"
     if address not in _LOCAL:
         return "ok", f"no SuperLink is running; flwr run uses the connection {name} ({address})"
-    text = f"flwr run would start a SuperLink here (connection {name}), which {_BUILDS}"
-    return "note", text, f"export {_DISABLED}=1 before `flwr run`; `flower-gpu launch` does that itself"
+    text = f"flwr run would start a SuperLink here (connection {name}), which {_INSTALLS}"
+    return (
+        "note",
+        text,
+        f"to save that time, export {_DISABLED}=1 before `flwr run`; `flower-gpu launch` does that",
+    )
 
 
 def default_connection(path: Path) -> tuple[str, str]:
