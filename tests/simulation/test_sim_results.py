@@ -194,6 +194,7 @@ def own_metrics(contents: list[RecordDict], key: str) -> MetricRecord:
 
 
 MANY = 40
+FEW = 16  # Bulyan computes a minute for 40
 TRAINING: Any = {"fraction_evaluate": 0.0}
 SUMMED: dict[str, Callable[[], Strategy]] = {
     "FedAvg": lambda: FedAvg(**TRAINING),
@@ -224,8 +225,9 @@ def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(nam
     """Those that need all replies of a round get them, whatever they are."""
     found: list[Result] = []
     most_alive = []
+    count = FEW if name == "Bulyan" else MANY
     for streams in (True, False):
-        nodes = new_nodes(MANY)
+        nodes = new_nodes(count)
         clients = Clients(nodes)
 
         def main(grid: Any, context: Any) -> None:
@@ -233,7 +235,7 @@ def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(nam
             found.append(strategy.start(grid, initial_arrays(), 3))
 
         recorded = run_app(main, clients, nodes, streams=streams)
-        assert [phase.messages for phase in recorded.phases("train")] == [MANY] * 3
+        assert [phase.messages for phase in recorded.phases("train")] == [count] * 3
         most_alive.append(clients.most_alive)
     streamed, plain = found
     if "Krum" not in name and name != "Bulyan":  # they choose among equals by their order
@@ -245,7 +247,7 @@ def test_flowers_strategies_sum_replies_as_they_come_and_give_what_they_give(nam
         np.testing.assert_allclose(array.numpy(), plain.arrays[key].numpy(), rtol=1e-6)
     # 2 threads, twice as many unread.
     assert (most_alive[0] < 15) == (name in SUMMED), most_alive
-    assert most_alive[1] >= MANY - 1
+    assert most_alive[1] >= count - 1
 
 
 def test_two_starts_in_one_app_are_two_runs() -> None:

@@ -54,6 +54,7 @@ class Simulated:
     """What a run has left."""
 
     notes: Path
+    output: str
 
     def weights(self) -> dict[str, np.ndarray]:
         return dict(np.load(self.notes / "weights.npz"))
@@ -94,18 +95,20 @@ def with_mod(host: SimulationHost, seen: list[Any]) -> Simulated:
         output = host.run(*command, "--run-config", config, name="with-mod")
     assert (folder / "weights.npz").exists(), output
     seen += looks
-    return Simulated(folder)
+    return Simulated(folder, output)
 
 
 def test_the_weights_are_those_of_a_plain_loop(host: SimulationHost, with_mod: Simulated) -> None:
+    assert len(with_mod.fits()) == CLIENTS * ROUNDS, with_mod.output
     path = host.folder / "loop.npz"
     env = {"PYTHONPATH": str(FOLDER / "digits_app")}
     host.run(sys.executable, "-c", LOOP, str(CLIENTS), str(ROUNDS), path, name="loop", **env)
     expected, weights = dict(np.load(path)), with_mod.weights()
     assert expected.keys() == weights.keys() and len(expected) == 4, "two layers"
     for name, array in expected.items():
-        np.testing.assert_allclose(weights[name], array, rtol=0, atol=1e-5, err_msg=name)
-    assert len(with_mod.fits()) == CLIENTS * ROUNDS
+        np.testing.assert_allclose(
+            weights[name], array, rtol=0, atol=1e-5, err_msg=f"{name}\n{with_mod.output}"
+        )
 
 
 def test_each_client_is_held_to_its_own_request_and_never_more_is_leased_than_fits(
