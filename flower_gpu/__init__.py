@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.device import device, to_device, to_numpy
     from flower_gpu.ranks.function import distributed
     from flower_gpu.simulation.results import SimulationStoppedError
-    from flower_gpu.simulation.run import SimulationResult, simulate
+    from flower_gpu.simulation.run import simulate
+    from flower_gpu.simulation.simulation_result import SimulationResult
     from flower_gpu.workers.events import progress
 
 __version__ = "0.1.0"
@@ -75,7 +76,7 @@ _HOME = {
     "gpu_mod": "flower_gpu.flower.mod",
     "progress": "flower_gpu.workers.events",
     "run_in_worker": "flower_gpu.calls.runner",
-    "SimulationResult": "flower_gpu.simulation.run",
+    "SimulationResult": "flower_gpu.simulation.simulation_result",
     "SimulationStoppedError": "flower_gpu.simulation.results",
     "simulate": "flower_gpu.simulation.run",
     "to_device": "flower_gpu.pytorch.device",

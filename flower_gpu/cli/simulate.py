@@ -30,7 +30,7 @@ from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
 
 if TYPE_CHECKING:
-    from flower_gpu.simulation.run import SimulationResult
+    from flower_gpu.simulation.simulation_result import SimulationResult
 
 HELP = "run a Flower app with up to thousands of virtual clients on this machine"
 DESCRIPTION = """\

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from flower_gpu.apps.failures import Failure, FailureLog, outcome_text
 from flower_gpu.apps.folder import short
@@ -22,8 +22,9 @@ from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import duration_text
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError, model_sha256
 from flower_gpu.trace import Event
-from flower_gpu.watch.display import make_display
+from flower_gpu.watch.display import in_notebook, make_display
 from flower_gpu.watch.fields import metrics_text
+from flower_gpu.watch.flower_log import flower_lines
 from flower_gpu.watch.history import History
 
 #: Events that are not in the trace: each call of a simulation has lines of its own there.
@@ -49,6 +50,7 @@ class Report:
     """What is known of a run. Its recorder has the model; ``summary`` is empty until the run is over."""
 
     recorder: Recorder
+    history: History
     facts: dict[str, Any] = field(default_factory=dict)  # for the summary, such as ``workers_started``
     summary: dict[str, Any] = field(default_factory=dict)  # as in ``summary.json``
 
@@ -60,12 +62,16 @@ def reported_run(
     partition_of: Callable[[int], int],
     *,
     progress: bool = True,
+    verbose: bool | None = None,
     resumed_round: int | None = None,
     resumed_strategy: str = OURS,
     on_resume: Callable[[], None] = lambda: None,
     keep_going: bool = False,
 ) -> Iterator[Report]:
     """Show a run and write it down in ``folder``, while in the context.
+
+    ``verbose``: whether Flower's log lines are shown, or are written into the folder. None: shown, but not in
+    a notebook.
 
     A run that goes on with an earlier one in this folder has the round of the checkpoint for
     ``resumed_round``, and its kind of strategy for ``resumed_strategy``. ``on_resume`` is called when it is
@@ -79,10 +85,10 @@ def reported_run(
         If all clients fail, or one in a way that ends the run, and not ``keep_going``.
     """
     began_s = time.monotonic()
-    history = History(keep_finished=False)
+    history = History(keep_finished=False, keep_rounds=True)
     messages_before = 0
     is_refused, is_resumed = False, resumed_round is None
-    display = make_display(history, sys.stderr, is_shown=progress)
+    display = make_display(history, _stream(), is_shown=progress)
     failures = FailureLog(None if folder is None else folder.failures, display.say)
 
     def resume(event: Event) -> None:
@@ -119,8 +125,13 @@ def reported_run(
     report: Report | None = None
     try:
         pointer = None if keep_going else lambda: failures.pointer
-        with recorded_rounds(on_event, partition_of, pointer, streams=True) as recorder:
-            report = Report(recorder)
+        with (
+            flower_lines(
+                not in_notebook() if verbose is None else verbose, None if folder is None else folder.log
+            ),
+            recorded_rounds(on_event, partition_of, pointer, streams=True) as recorder,
+        ):
+            report = Report(recorder, history)
             yield report
             recorder.close()
             recorder.check()
@@ -167,8 +178,13 @@ def error_text(error: BaseException) -> str:
 
 
 def _print(lines: list[str]) -> None:
-    if sys.stderr is not None:
-        print("\n".join(lines), file=sys.stderr, flush=True)
+    if (stream := _stream()) is not None:
+        print("\n".join(lines), file=stream, flush=True)
+
+
+def _stream() -> TextIO | None:
+    """Return where progress and summary are shown: in a notebook, what is on stderr looks like an error."""
+    return sys.stdout if in_notebook() else sys.stderr
 
 
 def summary_of(

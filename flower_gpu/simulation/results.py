@@ -82,6 +82,8 @@ class ResultFolder:
         What happened, as JSON lines, and metrics by round as CSV.
     failures : Path
         Failed messages, with their tracebacks.
+    log : Path
+        Flower's log lines, where they are not shown.
     checkpoint : Path
         Folder of what a run needs to go on.
     """
@@ -91,6 +93,7 @@ class ResultFolder:
         self.config, self.summary = path / "config.json", path / "summary.json"
         self.metrics, self.table = path / "metrics.jsonl", path / "metrics.csv"
         self.failures, self.checkpoint = path / FILE_NAME, path / "checkpoint"
+        self.log = RunFolder(path).log("run")
         self._rows: list[dict[str, Any]] = []
 
     @classmethod

@@ -7,13 +7,11 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Unpack
 
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common import Parameters
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
@@ -42,6 +40,7 @@ from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import Recycling
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.workers.forkserver.run_server import RunServer
@@ -53,28 +52,6 @@ STATE_MEMORY: Final = "1GiB"
 
 _SEEDS: Final = 1 << 31
 _UNNAMED: Final = "app"  # two components without a folder
-
-
-@dataclass(frozen=True)
-class SimulationResult:
-    """What a simulation leaves.
-
-    Attributes
-    ----------
-    context : Context
-        The ServerApp's, as the app has left it.
-    model : ArrayRecord, Parameters or None
-        The final global model, if the app has used a strategy.
-    summary : dict
-        Rounds, messages, failures by client, times, and the last metrics, as in ``summary.json``.
-    folder : Path or None
-        Where the results are.
-    """
-
-    context: Context
-    model: ArrayRecord | Parameters | None
-    summary: Mapping[str, Any]
-    folder: Path | None
 
 
 def simulate(
@@ -90,6 +67,7 @@ def simulate(
     log_dir: str | Path | None = "runs",
     resume: str | Path | None = None,
     progress: bool = True,
+    verbose: bool | None = None,
     state_memory: int | str = STATE_MEMORY,
     keep_going: bool = False,
     deterministic: bool = False,
@@ -129,7 +107,11 @@ def simulate(
         The folder of an earlier run: goes on after its last finished round, with its run config and seed
         where these are not given.
     progress : bool
-        Whether progress and a summary are shown on stderr.
+        Whether progress and a summary are shown, on stderr; in a notebook as bars if it has
+        ipywidgets, else as lines.
+    verbose : bool, optional
+        Whether Flower's log lines are shown. If not, they are in ``run.log`` in the run's folder, and
+        warnings and errors are shown as well. Default: shown, but not in a notebook.
     state_memory : int or str
         How much the nodes' states may take in memory together before they go to the disk: ``"1GiB"``, or
         bytes.
@@ -144,7 +126,7 @@ def simulate(
     Returns
     -------
     SimulationResult
-        The server's context, the model, and a summary.
+        The server's context, the model, a summary, and the rounds.
 
     Raises
     ------
@@ -258,6 +240,7 @@ def simulate(
                 num_supernodes,
                 nodes.partition_of,
                 progress=progress,
+                verbose=verbose,
                 resumed_round=None if state is None else state.server_round,
                 resumed_strategy=OURS if state is None else state.strategy,
                 on_resume=lambda: recorded.begin() if recorded is not None else None,
@@ -331,7 +314,9 @@ def simulate(
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
         model = report.recorder.model
-    return SimulationResult(context, model, report.summary, None if folder is None else folder.path)
+    return SimulationResult(
+        context, model, report.summary, None if folder is None else folder.path, name, report.history.rounds
+    )
 
 
 def _count(recorded: RecordedRun | None, report: Report | None) -> None:

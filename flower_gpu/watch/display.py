@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from flower_gpu.printable import duration_text
@@ -337,23 +338,21 @@ class Notebook(_Bars):
         if self._rounds is None:
             self._rounds = self._bar("rounds")
         _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
-        one = self.history.open_round
-        if self._clients is not None and (one is None or self._clients.desc != self._clients_label()):
-            self._clients.close()
-            self._clients = None
-        if one is not None:
+        if (one := self.history.open_round) is not None:
+            # The same bar for all rounds: the file of a notebook keeps every one that there was.
             self._clients = self._clients or self._bar(self._clients_label(), leave=False)
+            self._clients.set_description_str(self._clients_label(), refresh=False)
             _set(self._clients, one.replies, one.messages, self._clients_text())
 
     def close(self) -> None:
         """Leave the bar over the rounds as it is, and remove the other one."""
         with suppress(OSError, ValueError):
             self._done_rounds = self._last_finished
+            if self._clients is not None:
+                self._clients.close()
             if self._rounds is not None:
                 _set(self._rounds, self._done_rounds, self.history.num_rounds, self._rounds_text())
                 self._rounds.close()
-            if self._clients is not None:
-                self._clients.close()
         self._clients = self._rounds = None
 
     def _bar(self, label: str, leave: bool = True) -> tqdm[Any]:
@@ -381,9 +380,15 @@ def make_display(history: History, stream: TextIO | None, is_shown: bool = True)
         return Display(history, stream)
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return Terminal(history, stream)
-    return Notebook(history, stream) if _is_notebook() else Lines(history, stream)
+    # Without widgets tqdm would write bars of text, which a notebook does not draw over each other.
+    has_widgets = in_notebook() and find_spec("ipywidgets") is not None
+    return Notebook(history, stream) if has_widgets else Lines(history, stream)
 
 
-def _is_notebook() -> bool:
+def in_notebook() -> bool:
+    """Tell whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
-    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+    shell = None if ipython is None else ipython.get_ipython()
+    return any(
+        one.__name__ == "ZMQInteractiveShell" for one in type(shell).__mro__
+    )  # Colab's derives from it

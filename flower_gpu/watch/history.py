@@ -37,12 +37,15 @@ class History:
 
     Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
     forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
-    that go on, ``samples`` the last of each GPU, ``rounds`` and ``out_of_memory`` the last few. Counts
-    go into ``tally``, which runs may share.
+    that go on, ``samples`` the last of each GPU, ``rounds`` and ``out_of_memory`` the last few; with
+    ``keep_rounds`` all rounds stay. Counts go into ``tally``, which runs may share.
     """
 
-    def __init__(self, *, keep_finished: bool = True, tally: Tally | None = None) -> None:
+    def __init__(
+        self, *, keep_finished: bool = True, keep_rounds: bool = False, tally: Tally | None = None
+    ) -> None:
         self._keep_finished = keep_finished
+        self._keep_rounds = keep_rounds
         self.tally = Tally() if tally is None else tally
         # Of the run; empty or None as long as that is not told.
         self.kind = self.name = self.host = self.version = ""
@@ -163,7 +166,8 @@ class History:
         _drop_oldest(self._cores_leases, _MOST_OPEN)
         self._cores_leases = {i: span for i, span in self._cores_leases.items() if span.released_at is None}
         self.cores_leases = [*self._cores_requests.values(), *self._cores_leases.values()]
-        _drop_oldest(self._parts, _FEW)
+        if not self._keep_rounds:
+            _drop_oldest(self._parts, _FEW)
         _drop_oldest(self.last_metrics, _FEW)
         self.workers = list(self._running.values())
         self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}

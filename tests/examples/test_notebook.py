@@ -1,0 +1,43 @@
+"""The notebook among the examples runs, and shows what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "examples/notebook/digits.ipynb"
+
+
+def test_it_is_kept_without_outputs() -> None:
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.timeout(600)
+def test_it_runs(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    options = {"timeout": None, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
+    env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
+    NotebookClient(notebook, **options).execute(env=env)
+
+    ran, looked, best, report = [cell.outputs for cell in notebook.cells if cell.get("outputs")]
+    # Progress and summary are no errors; Flower's lines are in the log of the run.
+    text = "".join(output.text for output in ran if output.get("name") == "stdout")
+    assert re.search(r"^outcome +completed$", text, re.M) and "INFO" not in text
+    assert "round 5/5: train 10 clients" in text or "application/vnd.jupyter.widget-view+json" in str(ran)
+    assert not [output.text for output in ran if output.get("name") == "stderr"]
+    [log] = tmp_path.glob("runs/*/run.log")
+    assert "[ROUND 5/5]" in log.read_text()
+
+    shown = ran[-1].data
+    assert shown["text/html"].count("<svg") == 2 and "eval_accuracy" in shown["text/html"]
+    assert shown["text/plain"].startswith("<SimulationResult app; 10 clients; 5 of 5 rounds; completed")
+    assert "eval_accuracy" in looked[0].data["text/html"]
+    [accuracy] = re.findall(r"best accuracy: ([\d.]+)", best[0].text)
+    assert float(accuracy) > 0.85
+    assert "<iframe" in report[0].data["text/html"]

@@ -1,0 +1,154 @@
+"""What ``simulate`` returns: it shows itself, and has its rounds, metrics and report."""
+
+from __future__ import annotations
+
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+from flower_gpu import ConfigError, SimulationResult, simulate
+from flower_gpu.watch.notebook import result_html
+from flower_gpu.watch.spans import RoundPart
+
+pytestmark = pytest.mark.timeout(120)
+
+CLIENTS, ROUNDS = 3, 2
+server_app, client_app = ServerApp(), ClientApp()
+
+
+@server_app.main()
+def main(grid: Grid, context: Context) -> None:
+    arrays = ArrayRecord({"w": Array(np.zeros(50_000, np.float32))})
+    FedAvg().start(grid, arrays, num_rounds=ROUNDS)
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    metrics = MetricRecord({"num-examples": 1, "train_loss": 0.5})
+    return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+
+@client_app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    if context.node_config["partition-id"] == 2:
+        raise RuntimeError("no <data> here")
+    metrics = MetricRecord({"num-examples": 1, "loss": 0.25, "accuracy": 0.75, "round": 8.0})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+
+def run(**options: Any) -> SimulationResult:
+    apps = (server_app, client_app)
+    return simulate(apps, CLIENTS, seed=1, progress=False, start_method="in-process", gpu="never", **options)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> SimulationResult:
+    return run(log_dir=tmp_path_factory.mktemp("runs"), verbose=False)
+
+
+def test_it_is_short(result: SimulationResult) -> None:
+    text = repr(result)
+    assert text.startswith("<SimulationResult app; 3 clients; 2 of 2 rounds; completed, 2 of 12 messages")
+    assert "evaluate: loss 0.25, accuracy 0.75" in text and str(result.folder) in text
+    assert len(text.splitlines()) == 1
+
+
+def test_rounds_and_metrics(result: SimulationResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [(part.round, part.task, part.messages, part.failed) for part in result.history]
+    of_round = [("train", 3, 0), ("evaluate", 3, 1)]
+    assert told == [(number, *part) for number in (1, 2) for part in of_round]
+
+    table = result.metrics
+    assert list(table.columns[:5]) == ["round", "task", "messages", "failed", "seconds"]
+    evaluated = table[table["task"] == "evaluate"]
+    assert evaluated["accuracy"].tolist() == [0.75, 0.75] and evaluated["round"].tolist() == [1, 2]
+    assert evaluated["metrics.round"].tolist() == [8.0, 8.0]
+
+    monkeypatch.setitem(sys.modules, "pandas", None)  # as if it were not installed
+    rows = result.metrics
+    assert [row["task"] for row in rows] == table["task"].tolist()
+    assert rows[1]["loss"] == 0.25 and "loss" not in rows[0]
+
+
+class Page(HTMLParser):
+    """Collects texts, and sees to it that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None: ...
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_a_notebook_shows_a_table_and_curves(result: SimulationResult) -> None:
+    html = result._repr_html_()
+    texts = Page(html).texts
+    assert html.count("<svg") == 2 and html.count("<tr>") == 1 + ROUNDS
+    assert texts.index("loss") < texts.index("accuracy")  # of the curves
+    assert "2 failed: RuntimeError: no <data> here" in texts
+
+
+@pytest.mark.parametrize(("rounds", "rows"), [(0, 0), (1, 2), (12, 13), (500, 14)])
+def test_any_number_of_rounds(rounds: int, rows: int) -> None:
+    parts = [
+        RoundPart(0.0, number, "server-evaluate", metrics={"<b>": number - 1, "f1": 0.0}, seconds=1.0)
+        for number in range(rounds)
+    ]
+    summary = {
+        "outcome": "completed",
+        "rounds": rounds,
+        "clients": 2,
+        "messages": 0,
+        "seconds": 1.0,
+        "failures": [],
+    }
+    html = result_html("an\x1bapp", {**summary, "num_rounds": None}, "", parts)
+    assert Page(html).texts[0] == "an?app"
+    assert html.count("<tr>") == rows
+    assert html.count("<svg") == (2 if rounds else 0)
+    assert len(html) < 50_000
+
+
+def test_the_report(result: SimulationResult) -> None:
+    page = result.report()
+    assert page == Path(result.folder or "") / "report.html" and "<html" in page.read_text()
+    shown: str = page._repr_html_()  # type: ignore[attr-defined]
+    assert shown.startswith('<iframe srcdoc="&lt;!DOCTYPE html')
+    page.unlink()
+    assert page._repr_html_() is None  # type: ignore[attr-defined]
+
+
+def test_flowers_lines_are_in_the_log(result: SimulationResult) -> None:
+    assert result.folder is not None
+    log = (result.folder / "run.log").read_text()
+    assert "INFO Starting FedAvg strategy" in log and "[ROUND 2/2]" in log
+
+
+def test_a_run_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(log_dir=None, verbose=False)
+    assert len(result.history) == 4 and "<svg" in result._repr_html_()
+    with pytest.raises(ConfigError, match=r"there is no report of this run.*log_dir=None"):
+        result.report()
+    assert list(tmp_path.iterdir()) == []
