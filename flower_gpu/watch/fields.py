@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 _MOST_METRICS: Final = 3  # of a round's task, in one line
+_FIRST: Final = ({"accuracy", "acc"}, {"loss"}, {"f1", "f1score"}, {"precision"}, {"recall"})
+_WORD: Final = re.compile("[a-z0-9]+")
 _HUGE: Final = 1 << 63  # larger ones are no figures of a run, and fit into no float
 
 
@@ -52,6 +55,12 @@ def metrics_text(metrics: Mapping[str, Any], most: int = _MOST_METRICS) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     return ", ".join(f"{name} {value:.4g}" for name, value in list(numbers.items())[:most])
+
+
+def metric_rank(name: str) -> int:
+    """Return what sorts metrics by their names: accuracy and loss first, what is not known last."""
+    words = _WORD.findall(name.lower())
+    return next((rank for rank, known in enumerate(_FIRST) if not known.isdisjoint(words)), len(_FIRST))
 
 
 def call_label(event: Mapping[str, Any]) -> str:

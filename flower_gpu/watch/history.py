@@ -403,6 +403,7 @@ class History:
         del self._running[worker.call, worker.pid]
         worker.finished_at, worker.seconds = time, number(event.get("seconds"))
         worker.outcome, worker.error = outcome, text(event.get("error"))
+        worker.traceback = text(event.get("traceback"))
         worker.task_at = number(event.get("task_at")) or worker.task_at
         worker.result_at = number(event.get("result_at")) or worker.result_at
         for told in mappings(event.get("gpus")):

@@ -84,6 +84,7 @@ class WorkerSpan:
     seconds: float | None = None  # since it was asked for, as told at its end
     outcome: str = ""  # empty while it runs
     error: str = ""
+    traceback: str = ""
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by UUID: the most it was seen to use
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, items done, items in all
 
@@ -191,6 +192,11 @@ class Tally:
     rounds_finished: int = 0
 
 
+def reason_of(error: str) -> str:
+    """Return the first line of an error without client and pid: else each worker's would be another one."""
+    return _PID.sub("", LABEL.sub("", first_line(error)))
+
+
 class FailureReasons:
     """Why messages to clients have failed: errors, without the client and the worker's pid."""
 
@@ -201,7 +207,7 @@ class FailureReasons:
     def add(self, reply: Event) -> None:
         """Count a reply that is an error."""
         error = shortened(first_line(reply.get("error")), _MOST_CHARACTERS)
-        reason = _PID.sub("", LABEL.sub("", error))  # else each worker's would be another one
+        reason = reason_of(error)
         if reason not in self.counts and len(self.counts) >= _MOST_REASONS:
             reason = _OTHER_REASONS
         self.counts[reason] += 1

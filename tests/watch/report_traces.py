@@ -14,6 +14,8 @@ from flower_gpu import trace
 from flower_gpu.watch.history import History
 
 START = 1_790_000_000.0
+ERROR = "ValueError: no"
+TRACEBACK = 'Traceback (most recent call last):\n  File "task.py", line 3, in train\n    <b>\x1b[2J'
 Event = dict[str, Any]
 
 
@@ -155,7 +157,8 @@ class Run:
             finished, "worker_finished", **call, lease=lease, pid=pid, start_method="spawn", gpus=used,
             task_at=START + task, cuda_at=None, result_at=START + result if outcome == "ok" else None,
             seconds=finished - granted, outcome=outcome,
-            error=None if outcome == "ok" else f"ValueError: {outcome} <i>of</i> {call['client']}",
+            error=None if outcome == "ok" else f"train of client {call['client']}: {ERROR} <i>{outcome}</i>",
+            traceback=TRACEBACK if outcome == "error" else "",
         )  # fmt: skip
         self._add(finished + 0.01 + self.late_s, "lease_released", **call, lease=lease, held_s=1.0)
         return finished + 0.01, outcome == "ok"

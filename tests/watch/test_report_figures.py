@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from report_traces import START, Event, Run, at, history_of
 
+from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, Clock, client_key, client_rows, tries_of
+from flower_gpu.watch.report.drawing import ClientColours
+from flower_gpu.watch.report.figures_gpus import MOST_NAMED_CLIENTS, memory_picture
 from flower_gpu.watch.report.figures_rounds import panels_of
-from flower_gpu.watch.report.figures_workers import group, pack
+from flower_gpu.watch.report.figures_workers import group, pack, workers_picture
 from flower_gpu.watch.report.totals import (
     Holding,
     Totals,
@@ -164,11 +167,8 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
         "4": ([(STARTING, 1.0), (RUNNING, 8.0)], ""),
         "5": ([(WAITING, 6.0)], ""),
     }
-    assert (totals.unfinished, dict(totals.outcomes), dict(totals.errors)) == (
-        3,
-        {NO_LEASE: 1},
-        {NO_LEASE: 1},
-    )
+    assert (totals.unfinished, dict(totals.outcomes)) == (3, {NO_LEASE: 1})
+    assert [(one.what, one.count, one.clients) for one in totals.errors] == [(NO_LEASE, 1, {"1"})]
 
 
 def test_a_worker_is_over_with_its_lease() -> None:
@@ -223,6 +223,42 @@ def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
 # Metrics and names
 
 
+def test_accuracy_and_loss_are_before_precision_and_recall() -> None:
+    names = ("recall", "test_precision_macro", "time", "train-loss", "val_acc_top5", "lossy", "F1-score")
+    panels = panels_of([RoundPart(START, 1, "evaluate", dict.fromkeys(names, 0.5))])
+    order = ["acc-top5", "loss", "f1", "precision-macro", "recall", "time", "lossy"]
+    assert list(panels) == order
+
+
+@pytest.mark.parametrize("clients", [1, drawing.COLOURS, 20, 200])
+def test_clients_of_one_colour_are_named_together(clients: int) -> None:
+    """The legend of the memory picture: nobody has a colour without being named there."""
+    history, clock, tries, holdings, _ = read(Run(clients=clients, lease_gib=2.0).events())
+    colours = ClientColours(one.client for one in tries)
+    picture = memory_picture(history, clock, holdings, colours, drawing.WIDE_IN)
+    assert picture is not None
+    words = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    own = [word.removeprefix("client ").split(", ") for word in words if word.startswith("client ")]
+    if clients > MOST_NAMED_CLIENTS:
+        assert words[-1] == f"leases of {clients} clients" and own == []
+        return
+    assert sorted(name for names in own for name in names) == sorted(map(str, range(clients)))
+    assert all(len({colours[name] for name in names}) == 1 for names in own)
+    assert len({colours[names[0]] for names in own}) == len(own) == min(clients, drawing.COLOURS)
+    assert ("20 clients share 14 colours" in picture.caption) == (clients == 20)
+
+
+def test_the_time_before_the_first_call_has_a_name() -> None:
+    events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
+    late = [*events, *worker_events("1", 20), at(40, "run_finished", outcome="completed")]
+    for told, expected in ((late, 20.0), (events, 0.0), (late[:1] + worker_events("1", 0), 0.0)):
+        history, clock, tries, _, _ = read(told)
+        assert clock.work_s == expected
+        picture = workers_picture(history, clock, tries, drawing.NARROW_IN)
+        words = [text.get_text() for text in picture.figure.axes[0].texts] if picture else []
+        assert ("starting up" in words) == (expected > 0)
+
+
 def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
     evaluations = [
         RoundPart(START, 0, "server-evaluate", {"loss": 2.0, "accuracy": 0.1, "num_examples": 90}),
@@ -231,7 +267,7 @@ def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
         RoundPart(START, 1, "evaluate", {"eval_acc": 0.3, "test-acc": 0.2, "F1_score": 0.2}),
     ]
     panels = panels_of(evaluations)
-    assert list(panels) == ["accuracy", "loss", "f1", "time", "test-acc"]
+    assert list(panels) == ["accuracy", "test-acc", "loss", "f1", "time"]
     assert [(one.task, one.rounds, one.values) for one in panels["accuracy"]] == [
         ("server-evaluate", (0, 1), (0.1, 0.4)),
         ("evaluate", (1,), (0.3,)),

@@ -25,6 +25,7 @@ from flower_gpu import trace
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.cli import main as cli
 from flower_gpu.errors import ConfigError
+from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report import page as report
 from flower_gpu.watch.report.calls import Clock, client_rows, tries_of
 from flower_gpu.watch.report.page import page as report_page
@@ -34,13 +35,15 @@ pytestmark = pytest.mark.timeout(170)
 
 #: A run with everything in it: a line, failures, several rounds, a worker that nobody heard of again.
 RICH = Run(clients=7, gpus=2, rounds=3, lease_gib=7.0, failing=0.3, lost=0.05, seed=3)
+#: Letters on bars, whose colours are the same in both modes.
+ON_BARS = ("#fefefe", "#111111", "#d55e00")
 CUTS = 3  # of which each gives a whole page with pictures
 
 
 class Page(HTMLParser):
     """A page, read strictly: all elements are closed in their order."""
 
-    VOID = ("meta", "img", "br")
+    VOID = ("meta", "img", "br", "source")
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -64,11 +67,16 @@ class Page(HTMLParser):
 
     @property
     def images(self) -> list[bytes]:
-        sources = [attributes["src"] or "" for tag, attributes in self.seen if tag == "img"]
-        return [base64.b64decode(source.partition("base64,")[2]) for source in sources]
+        """Pictures: of each first the narrow one, then the wide one."""
+        sources = [one.get("srcset") or one.get("src") for tag, one in self.seen if tag in ("img", "source")]
+        return [base64.b64decode((source or "").partition("base64,")[2]) for source in sources]
+
+    @property
+    def plain(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
 
     def has(self, text: str) -> bool:
-        return text in re.sub(r"\s+", " ", " ".join(self.words))
+        return text in self.plain
 
 
 def page_of(folder: Path) -> Page:
@@ -78,8 +86,7 @@ def page_of(folder: Path) -> Page:
 def checked(path: Path) -> Page:
     page = Page(path)
     for image in page.images:
-        if not image.startswith(b"\x89PNG"):
-            xml.etree.ElementTree.fromstring(image)
+        xml.etree.ElementTree.fromstring(image)
     return page
 
 
@@ -100,16 +107,16 @@ def test_a_whole_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "mine.html"), "--png"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'mine.html'}\n"
     page = checked(tmp_path / "mine.html")
-    above = ["GPUs", "GPU memory", "GPU utilization", "Workers", "Metrics by round"]
-    assert headings(page) == [*above, "Rounds", "Failures", "Clients"]
-    assert len(page.images) == 4
+    pictures_first = ["GPU memory", "Workers", "Metrics by round", "GPU utilization"]
+    assert headings(page) == [*pictures_first, "Sums", "Failures", "GPUs", "Rounds", "Clients", "Run"]
+    assert len(page.images) == 8
     assert page.has("digits") and page.has("flower-gpu simulate") and page.has("node7")
     assert page.has("completed") and page.has("3 of 3")
     pictures = sorted((tmp_path / "mine").iterdir())
     assert [path.name for path in pictures] == ["memory.png", "rounds.png", "utilization.png", "workers.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG\r\n") for path in pictures)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["trace.jsonl"]
-    targets = [a.get("src") or a.get("href") for _, a in page.seen if "src" in a or "href" in a]
+    targets = [one[name] for _, one in page.seen for name in ("src", "srcset", "href") if name in one]
     assert targets and all(target and target.startswith("data:image/") for target in targets)
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.seen}
     assert not re.search(r"@import|url\(", page.text)
@@ -191,7 +198,7 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     ]
     write(tmp_path, events)
     page = page_of(tmp_path)
-    assert headings(page) == ["Workers", "Clients"]
+    assert headings(page) == ["Workers", "Sums", "Clients", "Run"]
     assert page.has("GPUs none")
 
 
@@ -199,8 +206,10 @@ def test_a_thousand_workers(tmp_path: Path) -> None:
     write(tmp_path, Run(clients=1000, gpus=2, lease_gib=2, failing=0.01).events())
     page = page_of(tmp_path)
     assert sum(tag == "tr" for tag, _ in page.seen) > 1000
-    assert page.images[0].startswith(b"\x89PNG")  # of a size that a browser can show
-    assert len(page.text) < 3_000_000
+    assert all(
+        b"data:image/png" in image for image in page.images[:4]
+    )  # many bars: of a size that a browser can show
+    assert len(page.text) < 1_500_000
 
 
 # What others have written
@@ -230,6 +239,48 @@ def test_names_are_shown_and_do_nothing(tmp_path: Path) -> None:
     assert not [name for _, attributes in page.seen for name in attributes if name.startswith("on")]
     assert page.has("<script>alert(1)</script>") and page.has("?[2J??") and page.has("_hidden")
     assert {letter for letter in page.text if not letter.isprintable()} == {"\n"}
+
+
+# How it looks
+
+
+def test_pictures_are_dark_in_dark_mode_and_narrow_on_narrow_screens(tmp_path: Path) -> None:
+    """All that is drawn is a colour of bars and lines, which are seen on both, or follows the mode."""
+    write(tmp_path, RICH.events())
+    page = page_of(tmp_path)
+    assert len(page.images) == 8
+    for place, image in enumerate(page.images):
+        root = xml.etree.ElementTree.fromstring(image)
+        width_pt = float((root.get("width") or "").removesuffix("pt"))
+        assert width_pt == 72 * (drawing.WIDE_IN if place % 2 else drawing.NARROW_IN)
+        style, *letters = (one for one in root.iter() if one.tag.endswith(("}style", "}text")))
+        assert (style.text or "").count("prefers-color-scheme:dark") == 1
+        assert letters
+        for one in letters:
+            size, colour = (
+                re.search(p, one.get("style", "")) for p in (r"font-size: (\d\S*)px", r"fill: (\S+)")
+            )
+            # A point is 4/3 pixels of a screen. At 400 pixels the narrow pictures have room as they are.
+            assert size and float(size[1].rstrip(";")) * 4 / 3 >= 10
+            assert colour and (colour[1].startswith("var(--c") or colour[1].rstrip(";") in ON_BARS)
+        drawn = set(re.findall(rb"(?:fill|stroke): ([^;\"]+)", image))
+        assert not drawn & {b"#000000", b"#ffffff", b"#222222", b"white", b"black"}
+    [narrow] = {one.get("media") for tag, one in page.seen if tag == "source"}
+    assert narrow == "screen and (max-width: 44rem)"
+
+
+def test_failures_are_told_once_with_their_traceback_folded(tmp_path: Path) -> None:
+    write(tmp_path, Run(clients=30, failing=0.6, seed=2).events())
+    page = page_of(tmp_path)
+    assert re.search(r"[2-9] times error: ValueError: no <i>error</i> clients \d+, \d+", page.plain)
+    folded = re.findall(
+        r'<details class="failure"><summary>.*?<pre>\n(.*?)</pre></details>', page.text, re.DOTALL
+    )
+    assert folded == [
+        "Traceback (most recent call last):\n  File &#34;task.py&#34;, line 3, in train\n    &lt;b&gt;?[2J\n"
+    ]
+    assert page.text.count("Traceback") == 1
+    assert "bad" not in re.sub(r"<style>.*?</style>", "", page.text, flags=re.DOTALL)
 
 
 # The command

@@ -27,6 +27,7 @@ class Clock:
     start: float  # of the run
     end: float  # of the run, or of the trace
     pauses: tuple[tuple[float, float], ...] = ()  # between the runs of which each went on with the one before
+    work: float | None = None  # when the first call began
 
     @classmethod
     def of(cls, history: History) -> Clock:
@@ -42,12 +43,20 @@ class Clock:
             if begin < until:
                 pauses.append((begin, until))
                 free_from = until
-        return cls(start, end, tuple(pauses))
+        spans = [*history.leases, *history.cores_leases]
+        begun = [time for one in spans for time in (one.requested_at, one.granted_at) if time is not None]
+        begun += [one.started_at for one in history.workers]
+        return cls(start, end, tuple(pauses), min(begun, default=None))
 
     @property
     def duration_s(self) -> float:
         """How long the run took."""
         return self.end - self.start - sum(until - begin for begin, until in self.pauses)
+
+    @property
+    def work_s(self) -> float:
+        """How long it took until the first call began; 0 if there was none."""
+        return 0.0 if self.work is None else self.seconds(self.work)
 
     def seconds(self, time: float) -> float:
         """Return the seconds since the start; times outside of the run are its start and its end."""
@@ -102,6 +111,7 @@ class CallTry:
     outcome: str  # of the worker, or NO_LEASE; empty where the trace does not tell
     error: str = ""
     peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
+    traceback: str = ""
 
     @property
     def begin_s(self) -> float:
@@ -161,6 +171,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) 
         worker.outcome,
         worker.error,
         max(worker.peak_bytes.values(), default=None),
+        worker.traceback,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.printable import printable
+from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report.drawing import Picture, task_name
 from flower_gpu.watch.spans import RoundPart
@@ -37,7 +38,6 @@ _PREFIXES: Final = (
     "federated",
 )
 _SAME: Final = {"acc": "accuracy", "f1-score": "f1", "f1score": "f1", "f1-macro": "f1"}
-_FIRST: Final = ("accuracy", "loss", "f1", "precision", "recall")
 _COUNTS: Final = ("num-examples", "examples", "num-samples")
 
 
@@ -70,11 +70,10 @@ def panels_of(evaluations: Sequence[RoundPart]) -> dict[str, list[Series]]:
         rounds = sorted(by_round)
         series = Series(name, task, tuple(rounds), tuple(by_round[number] for number in rounds))
         panels.setdefault(title, []).append(series)
-    ranks = {name: rank for rank, name in enumerate(_FIRST)}
-    return dict(sorted(panels.items(), key=lambda item: ranks.get(item[0], len(ranks))))
+    return dict(sorted(panels.items(), key=lambda item: metric_rank(item[0])))
 
 
-def rounds_picture(evaluations: Sequence[RoundPart]) -> Picture | None:
+def rounds_picture(evaluations: Sequence[RoundPart], width_in: float) -> Picture | None:
     """Draw metrics by round; None where there are none."""
     from matplotlib.ticker import MaxNLocator
 
@@ -82,9 +81,9 @@ def rounds_picture(evaluations: Sequence[RoundPart]) -> Picture | None:
     shown = list(panels.items())[:_MOST_PANELS]
     if not shown:
         return None
-    columns = min(_COLUMNS, max(2, len(shown)))
+    columns = min(_COLUMNS, max(2, len(shown))) if width_in > drawing.NARROW_IN else 1
     rows = -(-len(shown) // columns)
-    figure = drawing.new_figure(rows * 2.5 + 0.7)
+    figure = drawing.new_figure(width_in, rows * 2.5)
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
     handles: dict[str, Any] = {}
     for (title, series), axes in zip(shown, cells, strict=False):
@@ -98,7 +97,7 @@ def rounds_picture(evaluations: Sequence[RoundPart]) -> Picture | None:
         axes.set_xlabel("round", fontsize=drawing.TEXT_PT)
     for axes in cells[len(shown) :]:
         axes.set_visible(False)
-    drawing.legend_below(figure, handles)
+    drawing.arrange(figure, handles, gaps_in=(0.6, 0.7))
     left_out = len(panels) - len(shown)
     return Picture(
         "rounds",
@@ -107,7 +106,6 @@ def rounds_picture(evaluations: Sequence[RoundPart]) -> Picture | None:
         + (f" {left_out} more metrics are in the table only." if left_out else ""),
         "Metrics by round: " + ", ".join(printable(title) for title, _ in shown),
         figure,
-        is_dense=False,
     )
 
 

@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 _COLOURS: Final = {
     WAITING: drawing.YELLOW,
-    STARTING: drawing.ORANGE,
+    STARTING: drawing.SKY,
     RUNNING: drawing.BLUE,
     EXITING: drawing.PURPLE,
 }
+# The same in dark mode, as the bars.
+_EDGE, _ON_BLUE, _ON_OTHERS = "#707070", "#fefefe", "#111111"
 _MOST_LANES_WITH_WAITING: Final = 60
 _SMALL_BARS: Final = 300  # of which each has edges, hatches, and its client's name where there is room
 _LANE_IN, _MOST_IN = 0.24, 9.0
-_LETTER_IN: Final = 0.075
 _OUT_OF_MEMORY: Final = "out of memory"
 _GAP: Final = 0.8  # lanes between groups
 
@@ -98,7 +99,9 @@ def waiting_steps(calls: Sequence[CallTry]) -> tuple[list[float], list[int]]:
     )
 
 
-def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) -> Picture | None:
+def workers_picture(
+    history: History, clock: Clock, tries: Sequence[CallTry], width_in: float
+) -> Picture | None:
     """Draw all calls as bars in lanes, by GPU; None where there was no call."""
     if not tries:
         return None
@@ -113,7 +116,7 @@ def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) ->
     height = min(_MOST_IN, max(1.0, _LANE_IN * lanes))
     waiting = ([], []) if with_waiting else waiting_steps(tries)
     strip = 1.1 if waiting[0] else 0.0
-    figure = drawing.new_figure(height + strip + 1.1)
+    figure = drawing.new_figure(width_in, height + strip + 0.1)
     handles: dict[str, Any] = {}
     if strip:
         above, axes = figure.subplots(2, 1, height_ratios=[strip, height])
@@ -122,14 +125,14 @@ def workers_picture(history: History, clock: Clock, tries: Sequence[CallTry]) ->
         axes = figure.subplots()
     handles |= _draw_groups(axes, clock, groups, is_dense)
     drawing.time_axis(axes, clock)
-    drawing.legend_below(figure, handles, columns=7)
+    label_in = 0.2 + drawing.LETTER_IN * max(len(one.label) for one in groups)
+    drawing.arrange(figure, handles, left_in=max(0.6, label_in), top_in=0.1, gaps_in=(0.0, 0.15))
     return Picture(
         "workers",
         "Workers",
         _caption(groups, with_waiting, is_dense),
         f"Bars of {counted(bars, 'call')} over time, by GPU",
         figure,
-        is_dense,
     )
 
 
@@ -167,10 +170,10 @@ def _draw_groups(axes: Axes, clock: Clock, groups: Sequence[LaneGroup], is_dense
     for label in axes.get_yticklabels():
         label.set_parse_math(False)
     for top in tops[1:]:
-        axes.axhline(top - _GAP / 2, color="#bbbbbb", linewidth=0.8)
+        axes.axhline(top - _GAP / 2, color=drawing.GREY, linewidth=0.8)
     drawing.dress(axes)
     axes.grid(visible=False, axis="y")
-    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+    axes.grid(visible=True, axis="x", color=drawing.RULE, linewidth=0.6)
     axes.tick_params(axis="y", length=0)
     return handles
 
@@ -187,21 +190,23 @@ def _draw_phase(
         return None
     begin, end, lane = np.array(found, dtype=float).T
     gap = 0.0 if is_dense else 0.06
-    look: dict[str, Any] = {"facecolor": _COLOURS[phase]}
+    look: dict[str, Any] = {"facecolor": _COLOURS[phase], "rasterized": is_dense}
     if not is_dense:
-        look |= {"edgecolor": drawing.mixed(drawing.INK, 0.35), "linewidth": 0.4}
+        look |= {"edgecolor": _EDGE, "linewidth": 0.4}
         if phase == WAITING:
             look["hatch"] = "////"
     drawing.draw_bars(axes, places(clock, begin), places(clock, end), lane + gap, lane + 1 - gap, **look)
-    return Patch(**look)
+    return Patch(**look | {"rasterized": False})
 
 
 def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]) -> None:
     """Write a client's name where it has room."""
-    inch_s = clock.length_s / (drawing.WIDTH_IN - 1.0)
+    inch_s = drawing.inch_s(axes, clock)
     for lane, row in placed:
         name = printable(row.call.client)
-        room = [part for part in row.parts if part.seconds / inch_s > _LETTER_IN * len(name) + 0.06]
+        room = [
+            part for part in row.parts if part.seconds / inch_s > 1.1 * drawing.LETTER_IN * len(name) + 0.06
+        ]
         if not name or not room:
             continue
         part = max(room, key=lambda part: (part.phase == RUNNING, part.seconds))
@@ -212,7 +217,7 @@ def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]
             fontsize=7.5,
             ha="center",
             va="center",
-            color="white" if part.phase == RUNNING else drawing.INK,
+            color=_ON_BLUE if part.phase == RUNNING else _ON_OTHERS,
             bbox={"facecolor": _COLOURS[part.phase], "edgecolor": "none", "pad": 0.5},
             parse_math=False,
             zorder=3,
@@ -225,9 +230,9 @@ def _draw_ends(
 ) -> dict[str, Any]:
     """Mark how calls have ended that have not ended well."""
     kinds: list[tuple[str, str, str, Callable[[CallTry], bool]]] = [
-        ("failed", "X", drawing.VERMILION, lambda call: call.has_failed and call.outcome != _OUT_OF_MEMORY),
-        ("out of memory", "v", drawing.VERMILION, lambda call: call.outcome == _OUT_OF_MEMORY),
-        ("no end in the trace", ">", drawing.GREEN, lambda call: not call.outcome),
+        ("failed", "X", drawing.ORANGE, lambda call: call.has_failed and call.outcome != _OUT_OF_MEMORY),
+        ("out of memory", "v", drawing.ORANGE, lambda call: call.outcome == _OUT_OF_MEMORY),
+        ("no end", ">", drawing.GREEN, lambda call: not call.outcome),
     ]
     handles = {}
     for label, marker, colour, is_meant in kinds:

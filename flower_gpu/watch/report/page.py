@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from functools import cache
@@ -21,9 +21,19 @@ from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import duration_text, path_text, printable
+from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, Clock, client_rows, tries_of
-from flower_gpu.watch.report.drawing import ClientColours, Picture, counted, gpu_name, task_name
+from flower_gpu.watch.report.calls import PHASES, Clock, client_key, client_rows, tries_of
+from flower_gpu.watch.report.drawing import (
+    LOOK,
+    NARROW_IN,
+    WIDE_IN,
+    ClientColours,
+    Picture,
+    counted,
+    gpu_name,
+    task_name,
+)
 from flower_gpu.watch.report.figures_gpus import memory_picture, utilization_picture
 from flower_gpu.watch.report.figures_rounds import rounds_picture
 from flower_gpu.watch.report.figures_workers import workers_picture
@@ -34,8 +44,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 FILE_NAME: Final = "report.html"
-_ERROR_CHARACTERS: Final = 300
+_ERROR_CHARACTERS: Final = 300  # of its first line
 _MOST_ERRORS: Final = 20
+_MOST_NAMES, _NAME_CHARACTERS = 10, 40
 _MOST_METRICS: Final = 16  # of a round
 _TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
 _UNKNOWN: Final = "-"
@@ -101,13 +112,16 @@ def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, by
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
     colours = ClientColours([*(one.client for one in tries), *(lease.client for lease in history.leases)])
-    drawn: list[Picture | None] = [
-        memory_picture(history, clock, holdings, colours),
-        utilization_picture(history, clock),
-        workers_picture(history, clock, tries),
-        rounds_picture(history.evaluations),
+    drawn = [
+        (
+            memory_picture(history, clock, holdings, colours, width_in),
+            workers_picture(history, clock, tries, width_in),
+            rounds_picture(history.evaluations, width_in),
+            utilization_picture(history, clock, width_in),
+        )
+        for width_in in (WIDE_IN, NARROW_IN)
     ]
-    pictures = [picture for picture in drawn if picture is not None]
+    pictures = [(wide, narrow) for wide, narrow in zip(*drawn, strict=True) if wide and narrow]
     text = page(
         history,
         totals_of(history, clock, tries, holdings),
@@ -116,20 +130,23 @@ def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, by
         folder=str(run_dir.absolute()),
         is_going_on=any(Path(run.folder).resolve() == run_dir.resolve() for run in registry.running()),
     )
-    return text, {picture.name: picture.png for picture in pictures} if png else {}
+    return text, {wide.name: wide.png for wide, _ in pictures} if png else {}
 
 
 def page(
     history: History,
     totals: Totals,
     clients: Sequence[Mapping[str, Any]],
-    pictures: Sequence[Picture],
+    pictures: Sequence[tuple[Picture, Picture]],
     *,
     folder: str,
     is_going_on: bool,
 ) -> str:
-    """Write the page. ``folder`` is the run's, as it is shown; ``is_going_on``: the run has not ended yet."""
-    errors = list(totals.errors.items())
+    """Write the page.
+
+    ``pictures`` are pairs of a wide and a narrow one. ``folder`` is the run's, as it is shown;
+    ``is_going_on``: the run has not ended yet.
+    """
     outcome_class, outcome = outcome_of(history, is_going_on)
     return _template().render(
         run=history,
@@ -144,8 +161,8 @@ def page(
         gpu_names=[one.gpu.name or one.gpu.uuid for one in totals.gpus],
         rounds=_rounds(history),
         rounds_done=history.highest_round,
-        errors=[(count, error[:_ERROR_CHARACTERS]) for error, count in errors[:_MOST_ERRORS]],
-        errors_left_out=[count for _, count in errors[_MOST_ERRORS:]],
+        errors=totals.errors[:_MOST_ERRORS],
+        errors_left_out=[one.count for one in totals.errors[_MOST_ERRORS:]],
         consequences={
             _CONSEQUENCES.get(then, then): count
             for then, count in Counter(event.then for event in history.out_of_memory).most_common()
@@ -175,11 +192,20 @@ def _template() -> Template:
         "short": _known("{:,.2f}".format),
         "moment": _known(_moment_text),
         "counted": counted,
+        "first_line": lambda error: error[:_ERROR_CHARACTERS],
+        "named": _names,
         "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
         "task": task_name,
         "thousands": "{:,}".format,
     }
     return environment.get_template("page.html.jinja")
+
+
+def _names(clients: Set[str]) -> str:
+    """Name the clients of a failure: ``"client 3"``, ``"clients 3, 4 and 12 others"``."""
+    names = [one[:_NAME_CHARACTERS] for one in sorted(clients, key=client_key)[:_MOST_NAMES] if one]
+    others = f" and {len(clients) - _MOST_NAMES} others" if len(clients) > _MOST_NAMES else ""
+    return f"client{'s' if len(clients) > 1 else ''} {', '.join(names)}{others}" if names else ""
 
 
 def _known(write: Callable[[Any], str]) -> Callable[[Any], str]:
@@ -218,7 +244,7 @@ def _rounds(history: History) -> list[dict[str, Any]]:
 def _metrics(part: RoundPart) -> str:
     shown = [
         f"{name} {value:.0f}" if value == int(value) and abs(value) < 1e9 else f"{name} {value:.4g}"
-        for name, value in list(part.metrics.items())[:_MOST_METRICS]
+        for name, value in sorted(part.metrics.items(), key=lambda item: metric_rank(item[0]))[:_MOST_METRICS]
     ]
     if len(part.metrics) > _MOST_METRICS:
         shown.append(f"{len(part.metrics) - _MOST_METRICS} more")
@@ -240,6 +266,7 @@ def _matplotlib() -> Iterator[None]:
         warnings.simplefilter("ignore")  # such as letters that its font does not have
         stack.enter_context(matplotlib.rc_context())
         matplotlib.rcdefaults()
+        matplotlib.rcParams.update(LOOK)
         yield
 
 

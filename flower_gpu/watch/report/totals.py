@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
 
-from flower_gpu.watch.fields import first_line
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, highest_peak
-from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample
+from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, reason_of
 
 # A release is written down just after it: in between another call may have got a lease. A killed process
 # writes nothing down at all.
@@ -196,6 +195,29 @@ class CoresTotals:
         return cls(len(steps) // 2, waited_s, max(cores), max(memory))
 
 
+@dataclass
+class Failure:
+    """Failures of calls that are alike."""
+
+    what: str  # the outcome, and the first line of the error
+    details: str = ""  # the first traceback among them
+    count: int = 0
+    clients: set[str] = field(default_factory=set)
+
+    @classmethod
+    def all_of(cls, tries: Sequence[CallTry]) -> list[Failure]:
+        """Put failures together, the most frequent first."""
+        found: dict[str, Failure] = {}
+        for one in tries:
+            if one.has_failed:
+                what = ": ".join(filter(None, (one.outcome, reason_of(one.error))))
+                same = found.setdefault(what, cls(what))
+                same.details = same.details or one.traceback
+                same.count += 1
+                same.clients.add(one.client)
+        return sorted(found.values(), key=lambda one: -one.count)
+
+
 @dataclass(frozen=True)
 class Totals:
     """The sums of a run."""
@@ -207,7 +229,7 @@ class Totals:
     workers: int  # a call that is tried again has several workers
     unfinished: int  # calls whose end is not in the trace
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
-    errors: Mapping[str, int] = field(default_factory=dict)  # what failed calls have raised, and how often
+    errors: Sequence[Failure] = ()  # of failed calls
     peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
     cores: CoresTotals | None = None  # None: none were leased
 
@@ -270,11 +292,7 @@ def totals_of(
         workers=sum(one.has_worker for one in tries),
         unfinished=sum(not one.outcome for one in tries),
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
-        errors=dict(Counter(_error(one) for one in tries if one.has_failed).most_common()),
+        errors=Failure.all_of(tries),
         peak_bytes=highest_peak(tries),
         cores=CoresTotals.of(history, clock),
     )
-
-
-def _error(call: CallTry) -> str:
-    return ": ".join(filter(None, (call.outcome, first_line(call.error))))
