@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from flower_gpu.printable import duration_text
-from flower_gpu.trace import Event
+from flower_gpu.trace import SERVER_EVALUATE, Event
+from flower_gpu.watch import pace
 from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, whole
 from flower_gpu.watch.history import History
 from flower_gpu.watch.output_above import OutputAbove
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _LINE_INTERVAL_S: Final = 10.0
 _DRAW_INTERVAL_S: Final = 0.1
+#: Of the columns of a line: round, task, clients, seconds.
+_LEAST_WIDTHS: Final = (0, len(SERVER_EVALUATE), len("100/100 clients"), len("10.0 s"))
 
 
 class Display:
@@ -41,7 +44,7 @@ class Display:
         # A strategy's recorder tells the server's evaluations, too.
         if name == "round" and self.history.strategy is None:
             name = "round_finished"
-            event = {**event, "task": "server-evaluate"}
+            event = {**event, "task": SERVER_EVALUATE}
         if (handler := getattr(self, f"_on_{name}", None)) is not None:
             with suppress(OSError, ValueError):
                 handler(event)
@@ -58,89 +61,64 @@ class Display:
     def close(self) -> None:
         """Leave the stream as it was; what is shown stays."""
 
-    def rate(self) -> float | None:
-        """Return the clients per second of the open round."""
-        one = self.history.open_round
-        seconds = 0.0 if one is None else time.time() - one.started_at
-        return one.replies / seconds if one is not None and one.replies and seconds > 0 else None
-
-    def left_s(self) -> float | None:
-        """Return how long the open round takes, if it goes on at its rate."""
-        one, rate = self.history.open_round, self.rate()
-        if one is None or rate is None or one.messages is None:
-            return None
-        return max(one.messages - one.replies, 0) / rate
-
     def name_of(self, server_round: int | None) -> str:
-        """Name a round."""
+        """Name a round, each of a run in as many letters; what is evaluated before round 1 is of round 0."""
         if server_round is None:
             return "messages"
-        if server_round == 0:
-            return "before round 1"
         num_rounds = self.history.num_rounds
-        return f"round {server_round}" + (f"/{num_rounds}" if num_rounds else "")
+        if not num_rounds:
+            return f"round {server_round}"
+        return f"round {server_round:>{len(str(num_rounds))}}/{num_rounds}"
+
+    def pace_texts(self) -> list[str]:
+        """Tell how fast the open round goes, and how long it takes, as far as that is known yet."""
+        one, now = self.history.open_round, time.time()
+        rate, left_s = pace.rate(one, now), pace.left_s(one, now)
+        per_s = [] if rate is None else [f"{rate:.3g} clients/s"]
+        return per_s if left_s is None else [*per_s, f"{duration_text(left_s)} left"]
 
 
 class Lines(Display):
-    """One line for each round, and now and then one within a round."""
+    """A line for what has finished of each round, at once and in columns; now and then one within a round.
+
+    At once: what comes on the stream next, such as Flower's log, is of the next part or round.
+    """
 
     def __init__(self, history: History, stream: TextIO) -> None:
         super().__init__(history, stream)
-        self._server_round: int | None = None
-        self._parts: list[str] = []
+        self._widths = list(_LEAST_WIDTHS)
         self._line_at_s = time.monotonic()
-
-    def _on_strategy_started(self, _: Event) -> None:
-        self._end_round()
 
     def _on_strategy_resumed(self, event: Event) -> None:
         self._print(f"resumed after {self.name_of(whole(event.get('round')))}")
-
-    def _on_round_started(self, event: Event) -> None:
-        self._begin_round(whole(event.get("round")))
 
     def _on_reply(self, _: Event) -> None:
         one = self.history.open_round
         if one is None or time.monotonic() - self._line_at_s < _LINE_INTERVAL_S:
             return
-        of = "" if one.messages is None else f" of {one.messages}"
-        parts = [f"{one.replies}{of} clients"]
-        if one.failed:
-            parts.append(f"{one.failed} failed")
-        if (rate := self.rate()) is not None:
-            parts.append(f"{rate:.3g} clients/s")
-        if (left_s := self.left_s()) is not None:
-            parts.append(f"{duration_text(left_s)} left")
-        self._print(f"{self.name_of(one.round)} {one.task}: {', '.join(parts)}")
+        failed = [f"{one.failed} failed"] if one.failed else []
+        clients = f"{one.replies}/{'?' if one.messages is None else one.messages} clients"
+        seconds = max(0.0, time.time() - one.started_at)
+        self._row(one.round, one.task, clients, seconds, [*failed, *self.pace_texts()])
 
     def _on_round_finished(self, event: Event) -> None:
-        server_round, messages = whole(event.get("round")), whole(event.get("messages"))
-        self._begin_round(server_round)
-        parts = [str(event.get("task"))]
-        if messages:
-            parts.append(f"{messages} clients")
-            if failed := whole(event.get("failed")):
-                parts.append(f"({failed} failed)")
-            if (seconds := number(event.get("seconds"))) is not None:
-                parts.append(f"in {duration_text(seconds)}")
-        self._parts.append(" ".join([*parts, metrics_text(mapping(event.get("metrics")))]).rstrip())
-        if server_round is None:
-            self._end_round()
+        messages, failed = whole(event.get("messages")), whole(event.get("failed"))
+        clients = f"{messages}/{messages} clients" if messages else ""
+        told = [f"{failed} failed"] if messages and failed else []
+        metrics = metrics_text(mapping(event.get("metrics")))
+        seconds = number(event.get("seconds")) if messages else None
+        self._row(whole(event.get("round")), str(event.get("task")), clients, seconds, [*told, metrics])
 
-    def close(self) -> None:
-        """Print what is known of a round that is not over."""
-        with suppress(OSError, ValueError):
-            self._end_round()
-
-    def _begin_round(self, server_round: int | None) -> None:
-        if server_round != self._server_round:
-            self._end_round()
-            self._server_round = server_round
-
-    def _end_round(self) -> None:
-        if self._parts:
-            self._print(f"{self.name_of(self._server_round)}: {'; '.join(self._parts)}")
-            self._parts = []
+    def _row(
+        self, server_round: int | None, task: str, clients: str, seconds: float | None, told: list[str]
+    ) -> None:
+        """Print columns, none of them narrower than in the lines above."""
+        cells = [self.name_of(server_round), task, clients, "" if seconds is None else duration_text(seconds)]
+        self._widths = [max(width, len(cell)) for width, cell in zip(self._widths, cells, strict=True)]
+        name, task_width, *figures = self._widths
+        row = [f"{cells[0]:<{name}}", f"{task:<{task_width}}"]
+        row += [f"{cell:>{width}}" for cell, width in zip(cells[2:], figures, strict=True)]
+        self._print("  ".join([*row, ", ".join(filter(None, told))]).rstrip())
 
     def _print(self, text: str) -> None:
         self._line_at_s = time.monotonic()
@@ -153,11 +131,11 @@ class _Bars(Display):
     def __init__(self, history: History, stream: TextIO) -> None:
         super().__init__(history, stream)
         self._drawn_at_s = float("-inf")
-        self._shown_at_s = self._began_s = self._round_began_s = time.monotonic()
+        self._shown_at_s = time.monotonic()
+        self._rounds_left = pace.RoundsLeft()
         self._round = 0
         self._done_rounds = 0  # as shown: the last round may be done only when the display is closed
         self._last_finished = 0
-        self._first_round = 0  # rounds that were done before this run goes on with them
         self._metrics = ""
 
     def _draw(self) -> None:
@@ -171,16 +149,15 @@ class _Bars(Display):
                 self._draw_now()
 
     def _on_strategy_started(self, _: Event) -> None:
-        self._began_s = self._round_began_s = time.monotonic()
         if self._round:  # an app may start a strategy after another one
-            self._shown_at_s = self._began_s
-        self._round = self._done_rounds = self._last_finished = self._first_round = 0
+            self._shown_at_s = time.monotonic()
+        self._rounds_left = pace.RoundsLeft()
+        self._round = self._done_rounds = self._last_finished = 0
         self._metrics = ""
         self._draw_now()
 
     def _on_strategy_resumed(self, event: Event) -> None:
-        self._reach((whole(event.get("round")) or 0) + 1)
-        self._round = self._last_finished = self._first_round = self._done_rounds
+        self._round = self._last_finished = self._done_rounds = whole(event.get("round")) or 0
         self._draw_now()
 
     def _on_round_started(self, event: Event) -> None:
@@ -188,6 +165,7 @@ class _Bars(Display):
         self._draw_now()
 
     def _on_reply(self, _: Event) -> None:
+        self._rounds_left.replied(self.history.open_round)
         self.tick()
 
     def _on_progress(self, _: Event) -> None:
@@ -207,20 +185,14 @@ class _Bars(Display):
         """Note that the rounds before this one are over."""
         if server_round is not None and server_round > self._round:
             self._round, self._done_rounds = server_round, server_round - 1
-            self._round_began_s = time.monotonic()
-
-    def _rounds_left_s(self) -> float | None:
-        """Return how long it takes if all rounds take as long as those of this run that are over."""
-        over, num_rounds = self._round - 1 - self._first_round, self.history.num_rounds
-        if not num_rounds or over < 1 or self._done_rounds >= num_rounds:
-            return None
-        each_s = (self._round_began_s - self._began_s) / over
-        return max(each_s * (num_rounds - self._round + 1) - (time.monotonic() - self._round_began_s), 0.0)
+            self._rounds_left.begin(server_round, time.time())
 
     def _rounds_text(self) -> str:
         """Return what stands behind the bar over the rounds."""
         of = f"/{self.history.num_rounds}" if self.history.num_rounds else ""
-        left_s = self._rounds_left_s()
+        num_rounds = self.history.num_rounds
+        is_over = num_rounds is not None and self._done_rounds >= num_rounds
+        left_s = None if is_over else self._rounds_left.left_s(num_rounds, time.time())
         left = "" if left_s is None else f"{duration_text(left_s)} left"
         elapsed = duration_text(time.monotonic() - self._shown_at_s)
         return ", ".join(filter(None, [f"{self._done_rounds}{of}", elapsed, left, self._metrics]))
@@ -237,12 +209,10 @@ class _Bars(Display):
         one = self.history.open_round
         if one is None:
             return ""
-        rate, left_s = self.rate(), self.left_s()
         parts = [
             f"{one.replies}/{'?' if one.messages is None else one.messages}",
-            "? clients/s" if rate is None else f"{rate:.3g} clients/s",
             f"{one.failed} failed" if one.failed else "",
-            "" if left_s is None else f"{duration_text(left_s)} left",
+            *self.pace_texts(),
         ]
         return ", ".join(filter(None, parts))
 
@@ -269,6 +239,7 @@ class Terminal(_Bars):
         from rich.live import Live
 
         super().__init__(history, stream)
+        self._label_cells = len("round 10 train")
         self._above: OutputAbove | None = None
         self._console = Console(file=stream, highlight=False)
         self._live = Live(
@@ -306,24 +277,25 @@ class Terminal(_Bars):
         from rich.table import Table
         from rich.text import Text
 
-        rows = Table.grid(padding=(0, 1, 0, 0))
-        rows.add_column(no_wrap=True, overflow="ellipsis")
-        rows.add_column(width=max(8, self._console.width // 5))
-        rows.add_column(no_wrap=True, overflow="ellipsis")
-
-        def add(label: str, done: int, total: int | None, text: str) -> None:
-            bar = ProgressBar(total=total, completed=done, pulse=False) if total else ""
-            rows.add_row(Text(label), bar, Text(text))
-
-        add("rounds", self._done_rounds, self.history.num_rounds, self._rounds_text())
-        if self._above is None:  # closed: the bar over the rounds stays
-            return rows
-        if (one := self.history.open_round) is not None:
-            add(self._clients_label(), one.replies, one.messages, self._clients_text())
-        if (row := self._worker_row()) is not None:
-            label, done, total = row
-            add(label, done, total, f"{done}/{total}" if total else "...")
-        return rows
+        rows = [("rounds", self._done_rounds, self.history.num_rounds, self._rounds_text())]
+        if self._above is not None:  # else it is closed: the bar over the rounds stays
+            if (one := self.history.open_round) is not None:
+                rows.append((self._clients_label(), one.replies, one.messages, self._clients_text()))
+            if (row := self._worker_row()) is not None:
+                label, done, total = row
+                rows.append((label, done, total, f"{done}/{total}" if total else "..."))
+        # The bars begin where they did: what is beside them changes all the time.
+        width = self._console.width
+        bar = max(8, width // 5)
+        self._label_cells = max(self._label_cells, *(len(label) for label, *_ in rows))
+        label_cells = min(self._label_cells, max(8, (width - bar) // 2))
+        table = Table.grid(padding=(0, 1, 0, 0))
+        for cells in (label_cells, bar, max(1, width - label_cells - bar - 2)):
+            table.add_column(width=cells, no_wrap=True, overflow="ellipsis")
+        for label, done, total, told in rows:
+            drawn = ProgressBar(total=total, completed=done, pulse=False) if total else ""
+            table.add_row(Text(label), drawn, Text(told))
+        return table
 
 
 class Notebook(_Bars):

@@ -252,6 +252,9 @@ class History:
         if (open_round := self._open_round_of(event)) is not None:
             open_round.replies += 1
             open_round.failed += has_failed
+            open_round.replied_at.append(time)
+            if open_round.first_reply_at is None:
+                open_round.first_reply_at = time
         if has_failed:
             self.failures.add(event)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
@@ -16,6 +16,9 @@ from flower_gpu.watch.fields import first_line
 from flower_gpu.workers import methods
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
+
+
+_MOST_REPLIES: Final = 1000  # whose times are kept
 
 
 @dataclass
@@ -133,6 +136,8 @@ class OpenRound:
     workers_finished: int = 0
     replies: int = 0  # the trace of a simulated run does not tell them
     failed: int = 0
+    first_reply_at: float | None = None
+    replied_at: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_REPLIES))  # the last ones
 
     @property
     def finished(self) -> int:

@@ -166,9 +166,9 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
         display.show(each)
     display.close()
     assert capsys.readouterr().out.splitlines() == [
-        "before round 1: server-evaluate loss 2.5",
-        "round 1/2: server-evaluate loss 0.5, accuracy 0.75, precision 0.7",
-        "round 2/2: server-evaluate loss nan",
+        "round 0/2  server-evaluate                           loss 2.5",
+        "round 1/2  server-evaluate                           loss 0.5, accuracy 0.75, precision 0.7",
+        "round 2/2  server-evaluate                           loss nan",
     ]
 
 
@@ -227,8 +227,9 @@ def test_lines_of_any_app_are_those_of_a_simulation(capsys: pytest.CaptureFixtur
         display.show(each)
     display.close()
     assert capsys.readouterr().out.splitlines() == [
-        "round 1/1: train 2 clients (1 failed) in 1.25 s train_loss 0.5; "
-        "evaluate 2 clients in 1.25 s loss 0.25, eval_acc 0.875; server-evaluate accuracy 0.75"
+        "round 1/1  train                2/2 clients  1.25 s  1 failed, train_loss 0.5",
+        "round 1/1  evaluate             2/2 clients  1.25 s  loss 0.25, eval_acc 0.875",
+        "round 1/1  server-evaluate                           accuracy 0.75",
     ]
 
 
