@@ -1,0 +1,77 @@
+"""Pages of the repository as the site has them. `.ci/run` builds the site itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import flower_gpu
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site() -> object:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    try:
+        import site_hooks
+    finally:
+        sys.path.pop(0)
+    return site_hooks
+
+
+def test_markdown_files_outside_of_docs_are_pages(site) -> None:  # type: ignore[no-untyped-def]
+    found = site.outside()
+    assert found["index.md"] == "README.md"
+    assert found["examples/quickstart.md"] == "examples/quickstart/README.md"
+    assert found["project/changelog.md"] == "CHANGELOG.md"
+    assert len(set(found.values())) == len(found)
+    assert not [page for page in found if (REPOSITORY / "docs" / page).exists()], "two pages in one place"
+
+
+def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # type: ignore[no-untyped-def]
+    pages = {"index.md": "README.md", "examples/jax.md": "examples/jax/README.md"}
+
+    def changed(text: str, source: str, repository: str = "") -> str:
+        return str(site.links_of_the_site(text, source, pages, repository))
+
+    watch = "![memory](docs/how-to/images/report-memory.png), [watch](docs/how-to/watch.md#report)"
+    assert changed(watch, "README.md") == watch.replace("docs/", "")
+    assert (
+        changed("[jax](../../examples/jax/README.md#a)", "docs/how-to/x.md") == "[jax](../examples/jax.md#a)"
+    )
+    assert changed("[home](../../README.md)", "examples/jax/README.md") == "[home](../index.md)"
+    assert changed("see [the code](../../run.sh) there", "docs/how-to/x.md") == "see the code there"
+    with_address = changed(
+        "[the code](../../run.sh)", "docs/how-to/x.md", "https://git.example/us/flower-gpu"
+    )
+    assert with_address == "[the code](https://git.example/us/flower-gpu/blob/HEAD/run.sh)"
+    kept = (
+        "[gone](../nowhere.md), [web](https://flower.ai), [here](#gpus)\n```md\n[code](../../run.sh)\n```\n"
+    )
+    assert changed(kept, "docs/how-to/x.md") == kept
+
+
+def test_a_new_page_is_in_the_navigation_by_itself(site) -> None:  # type: ignore[no-untyped-def]
+    pages = ["index.md", "how-to/README.md", "how-to/a.md", "how-to/b.md", "how-to/c.md", "new/x.md"]
+    nav = site.navigation(pages, {"how-to": "- [c](c.md#part)\n- [a](a.md), [c](c.md)\n"})
+    assert nav == [
+        {"Home": "index.md"},
+        {"How-to": ["how-to/README.md", "how-to/c.md", "how-to/a.md", "how-to/b.md"]},
+        {"New": ["new/x.md"]},
+    ]
+
+
+def test_the_site_has_the_docstring_of_every_public_name(site) -> None:  # type: ignore[no-untyped-def]
+    names = site.public_names()
+    assert names == set(flower_gpu.__all__)
+    page = site.with_docstrings((REPOSITORY / "docs/reference/python.md").read_text(), names)
+    shown = [line.removeprefix("::: ") for line in page.splitlines() if line.startswith("::: ")]
+    assert len(shown) == len(set(shown))
+    errors = {name for name in names if name.endswith("Error")}  # reference/errors.md has them
+    assert {f"flower_gpu.{name}" for name in names - errors} <= set(shown)
+    assert "flower_gpu.jax.weights.set_weights" in shown, (
+        "a second name of a row is of the first one's module"
+    )
