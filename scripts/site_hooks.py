@@ -3,7 +3,7 @@
 - A Markdown file outside of docs/ is a page, if another page links to it: README.md is the home page.
 - The navigation is made from the folders, in the order in which a folder's README.md links to its pages. So a
   new file needs no entry anywhere.
-- A link to a file that is no page leads to the repository, if FLOWER_GPU_REPO_URL names one. Else its text
+- A link to a file that is no page leads to the repository, if FLOWER_GPU_REPOSITORY names one. Else its text
   stays.
 - reference/python.md shows the docstring of each name in its tables.
 - Mermaid comes from this site and from no other host. Where scripts/site.sh could not get it, diagrams stay

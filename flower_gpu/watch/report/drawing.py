@@ -48,11 +48,9 @@ _STYLE: Final = (
     f"{{:root{{{';'.join(f'{name}:{_DARK[colour]}' for colour, name in _NAMES.items())}}}}}"
 )
 #: Matplotlib's settings: ink, letters instead of outlines of letters, and always the same names in a file.
-LOOK: Final[dict[Any, Any]] = {
+LOOK: Final[dict[Any, str]] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    "figure.facecolor": PAPER,  # a browser that does not tell pictures of dark mode shows light ones
-    "axes.facecolor": "none",
-    "axes.formatter.useoffset": False,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     "svg.fonttype": "none",
     "svg.hashsalt": "flower-gpu",
 }
@@ -81,7 +79,7 @@ class Picture:
     @property
     def png(self) -> bytes:
         """The figure as a PNG, for light pages."""
-        return self._saved("png")
+        return self._saved("png", facecolor=PAPER)
 
     @property
     def data_uri(self) -> str:

@@ -1,0 +1,77 @@
+"""CONTRIBUTING.md tells the truth, and the files for the repository's site can be read."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
+LISTS = re.findall(r"^### (.+), as (.+)\n\n((?:[- ].+\n)+)", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("what", "examples", "places"), LISTS, ids=[found[0] for found in LISTS])
+def test_each_example_is_in_the_files_of_its_list(what: str, examples: str, places: str) -> None:
+    names = re.findall(r"`(\w+)`", examples)
+    words = [word for name in names for word in (name, name.lower(), name.replace("_", "-"))]
+    missing = []
+    for line in places.splitlines():
+        if "only if" in line:
+            continue
+        variables = re.findall(r"as `(\w+)`", line)
+        for path in re.findall(r"\]\(([^)]+)\)", line):
+            text = (REPOSITORY / path).read_text()
+            if not any(re.search(rf"\b{word}\b", text) for word in variables or words):
+                missing.append(path)
+    assert names and places.count("](") >= 3 and not missing
+
+
+def test_there_is_a_list_for_each_kind() -> None:
+    assert len(LISTS) == PAGE.count("\n### ") == 5
+
+
+def test_names_in_the_lists_are_in_the_code() -> None:
+    code = "".join(path.read_text() for path in (REPOSITORY / "flower_gpu").rglob("*.py"))
+    for name in re.findall(r"`([A-Z]\w+)`", PAGE):
+        assert re.search(rf"\b{name}\b", code), name
+
+
+def test_every_event_of_the_trace_is_documented() -> None:
+    page = (REPOSITORY / "docs/reference/trace.md").read_text()
+    code = "".join(path.read_text() for path in (REPOSITORY / "flower_gpu").rglob("*.py"))
+    events = set(re.findall(r"trace\.(?:write|make)\(\s*\"(\w+)\"", code))
+    events |= set(re.findall(r"trace\.write_to\(\s*[\w.]+,\s*\"(\w+)\"", code))
+    assert len(events) > 10
+    assert not {event for event in events if f"`{event}`" not in page}
+
+
+def test_who_reports_a_bug_is_asked_what_doctor_says() -> None:
+    bug = (REPOSITORY / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
+    assert "flower-gpu doctor" in bug and "render: text" in bug
+
+
+def test_the_workflow_runs_all_checks_on_each_python_of_the_metadata() -> None:
+    workflow = (REPOSITORY / ".github/workflows/ci.yml").read_text()
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    prefix = "Programming Language :: Python :: 3."
+    pythons = [one.rpartition(" ")[2] for one in project["classifiers"] if one.startswith(prefix)]
+    found = re.search(r"python: \[(.+)\]", workflow)
+    assert found and re.findall(r"[\d.]+", found[1]) == pythons
+    for command in (".ci/run", "scripts/site.sh"):
+        assert f"- run: {command}" in workflow and (REPOSITORY / command).exists()
+    assert "FLOWER_GPU_REPOSITORY" in workflow
+
+
+def test_the_citation_has_the_version_and_the_licence_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = (REPOSITORY / "CITATION.cff").read_text()
+    for key, value in (
+        ("version", project["version"]),
+        ("license", project["license"]),
+        ("title", project["name"]),
+    ):
+        assert re.search(rf"(?m)^{key}: {re.escape(value)}$", citation), key
+    assert f"- name: {project['authors'][0]['name']}" in citation
