@@ -105,6 +105,18 @@ def words(*allowed: str, meanings: tuple[str, ...] = ()) -> Kind:
     return Kind(what, None, str, lambda word: word in allowed, (str,), allowed, meanings)
 
 
+def several(*allowed: str) -> Kind:
+    """Return the kind of option that is some of these words, with commas between them; it may be repeated."""
+    return Kind(
+        f"one or more of the words {', '.join(allowed)}",
+        "|".join(allowed),
+        lambda text: tuple(word.strip() for word in text.split(",")),
+        lambda given: all(word in allowed for word in given),
+        (tuple,),
+        is_repeated=True,
+    )
+
+
 def _path(text: str) -> Path:
     return Path(_filled(text)).expanduser()
 
@@ -263,7 +275,7 @@ def add_arguments(
         if option.words:
             kind |= {"choices": option.words, "type": option.kind}
         elif option.kind is not None and option.kind.is_repeated:
-            kind |= {"metavar": option.kind.metavar, "action": "append", "default": []}
+            kind |= {"metavar": option.kind.metavar, "type": option.kind, "action": "append", "default": []}
         elif option.kind is not None:
             kind |= {"metavar": option.kind.metavar, "type": option.kind}
         target.add_argument(flag(name), *map(flag, option.synonyms), help=help, **kind)

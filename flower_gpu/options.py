@@ -30,6 +30,7 @@ from flower_gpu.kinds import (
     SWITCH,
     Option,
     flag,
+    several,
     table_of,
     words,
 )
@@ -244,6 +245,14 @@ KEEP_GOING: Final = Option(
 )
 LOG_DIR: Final = Option("where the run's folder is made (default: runs)", FOLDER, group="output")
 REPORT: Final = Option("write no report at the end", SWITCH, group="output")
+#: Where the figures of a run can be sent. Each is an extra of the package, too.
+TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
+TRACKER: Final = Option(
+    "send metrics, durations, GPU memory and failures there while the run goes on; several with commas, or "
+    "repeated",
+    several(*TRACKERS),
+    group="output",
+)
 
 
 #: The options of a call, by their keywords.

@@ -31,7 +31,7 @@ for group in groups:
             for name in group.split():
                 importlib.import_module(name)
             looked_for = ("torch", "flwr", "numpy", "tqdm", "rich", "psutil", "sqlite3")
-            looked_for += ("tensorflow", "keras", "jax")
+            looked_for += ("tensorflow", "keras", "jax", "tensorboard", "wandb", "mlflow")
             found = [name for name in looked_for if name in sys.modules]
             print(json.dumps([group, found]), flush=True)
         except BaseException:

@@ -60,6 +60,16 @@ class RunFolder:
         return self.path / failures.FILE_NAME
 
     @property
+    def trackers(self) -> Path:
+        """Ids of the run in trackers, as JSON; a run that is resumed goes on with them."""
+        return self.path / "trackers.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
     def settings(self) -> Path:
         """What was launched, as JSON."""
         return self.path / "launch.json"

@@ -11,6 +11,7 @@ import tomllib
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +25,7 @@ from flower_gpu.errors import ConfigError, GPUUnavailableError, RunEndedError, s
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
 from flower_gpu.leases.request import memory_bytes
-from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, options_of
+from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, TRACKER, options_of
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
@@ -125,6 +126,7 @@ _OPTIONS: Final = {
     ),
     "progress": Option("show no bars and no summary", SWITCH, group="output"),
     "report": REPORT,
+    "tracker": TRACKER,
 }
 _GROUPS: Final = {
     "GPUs": "Which GPUs messages may use, and what each of them leases there: so many run at a time as fit."
@@ -226,13 +228,17 @@ def _run(arguments: argparse.Namespace) -> int:
         state_memory=arguments.state_memory,
         keep_going=arguments.keep_going,
         deterministic=arguments.deterministic,
+        trackers=list(chain(*arguments.tracker)) or None,
         preload=preload,
         **calls,
     )
     if isinstance(result, int):
         return result
-    if arguments.report and result.folder is not None:
-        _write_report(result.folder, is_told=arguments.progress)
+    if result.folder is not None:
+        if arguments.report:
+            _write_report(result.folder, is_told=arguments.progress)
+        if arguments.progress:
+            _tell_trackers(result.folder)
     return 0
 
 
@@ -332,6 +338,13 @@ def _write_report(path: Path, *, is_told: bool) -> None:
     report = write_at_end(path)
     if report is not None and is_told:
         print(f"report  {short(report)}", file=sys.stderr, flush=True)
+
+
+def _tell_trackers(path: Path) -> None:
+    from flower_gpu.watch.trackers import tracking
+
+    for line in tracking.where(path):
+        print(f"tracker  {line}", file=sys.stderr, flush=True)
 
 
 def _how_to_go_on(path: Path | None, can_resume: bool) -> str:

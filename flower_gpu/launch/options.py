@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
@@ -128,6 +129,7 @@ class LaunchOptions:
         int | None, Option("port of the server on 127.0.0.1 (default: a free one)", PORT, group="output")
     ] = None
     report: Annotated[bool, options.REPORT] = True
+    tracker: Annotated[tuple[str, ...], options.TRACKER] = ()
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 
 
@@ -202,7 +204,7 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
     }
     return LaunchOptions(
         app_dir=arguments.app_dir,
-        **{**values, **pairs},
+        **{**values, **pairs, "tracker": tuple(chain(*arguments.tracker))},
         run_config_options=run_config_options,
         calls=given_calls(arguments),
         verbosity=getattr(arguments, "verbosity", 0),

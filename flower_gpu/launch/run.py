@@ -23,6 +23,7 @@ from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
 from flower_gpu.watch.history import History
+from flower_gpu.watch.trackers import tracking
 
 _ENGINES: Final[dict[str, type[Engine]]] = {
     "superlink": SuperLinkEngine,
@@ -52,10 +53,18 @@ def launch(options: LaunchOptions) -> int:
     """
     plan = make_plan(options)
     settings = settings_of(plan)
+    followers = tracking.Tracking(plan.options.tracker)
     folder = RunFolder.create(plan.options.log_dir)
     write_json(folder.settings, settings)
     code = 0
+    engine: Engine | None = None
     with (
+        followers.following(
+            folder.path,
+            plan.app.name,
+            {**settings, "clients": plan.clients},
+            client_of=lambda node: str(node) if engine is None else engine.client_of(node),
+        ),
         recorded_run(
             folder.path, "launch", plan.app.name, clients=plan.clients, num_rounds=plan.num_rounds
         ) as run,
@@ -188,6 +197,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     if folder.model.exists():
         print(f"model       {short(folder.model)}")
     print(f"result      {short(folder.result)}", flush=True)
+    for line in tracking.where(folder.path):
+        print(f"tracker     {line}")
     if has_report and (report := _write_report(folder)) is not None:
         print(f"report      {short(report)}")
     print(f"run folder  {folder.shown}", flush=True)

@@ -27,7 +27,7 @@ from flower_gpu.watch.fields import metrics_text
 from flower_gpu.watch.flower_log import flower_lines
 from flower_gpu.watch.history import History
 
-#: Events that are not in the trace: each call of a simulation has lines of its own there.
+#: Events that are in the trace for trackers only: each call of a simulation has lines of its own there.
 _ONLY_HERE: Final = ("reply", "round_grew")
 _CANNOT_RESUME: Final = (
     "this run cannot go on with {}: only Flower's own strategies (flwr.serverapp.strategy), as they are, and "
@@ -67,6 +67,7 @@ def reported_run(
     resumed_strategy: str = OURS,
     on_resume: Callable[[], None] = lambda: None,
     keep_going: bool = False,
+    is_tracked: bool = False,
 ) -> Iterator[Report]:
     """Show a run and write it down in ``folder``, while in the context.
 
@@ -75,7 +76,7 @@ def reported_run(
 
     A run that goes on with an earlier one in this folder has the round of the checkpoint for
     ``resumed_round``, and its kind of strategy for ``resumed_strategy``. ``on_resume`` is called when it is
-    clear that it can go on.
+    clear that it can go on. With ``is_tracked`` all events are in the trace, for those who follow it.
 
     Raises
     ------
@@ -111,7 +112,7 @@ def reported_run(
         history.feed([event])
         if folder is not None:
             folder.on_event(event)
-            if event["event"] not in _ONLY_HERE:
+            if is_tracked or event["event"] not in _ONLY_HERE:
                 write_event(event)
         display.show(event)
         if event["event"] == "reply" and event["error"] is not None:

@@ -162,7 +162,7 @@ class ResultFolder:
                 if event["error"] is not None:
                     error = shortened(first_line(event["error"]))
                     self._add({"round": server_round, "kind": "failure", **whose, "error": error})
-                elif event["metrics"]:
+                elif event["metrics"] and not event["aggregated"]:
                     metrics = finite(event["metrics"])
                     self._add({"round": server_round, "kind": "client", **whose, "metrics": metrics})
             case "round_finished":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Unpack
@@ -43,6 +43,7 @@ from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.simulation.states import StateStore
+from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.own_calls import borrowed
 from flower_gpu.workers.threads import cores, planned_threads
@@ -71,6 +72,7 @@ def simulate(
     state_memory: int | str = STATE_MEMORY,
     keep_going: bool = False,
     deterministic: bool = False,
+    trackers: str | Sequence[str] | None = None,
     **options: Unpack[CallOptions],
 ) -> SimulationResult:
     """Run a Flower app on virtual nodes of this machine.
@@ -120,6 +122,10 @@ def simulate(
     deterministic : bool
         Whether the same seed gives the same model in each bit, whatever the number of workers. What would
         change that ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
+    trackers : str or sequence of str, optional
+        Where figures of rounds, clients and GPUs are sent while the run goes on: ``"tensorboard"``,
+        ``"wandb"``, ``"mlflow"``. A resumed run goes on in the trackers' own runs, by default in all of those
+        that it had.
     **options
         How each message's worker runs, and how much of a GPU it gets: see :class:`flower_gpu.CallOptions`.
 
@@ -171,6 +177,11 @@ def simulate(
         seed = before.get("seed")
     seed = secrets.randbelow(_SEEDS) if seed is None else seed
     deterministic = deterministic or bool(before.get("deterministic"))
+    if trackers is None and folder is not None:
+        trackers = tracking.known(folder.path)
+    names = tracking.checked(trackers)
+    if names and folder is None and log_dir is None:
+        raise ConfigError("trackers follow the trace in the run's folder: log_dir=None makes no folder")
     env: dict[str, str] = dict(options.get("env") or {})
     decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
     gpus = workers.gpus()
@@ -193,7 +204,9 @@ def simulate(
         identity |= {"deterministic": True, "threads": count}
     memory_limit_bytes = memory_bytes(state_memory, "state_memory")
     recorded: RecordedRun | None = None
+    followers = tracking.Tracking(names)
     with ExitStack() as stack:
+        config = dict(before)
         if folder is None and log_dir is not None:
             config = {
                 "deterministic": deterministic,
@@ -214,7 +227,10 @@ def simulate(
         if folder is not None:
             stack.enter_context(borrowed([RUN_DIR_VARIABLE]))
             os.environ[RUN_DIR_VARIABLE] = str(folder.path)
-            # First in, last out: the last look at the GPUs is when all workers are gone.
+            told = config | identity | {"run_config": values, "clients": num_supernodes, "engine": "simulate"}
+            # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
+            following = followers.following(folder.path, name, told, resumes=resume is not None)
+            stack.enter_context(following)
             recorded = stack.enter_context(
                 recorded_run(folder.path, "simulate", name, clients=num_supernodes, begins=resume is None)
             )
@@ -245,6 +261,7 @@ def simulate(
                 resumed_strategy=OURS if state is None else state.strategy,
                 on_resume=lambda: recorded.begin() if recorded is not None else None,
                 keep_going=keep_going,
+                is_tracked=followers.is_on,
             )
         )
         report.recorder.concurrency = concurrency

@@ -31,6 +31,11 @@ def whole(value: object) -> int | None:
     return value if type(value) is int and abs(value) < _HUGE else None
 
 
+def node_id(value: object) -> int | None:
+    """Return the id of a node, which has 64 bits without a sign; None where it is none."""
+    return value if type(value) is int and 0 <= value < 1 << 64 else None
+
+
 def mappings(value: object) -> list[Mapping[str, Any]]:
     """Return what of a list is a mapping."""
     return [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []

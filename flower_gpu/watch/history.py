@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.trace import SERVER_EVALUATE
-from flower_gpu.watch.fields import mappings, number, text, whole
+from flower_gpu.watch.fields import mappings, node_id, number, text, whole
 from flower_gpu.watch.spans import (
     CONSEQUENCES,
     OTHER,
     OUTCOMES,
+    CallFigures,
     FailureReasons,
     GPUInfo,
     GPUSample,
@@ -72,6 +73,7 @@ class History:
         self.highest_round = 0  # of those that have finished
         self.last_metrics: dict[str, Mapping[str, Any]] = {}  # by task, as told
         self.open_round: OpenRound | None = None  # messages that are under way
+        self.closed_round: OpenRound | None = None  # the ones before, all of which are over
         self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
         # GPUs by UUID; leases and workers in the order of their starts.
         self.gpus: dict[str, GPUInfo] = {}
@@ -255,6 +257,10 @@ class History:
             open_round.replied_at.append(time)
             if open_round.first_reply_at is None:
                 open_round.first_reply_at = time
+            if (node := node_id(event.get("node"))) is not None and (
+                figures := _figures(event.get("metrics"))
+            ):
+                open_round.client_metrics[node] = figures
         if has_failed:
             self.failures.add(event)
 
@@ -266,7 +272,7 @@ class History:
     def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
         task = text(event.get("task"))
         if self.open_round is not None and self.open_round.task == task:
-            self.open_round = None
+            self.closed_round, self.open_round = self.open_round, None
         self._finish_part(time, event, task)
 
     def _on_round(self, time: float, event: Mapping[str, Any]) -> None:
@@ -285,8 +291,7 @@ class History:
         # A strategy and a simulation may both tell it.
         part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
         part.time, part.told = time, dict(islice({**part.told, **told}.items(), _MOST_METRICS))
-        figures = {str(name): number(value) for name, value in part.told.items()}
-        part.metrics = {name: figure for name, figure in figures.items() if figure is not None}
+        part.metrics = _figures(part.told)
         seconds = number(event.get("seconds"))
         part.seconds = part.seconds if seconds is None else seconds
         sent, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
@@ -414,6 +419,7 @@ class History:
                 worker.peak_bytes[text(told.get("uuid"))] = nbytes
         if self.open_round is not None and worker.round == self.open_round.round:
             self.open_round.workers_finished += 1
+            self.open_round.calls.append(CallFigures(worker.client, worker.seconds, worker.peak_bytes))
 
     def _on_out_of_memory(self, time: float, event: Mapping[str, Any]) -> None:
         then = text(event.get("then"))
@@ -422,6 +428,13 @@ class History:
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
         return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
+
+
+def _figures(metrics: object) -> dict[str, float]:
+    """Return the first of these metrics that are numbers."""
+    told = islice(metrics.items(), _MOST_METRICS) if isinstance(metrics, Mapping) else ()
+    figures = {str(name): number(value) for name, value in told}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _drop_oldest(found: dict[Any, Any], most: int) -> None:

@@ -125,6 +125,15 @@ class RoundPart:
     failed: int = 0
 
 
+@dataclass(frozen=True)
+class CallFigures:
+    """What one call of a client took."""
+
+    client: str
+    seconds: float | None
+    peak_bytes: dict[str, int]  # by UUID
+
+
 @dataclass
 class OpenRound:
     """Messages of one kind that are under way."""
@@ -138,6 +147,8 @@ class OpenRound:
     failed: int = 0
     first_reply_at: float | None = None
     replied_at: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_REPLIES))  # the last ones
+    client_metrics: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers in replies, by node
+    calls: list[CallFigures] = field(default_factory=list)  # of workers that have finished
 
     @property
     def finished(self) -> int:

@@ -15,6 +15,7 @@ import pytest
 from file_tables import files_in, files_in_table
 from launch_helpers import COMMAND, processes_of
 from live_processes import is_running
+from tensorboard.backend.event_processing import event_accumulator
 from waiting import until
 
 from flower_gpu import trace
@@ -122,10 +123,14 @@ def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int,
         Of each run its folder, exit status, stdout, and stderr.
     """
     options = (
-        ["evaluate-fails-on='1'"],
+        ["evaluate-fails-on='1'", "--tracker", "wandb", "--tracker=tensorboard"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
-    environment = {**os.environ, "FLWR_LOG_LEVEL": "DEBUG"}  # then it logs each question of a SuperExec
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "FLWR_LOG_LEVEL": "DEBUG",
+    }  # then it logs each question of a SuperExec
     started = []
     for number, more in enumerate(options):
         log_dir = tmp_path_factory.mktemp(f"ordinary-{number}")
@@ -151,6 +156,22 @@ def ordinary_run(both_runs: list[tuple[Path, int, str, str]]) -> tuple[Path, str
     folder, code, out, err = both_runs[0]
     assert code == 0, err
     return folder, out, err
+
+
+def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) -> None:
+    folder, out, _ = ordinary_run
+    read = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    found = {tag: {event.step: event.value for event in read.Scalars(tag)} for tag in read.Tags()["scalars"]}
+    assert found["evaluate/eval_acc"] == {1: 0.25, 2: 0.5}
+    assert found["rounds/evaluate/failed"] == {1: 1, 2: 1}
+    assert found["clients/train/train_loss/client 1"] == {1: 0.5, 2: 0.5}, "by clients, not by Flower's ids"
+    assert f"tracker     tensorboard --logdir {folder / 'tensorboard'}" in out
+    # The supervisor has ended all processes of the run, and left the one of W&B until all was sent.
+    [sent] = folder.glob("wandb/offline-run-*/*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    assert re.search(r"^  outcome +completed$", shown, re.M) and "finished (exit code 0)" in shown, shown
 
 
 def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, str, str]) -> None:

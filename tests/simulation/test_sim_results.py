@@ -142,7 +142,9 @@ def test_events_come_in_the_order_in_which_things_happen() -> None:
     replies = recorded.of("reply")
     assert len(replies) == 2 * CLIENTS
     assert {event.node for event in replies} == set(range(CLIENTS))
-    assert not any(event.metrics for event in replies), "the strategy takes care of those"
+    assert all(event.aggregated for event in replies)
+    told = {event.node: event.metrics.get("score") for event in replies if event.task == "train"}
+    assert told == {n: None if n == FAILS else float(n) for n in range(CLIENTS)}
 
 
 def test_our_strategy_streams_while_it_is_recorded_and_tells_its_evaluation() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from flwr.app import Message, MetricRecord
+from flwr.app import ConfigRecord, Message, MetricRecord
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import AllFailed
@@ -213,13 +213,17 @@ class Recorder:
             self._show(phase)
         return phase
 
-    def answered(self, phase: Phase, client: int, error: str | None) -> None:
+    def answered(
+        self, phase: Phase, client: int, error: str | None, metrics: Metrics = MappingProxyType({})
+    ) -> None:
         """Note that it has answered, or failed."""
         with self._lock:
             if error is not None and not error.startswith(NO_REPLY):
                 phase.refused.add(client)
                 self._refused += 1
-            self._ended(phase, client, error if error is None else error.strip() or "no reason given")
+            self._ended(
+                phase, client, error if error is None else error.strip() or "no reason given", metrics
+            )
 
     def replied(self, phase: Phase, reply: Message) -> None:
         """Note a reply."""
@@ -232,7 +236,7 @@ class Recorder:
                 self._refused += 1
                 self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
         else:
-            self._ended(phase, node_id, None, {} if phase.announced else _metrics_in(reply))
+            self._ended(phase, node_id, None, _metrics_in(reply))
 
     def missed(self, phase: Phase, node_id: int, why: str) -> None:
         """Note that there will be no reply."""
@@ -281,7 +285,8 @@ class Recorder:
             (phase.succeeded if reason is None else phase.failed).add(node_id)
             told = {"traceback": traceback} if traceback else {}
             node = self._partition(node_id)
-            self._on_event(phase.event("reply", node=node, error=reason, metrics=metrics, **told))
+            fields = {"node": node, "error": reason, "metrics": metrics, "aggregated": phase.announced}
+            self._on_event(phase.event("reply", **fields, **told))
             if phase.announced_total is not None and phase.ended >= phase.announced_total:
                 self._judge(phase)
 
@@ -328,8 +333,19 @@ class Recorder:
             self._on_event(phase.finished(metrics))
 
 
+#: Flower's names of records with the results of a NumPyClient: metrics are in a ConfigRecord there.
+_OF_NUMPY_CLIENTS: Final = ("fitres.", "evaluateres.")
+
+
 def _metrics_in(reply: Message) -> dict[str, Metric]:
-    records = records_in(reply, MetricRecord)
+    records: dict[str, MetricRecord | ConfigRecord] = dict(records_in(reply, MetricRecord))
+    if any(name.startswith(_OF_NUMPY_CLIENTS) for name in records):
+        records |= {
+            name: record
+            for name, record in records_in(reply, ConfigRecord).items()
+            if name.startswith(_OF_NUMPY_CLIENTS) and name.endswith(".metrics")
+        }
+        return {key: plain(value) for record in records.values() for key, value in record.items()}
     alone = len(records) == 1
     return {
         key if alone else f"{name}.{key}": plain(value)

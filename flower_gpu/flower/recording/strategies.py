@@ -308,7 +308,10 @@ class _Hooks:
                     )
                     raise
                 is_good = result.status.code == Code.OK
-                self._recorder.answered(phase, number, None if is_good else result.status.message)
+                metrics = (
+                    clean(_with_loss((getattr(result, "loss", None), result.metrics))) if is_good else {}
+                )
+                self._recorder.answered(phase, number, None if is_good else result.status.message, metrics)
                 return result
 
             return ask

@@ -37,7 +37,7 @@ def train(message: Message, context: Context) -> Message:
         file.write(json.dumps(note) + "\n")
     if str(partition) in config["too-much"].split() and lease is not None and not lease.alone:
         raise RuntimeError("CUDA out of memory. Tried to allocate 9.00 GiB")
-    metrics = MetricRecord({"num-examples": 1})
+    metrics = MetricRecord({"num-examples": 1, "score (%)": float(partition)})
     arrays = ArrayRecord(message.content["arrays"].to_numpy_ndarrays())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
 

@@ -1,0 +1,241 @@
+"""Trackers with the real libraries, offline: what they were sent of a run, and of the same run resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from mlflow.tracking import MlflowClient
+from simulations import TIMEOUT_S, Simulation, command
+from stub_host import StubHost
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from flower_gpu import ConfigError, simulate, trace
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.watch.history import History
+from flower_gpu.watch.trackers.points import MOST_CLIENTS, Points
+from flower_gpu.watch.trackers.tracking import Tracking
+
+pytestmark = pytest.mark.timeout(300)
+
+ALL = ("tensorboard", "wandb", "mlflow")
+SCORE = "clients/train/score (%)/client 2"
+
+
+@dataclass
+class Read:
+    """What a tracker has of a run: figures by name and step, and texts."""
+
+    figures: dict[str, dict[int, float]]
+    config: dict[str, str]
+    texts: str
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """Run one round with all trackers, and resume it for another one; one of three clients fails."""
+    host = StubHost(tmp_path_factory.mktemp("tracked"), gpus=1)
+    env = {
+        **os.environ,
+        **host.host.env,
+        **host.env,
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{host.folder}/mlflow.db",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    options = ["--gpu-memory=2GiB", "--on-oom=fail", "--seed=7", "--no-report"]
+    options += ["--run-config", "take-gib=1.5 too-much='1'"]
+    ways = (
+        ["--log-dir", str(host.logs), "--tracker", "tensorboard,wandb", "--tracker=mlflow"],
+        ["--rounds=2"],
+    )
+    outputs = []
+    for number, more in enumerate(ways):
+        if number:
+            more = [*more, "--resume", str(next(host.logs.iterdir()))]
+        process = subprocess.Popen(
+            command("leased", 3, *options, *more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+        outputs.append(process.communicate(timeout=TIMEOUT_S)[0])
+        assert process.returncode == 0, outputs
+        services = [
+            one for one in psutil.process_iter(["cmdline"]) if "wandb-core" in str(one.info["cmdline"])
+        ]
+        assert not [one for one in services if str(process.pid) in one.info["cmdline"]]
+    [folder] = host.logs.iterdir()
+    return Simulation(0, "\n".join(outputs), folder)
+
+
+def read_tensorboard(folder: Path) -> Read:
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    tags = found.Tags()
+    texts = {
+        tag: [text.decode() for event in found.Tensors(tag) for text in event.tensor_proto.string_val]
+        for tag in tags["tensors"]
+    }
+    rows = [line.strip("| ").split(" | ") for table in texts["config"] for line in table.splitlines()[2:]]
+    return Read(
+        {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in tags["scalars"]},
+        {row[0]: row[-1] for row in rows},
+        "\n".join([*texts["failures"], *texts["outcome"]]),
+    )
+
+
+def read_wandb(folder: Path) -> Read:
+    """Read both files of the run, as ``wandb sync`` does, with W&B's own reader."""
+    read = Read({}, {}, "")
+    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 2 and len({file.name for file in files}) == 1
+    steps: list[int] = []
+    for file in files:
+        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+        lines = subprocess.run(inspect, capture_output=True, check=True, timeout=TIMEOUT_S).stdout
+        for record in map(json.loads, lines.splitlines()):
+            found = record.get(record.get("type"), {})
+            if record.get("type") == "history":
+                item = found["item"]
+                steps.append(item["_step"])
+                for name, value in item.items():
+                    step = item.get("round", item.get("seconds"))
+                    read.figures.setdefault(name, {})[step] = value
+            elif record.get("type") == "run":
+                assert found.get("resume", False) == (file == files[1])
+            for name, value in found.get("config", found).get("update", {}).items():
+                (read.config if record["type"] in ("run", "config") else {})[name] = str(value)
+            if record.get("type") == "summary":
+                read.texts += "".join(f"{value}\n" for value in found["update"].values())
+    assert steps == sorted(set(steps)), "the second file goes on where the first one ends"
+    return read
+
+
+def read_mlflow(folder: Path) -> Read:
+    client = MlflowClient(f"sqlite:///{folder.parents[1]}/mlflow.db")
+    experiment = client.get_experiment_by_name("leased")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", folder.name)
+    figures = {
+        name.replace("score ___", "score (%)"): {
+            one.step: one.value for one in client.get_metric_history(run.info.run_id, name)
+        }
+        for name in run.data.metrics
+    }
+    assert run.data.tags["resumed.run_config.num-server-rounds"] == "2"
+    return Read(figures, run.data.params, f"{run.data.tags['failures']}\n{run.data.tags['outcome']}")
+
+
+READERS: dict[str, Callable[[Path], Read]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_run_and_its_resumption_are_one_run_of_the_tracker(tracked: Simulation, name: str) -> None:
+    read = READERS[name](tracked.folder)
+    figures = read.figures
+    assert figures["train/score (%)"] == {1: 1.0, 2: 1.0}, "of clients 0 and 2"
+    assert figures[SCORE] == {1: 2.0, 2: 2.0}
+    assert "clients/train/score (%)/client 1" not in figures
+    assert figures["clients/train/score (%)/max"] == {1: 2.0, 2: 2.0}
+    assert figures["rounds/train/messages"] == {1: 3, 2: 3}
+    assert figures["rounds/train/failed"] == {1: 1, 2: 1}
+    assert figures["rounds/out_of_memory"] == {1: 1, 2: 2}
+    trace_of_run = History.read(tracked.folder / "trace.jsonl")
+    parts = {part.round: part.seconds for part in trace_of_run.rounds if part.task == "train"}
+    assert figures["rounds/train/seconds"] == pytest.approx(parts)
+    took = {call.round: call.seconds for call in trace_of_run.workers if call.client == "0"}
+    assert figures["clients/train/call_seconds/client 0"] == pytest.approx(took)
+    assert set(figures["clients/train/gpu_peak_gib/max"]) == {1, 2}
+    assert all(1.5 <= value <= 2 for value in figures["clients/train/gpu_peak_gib/max"].values())
+    assert figures["gpu/0/used_gib"] and figures["gpu/0/leased_gib"]
+    assert read.config["app"] == "leased" and read.config["seed"] == "7"
+    assert read.config["strategy"] == "FedAvg" and read.config["run_config.take-gib"] == "1.5"
+    for number in (1, 2):
+        assert f"round {number}, train, client 1: " in read.texts, read.texts
+    assert "out of memory" in read.texts and "completed" in read.texts
+
+
+def test_a_run_says_where_to_look(tracked: Simulation) -> None:
+    for way in ("tensorboard --logdir ", "wandb sync ", "mlflow ui --backend-store-uri sqlite:///"):
+        assert tracked.output.count(f"tracker  {way}") == 2, tracked.output
+    assert "warning: tracker" not in tracked.output
+    assert {one["kind"] for one in tracked.lines("client")} == set(), "only trackers get those"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_missing_library_is_an_error_before_anything_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    app = Path(__file__).parent / "apps/plain"
+    with pytest.raises(ConfigError, match=rf"pip install 'flower-gpu\[{name}\]'"):
+        simulate(app, 1, trackers=name, log_dir=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_trackers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = Path(__file__).parent / "apps/plain"
+    with pytest.raises(ConfigError, match="'neptune' is not one of tensorboard, wandb, mlflow"):
+        simulate(app, 1, trackers=["tensorboard", "neptune"], log_dir=tmp_path / "runs")
+    with pytest.raises(ConfigError, match="log_dir=None makes no folder"):
+        simulate(app, 1, trackers=["tensorboard"], log_dir=None)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ConfigError, match="no API key"):
+        simulate(app, 1, trackers=["wandb"], log_dir=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_of_a_tracker_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    folder = RunFolder(tmp_path)
+    folder.tensorboard.write_text("in the way")
+    with Tracking(["tensorboard", "mlflow"]).following(tmp_path, "app", {}):
+        trace.write_to(tmp_path, "run_started", kind="simulate", name="app")
+        for number in range(1, 4):
+            which = {"round": number, "task": "train"}
+            trace.write_to(tmp_path, "round_finished", **which, messages=1, failed=0, metrics={"x": 1})
+        trace.write_to(tmp_path, "run_finished", outcome="completed")
+    warnings = sorted(line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert [line.split(":")[2].strip() for line in warnings] == ["tracker mlflow", "tracker tensorboard"]
+    assert all("goes on without it" in line for line in warnings)
+    assert not folder.trackers.exists()
+
+
+def test_many_clients_have_no_series_of_their_own() -> None:
+    history = History(keep_finished=False)
+    points = Points(history)
+    which = {"round": 1, "task": "train"}
+    first = 2**63 - 5  # ids of nodes have 64 bits
+    clients = range(MOST_CLIENTS + 1)
+    events = [
+        trace.make("round_started", **which, messages=len(clients)),
+        *(trace.make("reply", **which, node=first + n, error=None, metrics={"x": n}) for n in clients),
+        trace.make("round_finished", **which, messages=len(clients), failed=0, metrics={}),
+    ]
+    history.feed(events)
+    [point] = points.of(events[-1])
+    of_clients: dict[str, Any] = {name: x for name, x in point.values.items() if name.startswith("clients/")}
+    prefix = "clients/train/x"
+    assert of_clients == {f"{prefix}/mean": 10.0, f"{prefix}/min": 0, f"{prefix}/max": MOST_CLIENTS}
