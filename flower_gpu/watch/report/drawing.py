@@ -48,9 +48,11 @@ _STYLE: Final = (
     f"{{:root{{{';'.join(f'{name}:{_DARK[colour]}' for colour, name in _NAMES.items())}}}}}"
 )
 #: Matplotlib's settings: ink, letters instead of outlines of letters, and always the same names in a file.
-LOOK: Final[dict[Any, str]] = {
+LOOK: Final[dict[Any, Any]] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+    "figure.facecolor": PAPER,  # a browser that does not tell pictures of dark mode shows light ones
+    "axes.facecolor": "none",
+    "axes.formatter.useoffset": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "flower-gpu",
 }
@@ -79,7 +81,7 @@ class Picture:
     @property
     def png(self) -> bytes:
         """The figure as a PNG, for light pages."""
-        return self._saved("png", facecolor=PAPER)
+        return self._saved("png")
 
     @property
     def data_uri(self) -> str:

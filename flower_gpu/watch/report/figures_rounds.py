@@ -23,6 +23,8 @@ _LOOKS: Final = {
 }
 _OTHER_LOOK: Final = (drawing.PURPLE, "D", ":")
 _COLUMNS: Final = 3
+_PLAIN: Final = (1e-3, 1e5)  # values that matplotlib writes as they are
+_MOST_LETTERS: Final = 40  # of a metric's name: more would lie on the next panel's
 _MOST_PANELS: Final = 12
 _MOST_MARKED: Final = 60  # rounds of which each has a mark of its own
 # What a metric is about is often said in front of it: then it is the same one, of other data.
@@ -87,9 +89,12 @@ def rounds_picture(evaluations: Sequence[RoundPart], width_in: float) -> Picture
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
     handles: dict[str, Any] = {}
     for (title, series), axes in zip(shown, cells, strict=False):
-        drawing.dress(axes, title="F1" if title == "f1" else printable(title))
+        drawing.dress(axes, title="F1" if title == "f1" else printable(title)[:_MOST_LETTERS])
         for one in series:
             handles[task_name(one.task)] = _draw(axes, one)
+        highest = max(abs(value) for one in series for value in one.values)
+        if not _PLAIN[0] <= highest < _PLAIN[1]:  # else it has a factor above the axis, where the name is
+            axes.yaxis.set_major_formatter("{x:.4g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         rounds = {number for one in series for number in one.rounds}
         if len(rounds) == 1:  # else its axis has fractions of it
@@ -97,7 +102,7 @@ def rounds_picture(evaluations: Sequence[RoundPart], width_in: float) -> Picture
         axes.set_xlabel("round", fontsize=drawing.TEXT_PT)
     for axes in cells[len(shown) :]:
         axes.set_visible(False)
-    drawing.arrange(figure, handles, gaps_in=(0.6, 0.7))
+    drawing.arrange(figure, handles, left_in=0.7, gaps_in=(0.7, 0.7))
     left_out = len(panels) - len(shown)
     return Picture(
         "rounds",
