@@ -15,7 +15,6 @@ import pytest
 from file_tables import files_in, files_in_table
 from launch_helpers import COMMAND, processes_of
 from live_processes import is_running
-from tensorboard.backend.event_processing import event_accumulator
 from waiting import until
 
 from flower_gpu import trace
@@ -159,8 +158,10 @@ def ordinary_run(both_runs: list[tuple[Path, int, str, str]]) -> tuple[Path, str
 
 
 def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     folder, out, _ = ordinary_run
-    read = event_accumulator.EventAccumulator(str(folder / "tensorboard"))
+    read = EventAccumulator(str(folder / "tensorboard"))
     read.Reload()
     found = {tag: {event.step: event.value for event in read.Scalars(tag)} for tag in read.Tags()["scalars"]}
     assert found["evaluate/eval_acc"] == {1: 0.25, 2: 0.5}

@@ -13,10 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from mlflow.tracking import MlflowClient
 from simulations import TIMEOUT_S, Simulation, command
 from stub_host import StubHost
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flower_gpu import ConfigError, simulate, trace
 from flower_gpu.apps.folder import RunFolder
@@ -80,6 +78,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
 
 
 def read_tensorboard(folder: Path) -> Read:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
     tags = found.Tags()
@@ -123,6 +123,8 @@ def read_wandb(folder: Path) -> Read:
 
 
 def read_mlflow(folder: Path) -> Read:
+    from mlflow.tracking import MlflowClient  # here, and not above: it takes a second
+
     client = MlflowClient(f"sqlite:///{folder.parents[1]}/mlflow.db")
     experiment = client.get_experiment_by_name("leased")
     [run] = client.search_runs([experiment.experiment_id])
