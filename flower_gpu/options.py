@@ -267,6 +267,17 @@ CPU_LEASES_VARIABLE: Final = "FLOWER_GPU_CPU_LEASES"
 HOST_RESERVE_VARIABLE: Final = "FLOWER_GPU_HOST_RESERVE"
 POLL_VARIABLE: Final = "FLOWER_GPU_POLL_S"
 IDLE_POLL_VARIABLE: Final = "FLOWER_GPU_IDLE_POLL_S"
+GUARD_VARIABLE: Final = "FLOWER_GPU_GUARD"
+
+#: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
+GPU_GUARD: Final = Option(
+    "have the kernel keep workers from GPUs that are not of their lease: where it can; never; or refuse to run "
+    "without (default: on)",
+    words("on", "off", "require"),
+    GUARD_VARIABLE,
+    "on",
+    "GPUs",
+)
 
 #: Every environment variable that users set.
 VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
@@ -301,6 +312,7 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
         POLL_VARIABLE: Option(
             "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
         ),
+        GUARD_VARIABLE: GPU_GUARD,
         IDLE_POLL_VARIABLE: Option(
             "seconds between these questions when nothing came for a minute", SECONDS, default=30.0
         ),
@@ -308,6 +320,8 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
 )
 
 RANKS_VARIABLE: Final = "FLOWER_GPU_RANKS"
+DEVICES_VARIABLE: Final = "FLOWER_GPU_DEVICES"
+GUARDED_VARIABLE: Final = "FLOWER_GPU_GUARDED"
 DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
 #: Variables that only our own processes set for each other.
 INTERNAL_VARIABLES: Final = MappingProxyType(
@@ -318,6 +332,8 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
         "FLOWER_GPU_GROUP": "Set in SuperNodes and a ServerApp: the sockets by which they wake each other.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
+        DEVICES_VARIABLE: "Set in workers: the device files of GPUs that they may open.",
+        GUARDED_VARIABLE: "Set by tests: files that are taken for those of GPUs, too.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
         DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",
     }

@@ -99,6 +99,7 @@ ROOMS = (
     "printable",
     "control_group",
     "files",
+    "landlock",
     "errors",
 )
 #: Tasks of workers are given by name, upward too: the task of a rank that handles one of Flower's messages.

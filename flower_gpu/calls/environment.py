@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks.framework import Cap
+from flower_gpu.gpu import guard
 from flower_gpu.leases.lease import VARIABLE, Lease
 
 _RAYLET = "RAY_RAYLET_PID"  # set by Ray in every worker process of its own
@@ -24,11 +25,12 @@ def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]
         If a user's own cap is no number.
     """
     if lease is None:
-        return {_VISIBLE: "", VARIABLE: ""}
+        return {_VISIBLE: "", VARIABLE: "", **guard.environment(())}
     return {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         _VISIBLE: ",".join(share.uuid for share in lease.shares),
         VARIABLE: lease.to_text(),
+        **guard.environment(share.device_files for share in lease.shares),
         **frameworks.environment(caps_of(lease), environ),
     }
 

@@ -15,6 +15,7 @@ from flower_gpu.calls import environment, rank_figures
 from flower_gpu.calls.fixed_variables import fixed
 from flower_gpu.calls.gpu_use import Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
+from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import events, own_calls, threads
@@ -38,6 +39,8 @@ def setup() -> AbstractContextManager[None]:
     ConfigError
         If the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
+    if not own_calls.is_inside():
+        guard.apply(os.environ)
     threads.apply()
     rank_figures.begin()
     lease = Lease.from_environment(os.environ)

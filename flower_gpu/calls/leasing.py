@@ -311,8 +311,9 @@ class Leasing:
                 raise self._no_cap(part.uuid, found, gpu)
             self._check_context(gpu.index, gpu.name, part.memory_bytes)
             cap_bytes = part.memory_bytes - self._outside(gpu.name, part.memory_bytes)
+            files = gpu.device_files
             shares.append(
-                Share(part.uuid, gpu.index, gpu.name, gpu.total_bytes, part.memory_bytes, cap_bytes)
+                Share(part.uuid, gpu.index, gpu.name, gpu.total_bytes, part.memory_bytes, cap_bytes, files)
             )
         alone = any(part.alone for part in ticket.entry.parts)
         return Lease(ticket.entry.id, tuple(shares), alone, str(ticket.entry.path))

@@ -146,7 +146,7 @@ def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iter
     gpu = gpus[part.uuid]
     total = gpu.total_bytes or part.memory_bytes
     cap_bytes = part.memory_bytes - footprints.context(gpu.name)
-    share = Share(gpu.uuid, gpu.index, gpu.name, total, part.memory_bytes, cap_bytes)
+    share = Share(gpu.uuid, gpu.index, gpu.name, total, part.memory_bytes, cap_bytes, gpu.device_files)
     lease = Lease(ticket.entry.id, (share,), ticket=str(ticket.entry.path))
     env = {**os.environ, **environment.of_worker(lease, os.environ)}
     try:

@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flower_gpu.gpu import nvml
+from flower_gpu.gpu import guard, nvml
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
 from flower_gpu.gpu.visible_devices import visible as visible
 from flower_gpu.gpu.visible_devices import with_uuid
@@ -54,6 +54,7 @@ class GPU:
     # Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
     # that is not told
     persistence_mode: bool | None = None
+    device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
 
     @property
     def is_usable(self) -> bool:
@@ -163,6 +164,8 @@ class _Card:
     name: str
     mig: bool  # whether it can be in MIG mode
     persistence_mode: bool | None
+    minor: int | None  # the number in the name of its device file
+    device_files: tuple[str, ...] | None
 
 
 class _Host:
@@ -265,7 +268,10 @@ def _new_card(session: nvml.Session, index: int) -> _Card:
         if not problem.is_absence:
             raise
         mig = False
-    return _Card(handle, session.uuid(handle), session.name(handle), mig, session.persistence_mode(handle))
+    minor = session.minor_number(handle)
+    files = None if minor is None else guard.files_of_card(minor, session.bus_id(handle))
+    mode = session.persistence_mode(handle)
+    return _Card(handle, session.uuid(handle), session.name(handle), mig, mode, minor, files)
 
 
 def _read_devices(session: nvml.Session, index: int, card: _Card, processes: bool) -> list[GPU]:
@@ -278,7 +284,7 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
             raise
         # Who may use MIG devices need not be allowed to look at the whole card.
         gpu = replace(_broken(index, None, ""), uuid=card.uuid, name=card.name)
-    gpu = replace(gpu, persistence_mode=card.persistence_mode)
+    gpu = replace(gpu, persistence_mode=card.persistence_mode, device_files=card.device_files)
     if handles is None:
         return [gpu]
     gpus = [replace(gpu, problem=_MIG_CARD if handles else _MIG_CARD_WITHOUT_DEVICES)]
@@ -287,12 +293,20 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
             if isinstance(handle, nvml.QueryError):
                 raise handle
             mig = _read(session, index, handle, session.uuid(handle), session.name(handle), processes)
+            mig = replace(mig, device_files=_files_of_mig(session, card, handle))
         except nvml.QueryError as problem:
             if problem.ends_session:
                 raise
             mig = _broken(index, None, str(problem))
         gpus.append(replace(mig, mig_parent=card.uuid))
     return gpus
+
+
+def _files_of_mig(session: nvml.Session, card: _Card, handle: nvml.Handle) -> tuple[str, ...] | None:
+    instances = session.mig_instances(handle)
+    if card.minor is None or instances is None:
+        return None
+    return guard.files_of_mig(card.minor, *instances)
 
 
 def _read(

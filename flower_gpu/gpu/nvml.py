@@ -157,6 +157,19 @@ class Session:
         """Tell whether the driver keeps a GPU ready while nobody uses it; None where that is not told."""
         return self._told(bool, "nvmlDeviceGetPersistenceMode", handle)
 
+    def minor_number(self, card: Handle) -> int | None:
+        """Return the number in the name of a card's device file; None where it is not told."""
+        return self._told(int, "nvmlDeviceGetMinorNumber", card)
+
+    def bus_id(self, card: Handle) -> str | None:
+        """Return where a card is, such as ``"00000000:3B:00.0"``; None where it is not told."""
+        return self._told(_bus_id, "nvmlDeviceGetPciInfo", card)
+
+    def mig_instances(self, handle: Handle) -> tuple[int, int] | None:
+        """Return the ids of a MIG device's GPU instance and compute instance; None where they are not told."""
+        found = [self._told(int, f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
+        return None if None in found else (found[0], found[1])  # type: ignore[return-value]
+
     def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
         """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
 
@@ -254,6 +267,10 @@ def _pynvml() -> ModuleType:
     except ImportError as error:
         raise QueryError(f"nvidia-ml-py cannot be imported ({error}): pip install nvidia-ml-py") from None
     return pynvml  # type: ignore[no-any-return]
+
+
+def _bus_id(found: Any) -> str:
+    return found.busId if isinstance(found.busId, str) else found.busId.decode()
 
 
 def _memory(now: Any, reserved_bytes: int | None) -> Memory | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 #: Environment variable in which a worker finds its lease.
 VARIABLE = "FLOWER_GPU_LEASE"
@@ -20,6 +21,7 @@ class Share:
     total_bytes: int  # memory of the whole GPU
     memory_bytes: int  # memory the lease is for, the CUDA context included
     cap_bytes: int  # what of it an allocator may take: without the context
+    device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
 
 
 @dataclass(frozen=True)
@@ -42,5 +44,10 @@ class Lease:
         if not text:
             return None
         fields = json.loads(text)
-        shares = tuple(Share(**share) for share in fields["shares"])
+        shares = tuple(_share(share) for share in fields["shares"])
         return cls(fields["id"], shares, fields["alone"], fields["ticket"])
+
+
+def _share(fields: dict[str, Any]) -> Share:
+    files = fields.pop("device_files")
+    return Share(**fields, device_files=None if files is None else tuple(files))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu.calls import environment, leased_worker, leasing, rank_figures
 from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.options import DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.options import DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
 from flower_gpu.ranks import results
 from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
 from flower_gpu.ranks.results import End
@@ -114,6 +114,8 @@ def _call(
         env={
             **threads.environment(max(1, threads_of_all // count), {}),
             **environment.of_worker(own, os.environ),
+            # All GPUs of the lease: ranks exchange gradients by each other's memory.
+            **{name: os.environ[name] for name in (DEVICES_VARIABLE,) if name in os.environ},
             **_network(os.environ),
             RANKS_VARIABLE: "1",
             # Of whoever has started the client: PyTorch would look for its GPU by that.
