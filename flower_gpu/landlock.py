@@ -1,4 +1,4 @@
-"""Landlock: what a process gives up for good, with all that it starts. Linux 5.13 and later, also without root.
+"""Landlock: what a process gives up for good, with all that it starts. Root is not needed.
 
 The rules are those of a process tree, and no program can take them back. The kernel's side is described in
 landlock(7) and in its file Documentation/userspace-api/landlock.rst.
@@ -37,7 +37,7 @@ _LEAST_KERNEL: Final = "5.19"
 
 
 class UnavailableError(Exception):
-    """This process cannot give anything up. The text says why, in words."""
+    """The kernel lets this process give nothing up. The text says why, in words."""
 
 
 def version() -> int:

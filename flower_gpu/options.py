@@ -271,8 +271,7 @@ GUARD_VARIABLE: Final = "FLOWER_GPU_GUARD"
 
 #: Of commands whose workers import no code of an app before the kernel keeps them from other GPUs.
 GPU_GUARD: Final = Option(
-    "have the kernel keep workers from GPUs that are not of their lease: where it can; never; or refuse to run "
-    "without (default: on)",
+    "have the kernel keep workers from all GPUs but those of their lease (default: on, where it can)",
     words("on", "off", "require"),
     GUARD_VARIABLE,
     "on",

@@ -39,7 +39,9 @@ def setup() -> AbstractContextManager[None]:
     ConfigError
         If the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
-    if not own_calls.is_inside():
+    if own_calls.is_inside():
+        guard.check_without_worker(os.environ)
+    else:
         guard.apply(os.environ)
     threads.apply()
     rank_figures.begin()

@@ -56,6 +56,7 @@ def checks() -> Mapping[str, Check]:
         "driver": partial(gpus.driver, found),
         "gpu": partial(gpus.gpus, found),
         "visible": partial(gpus.visible, found),
+        "GPU guard": gpus.gpu_guard,
         "policy": partial(gpus.calls, found),
         "torch": partial(cuda.torch, found),
         "flower": environment.flower,

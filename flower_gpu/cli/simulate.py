@@ -25,7 +25,15 @@ from flower_gpu.errors import ConfigError, GPUUnavailableError, RunEndedError, s
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
 from flower_gpu.leases.request import memory_bytes
-from flower_gpu.options import KEEP_GOING, LOG_DIR, REPORT, TRACKER, options_of
+from flower_gpu.options import (
+    GPU_GUARD,
+    GUARD_VARIABLE,
+    KEEP_GOING,
+    LOG_DIR,
+    REPORT,
+    TRACKER,
+    options_of,
+)
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
@@ -116,6 +124,7 @@ _OPTIONS: Final = {
         group="workers",
     ),
     "keep_going": KEEP_GOING,
+    "gpu_guard": GPU_GUARD,
     **options_of("simulate"),
     "log_dir": replace(LOG_DIR, excludes="where"),
     "resume": Option(
@@ -209,6 +218,8 @@ def _run(arguments: argparse.Namespace) -> int:
     preload = given_preload(arguments.preload, app.path)
     calls = given_calls(arguments)
     _set_environment({name: value for name, value in calls.items() if name != "timeout_s"})
+    if arguments.gpu_guard is not None:
+        os.environ[GUARD_VARIABLE] = arguments.gpu_guard
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
     result = _simulate(

@@ -23,6 +23,7 @@ from flower_gpu.calls.settings import GPUSettings, HostSettings, checked_environ
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import ports
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
@@ -30,6 +31,8 @@ from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
     CLIENT_VARIABLE,
     CONCURRENCY_VARIABLE,
+    GPU_GUARD,
+    GUARD_VARIABLE,
     RUN_DIR_VARIABLE,
     CallOptions,
     options_of,
@@ -55,6 +58,7 @@ _OPTIONS: Final = {
     "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
     "log_dir": Option("with --count: where a folder with a log of each is made (default: runs)", FOLDER),
     **options_of("supernode"),
+    "gpu_guard": GPU_GUARD,
     "max_concurrent": Option(
         "how many messages are handled at a time, also without a GPU (default: as many as come)",
         COUNT,
@@ -94,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     env = environment(arguments, os.environ)
     _checked_node_config(arguments, env)
+    _tell_guard(arguments, env)
     commands.warm_up_in_background(env)
     os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
 
@@ -113,6 +118,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
+    _tell_guard(arguments, env)
     with (
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
@@ -132,6 +138,11 @@ def _run_several(arguments: argparse.Namespace) -> int:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _tell_guard(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
+    if not is_quiet(arguments) and (line := guard.describe(env)):
+        print(line, flush=True)
 
 
 def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
@@ -211,6 +222,9 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)
+    if arguments.gpu_guard is not None:
+        env[GUARD_VARIABLE] = arguments.gpu_guard
+    guard.check(env)
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each

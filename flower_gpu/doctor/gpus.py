@@ -9,7 +9,7 @@ from pathlib import Path
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import inventory, policy
+from flower_gpu.gpu import guard, inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES
@@ -61,6 +61,16 @@ def gpus(found: Inventory) -> Iterator[Found]:
     if asleep:
         text = f"persistence mode of {_names(asleep)} is off: with nobody on it, a GPU takes seconds to start"
         yield "note", text, "as root `nvidia-smi -pm 1`, or the service nvidia-persistenced"
+
+
+def gpu_guard() -> Iterator[Found]:
+    """Check whether workers can be kept from GPUs that are not theirs."""
+    reason = guard.problem()
+    if reason is None:
+        yield "ok", guard.describe() or "workers can be kept from GPUs that are not of their lease"
+    else:
+        todo = "nothing, if no app can be hostile; else see docs/explanation/security.md"
+        yield "note", f"apps can use any GPU of this host: {reason}", todo
 
 
 def _untold(gpu: GPU, name: str) -> Iterator[Found]:

@@ -26,10 +26,10 @@ _NVIDIA: Final = "0x10de"  # vendor in PCI's table of identifiers
 #: Lines such as "gpu0/gi1/ci0/access 13" (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
 _MIG_MINORS: Final = Path("/proc/driver/nvidia-caps/mig-minors")
 
-_CONTROL: Final = "/dev/nvidiactl"
-_MEMORY: Final = "/dev/nvidia-uvm"
+_CONTROL: Final = _DEV / "nvidiactl"
+_MEMORY: Final = _DEV / "nvidia-uvm"
 #: Files that CUDA needs besides those of its GPUs.
-_SHARED: Final = (_CONTROL, _MEMORY, "/dev/nvidia-uvm-tools")
+_SHARED: Final = tuple(map(str, (_CONTROL, _MEMORY, _DEV / "nvidia-uvm-tools")))
 
 _EVERYTHING: Final = "*"  # the value of the variable where nobody knows a GPU's files
 
@@ -74,9 +74,7 @@ def _render_nodes(bus_id: str) -> Iterator[str]:
     domain, _, rest = bus_id.lower().partition(":")
     folder = _PCI_DEVICES / f"{domain[-4:]}:{rest}" / "drm"  # NVML writes the domain with eight digits
     with suppress(OSError):
-        yield from (
-            f"{_DEV}/dri/{name}" for name in os.listdir(folder) if name.startswith(("card", "render"))
-        )
+        yield from (f"{_DEV}/dri/{one.name}" for one in folder.iterdir())
 
 
 def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
@@ -116,6 +114,15 @@ def problem(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
+def describe(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a line about the guard of this host; empty where there is no GPU to be kept from."""
+    if not device_files(environ):
+        return ""
+    if reason := problem(environ):
+        return f"no GPU guard: apps can use any GPU of this host ({reason})"
+    return f"GPU guard: the kernel keeps workers to the GPUs of their lease (Landlock {landlock.version()})"
+
+
 def check(environ: Mapping[str, str]) -> None:
     """Look whether there is a guard where the operator requires one.
 
@@ -126,6 +133,18 @@ def check(environ: Mapping[str, str]) -> None:
     """
     if value_of(GUARD_VARIABLE, environ) == "require" and (reason := problem(environ)):
         raise _required(reason)
+
+
+def check_without_worker(environ: Mapping[str, str]) -> None:
+    """Refuse a call in a process that must not give anything up, where the operator requires a guard.
+
+    Raises
+    ------
+    ConfigError
+        If so.
+    """
+    if value_of(GUARD_VARIABLE, environ) == "require":
+        raise _required("this call has no worker of its own")
 
 
 _is_applied = False
@@ -193,7 +212,7 @@ def _is_nvidias(name: str) -> bool:
 
 def _make_missing() -> None:
     """Have NVIDIA's own helper make the file that CUDA makes when it starts: guarded, it could not."""
-    if os.path.exists(_CONTROL) and not os.path.exists(_MEMORY):
+    if _CONTROL.exists() and not _MEMORY.exists():
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(["nvidia-modprobe", "-u", "-c", "0"], timeout=30, check=False)
 
@@ -201,11 +220,11 @@ def _make_missing() -> None:
 def _close(refused: Collection[str], granted: Collection[str]) -> None:
     """Close what this process has open of refused devices, such as what a preload function has left."""
     devices = _numbers(refused) - _numbers(granted)
-    for name in os.listdir("/proc/self/fd"):
+    for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):
-            found = os.fstat(int(name))
+            found = os.fstat(descriptor)
             if stat.S_ISCHR(found.st_mode) and found.st_rdev in devices:
-                os.close(int(name))
+                os.close(descriptor)
 
 
 def _numbers(paths: Iterable[str]) -> set[int]:
@@ -213,7 +232,7 @@ def _numbers(paths: Iterable[str]) -> set[int]:
     found = set()
     for path in paths:
         with suppress(OSError):
-            file = os.stat(path)
+            file = Path(path).stat()
             if stat.S_ISDIR(file.st_mode):
                 found |= _numbers(entry.path for entry in os.scandir(path))
             elif stat.S_ISCHR(file.st_mode):

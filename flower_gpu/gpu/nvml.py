@@ -166,7 +166,7 @@ class Session:
         return self._told(_bus_id, "nvmlDeviceGetPciInfo", card)
 
     def mig_instances(self, handle: Handle) -> tuple[int, int] | None:
-        """Return the ids of a MIG device's GPU instance and compute instance; None where they are not told."""
+        """Return the ids of a MIG device's GPU instance and compute instance; None: not told."""
         found = [self._told(int, f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
         return None if None in found else (found[0], found[1])  # type: ignore[return-value]
 

@@ -27,6 +27,7 @@ from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.strategy_state import OURS
+from flower_gpu.gpu import guard
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import path_text
@@ -162,6 +163,7 @@ def simulate(
         raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
     settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
     settings.host.check()
+    guard.check(os.environ)
     folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
     before = folder.read_config() if folder is not None else {}
     name, where, server, client = _components(app)
