@@ -1,0 +1,41 @@
+"""Calls on a host with device files of two GPUs, in mounts of its own; prints what they could open."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from flower_gpu import errors, run_in_worker
+
+METHODS = ("forkserver", "spawn", "fork")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    paths = sys.argv[2:]
+    found: dict[str, object] = {}
+    for method in METHODS:
+        for name, options in {"never": {"gpu": "never"}, "GPU 1": {"gpu_ids": 1, "num_gpus": 0.25}}.items():
+            found[f"{name}, {method}"] = run_in_worker(
+                "guard_tasks:opened", paths, start_method=method, **options
+            )
+    device = os.open("/dev/nvidia0", os.O_RDONLY)
+    found["left open"] = run_in_worker("guard_tasks:read", device, start_method="fork", gpu="never")
+    found["made"] = run_in_worker(
+        "guard_tasks:make_device", "/dev/nvidia0", str(folder / "nvidia0"), gpu="never"
+    )
+    found["else"] = run_in_worker("guard_tasks:everything_else", str(folder), gpu="never")
+    os.environ["FLOWER_GPU_GUARD"] = "off"
+    found["off"] = run_in_worker("guard_tasks:opened", paths, gpu="never")
+    os.environ["FLOWER_GPU_GUARD"] = "require"
+    try:
+        run_in_worker("guard_tasks:opened", paths, gpu="never", start_method="in-process")
+    except errors.ConfigError as error:
+        found["without a worker"] = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

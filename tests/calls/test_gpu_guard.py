@@ -1,0 +1,174 @@
+"""What a node refuses, the kernel refuses: device files of GPUs that are not of a worker's lease."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guard_host import METHODS
+from nvml_stub import Host
+
+from flower_gpu import errors, landlock
+from flower_gpu.cli import main as cli
+from flower_gpu.gpu import guard
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def why_not() -> str:
+    try:
+        landlock.version()
+    except landlock.UnavailableError as error:
+        return str(error)
+    return ""
+
+
+needs_landlock = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+# Device files with the names of GPUs' (zero, full, random, kmsg), beside those that programs need.
+DEV = """
+set -e
+mount -t tmpfs -o mode=755 none "$1/dev"
+cp -a /dev/null /dev/urandom /dev/tty "$1/dev"
+ln -s /proc/self/fd "$1/dev/fd"
+mkdir -m 1777 "$1/dev/shm" && mkdir "$1/dev/nvidia-caps"
+while read name major minor; do
+  mknod -m 666 "$1/dev/$name" c $major $minor
+done <<END
+nvidia0 1 5
+nvidia1 1 7
+nvidiactl 1 8
+nvidia-uvm 1 11
+nvidia-caps/nvidia-cap1 1 5
+END
+mount --bind "$1/dev" /dev
+shift
+exec "$@"
+"""
+FILES = [
+    f"/dev/{name}" for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1")
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what calls on such a host have found."""
+    folder = tmp_path_factory.mktemp("guard")
+    for name in ("dev", "files", "state", "ledger"):
+        (folder / name).mkdir(mode=0o700)
+    host = Host(folder / "host", gpus=2)
+    tests = Path(__file__).parent
+    env = {
+        **os.environ,
+        **host.env,
+        "PYTHONPATH": str(tests),
+        "FLOWER_GPU_STATE_DIR": str(folder / "state"),
+        "FLOWER_GPU_LEDGER_DIR": str(folder / "ledger"),
+        "FLOWER_GPU_SERVER_IDLE_S": "1",
+    }
+    script = [sys.executable, str(tests / "guard_host.py"), str(folder / "files"), *FILES]
+    command = ["unshare", "--mount", "sh", "-c", DEV, "sh", str(folder), *script]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode and "unshare failed" in done.stderr:
+        pytest.skip("needs the right to make a mount namespace")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@needs_landlock
+class TestWorker:
+    @pytest.mark.parametrize("method", METHODS)
+    def test_never_is_no_device_at_all(self, found: dict[str, Any], method: str) -> None:
+        assert found[f"never, {method}"] == {"here": [], "thread": [], "program": [], "link": []}
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_lease_is_its_own_gpu(self, found: dict[str, Any], method: str) -> None:
+        own = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
+        assert found[f"GPU 1, {method}"] == dict.fromkeys(("here", "thread", "program", "link"), own)
+
+    def test_a_descriptor_that_was_left_open_is_closed(self, found: dict[str, Any]) -> None:
+        assert found["left open"] == "EBADF"
+
+    def test_nobody_makes_another_file_for_a_device(self, found: dict[str, Any]) -> None:
+        assert found["made"] == "EACCES"
+
+    def test_everything_else_is_as_before(self, found: dict[str, Any]) -> None:
+        assert found["else"] == "text"
+
+    def test_off(self, found: dict[str, Any]) -> None:
+        assert found["off"]["here"] == FILES
+
+    def test_required_where_there_is_no_worker(self, found: dict[str, Any]) -> None:
+        assert "this call has no worker of its own" in found["without a worker"]
+
+
+@needs_landlock
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_root_is_not_needed(run_script: Any) -> None:
+    done = run_script(
+        """
+        import os
+        from flower_gpu import landlock
+        os.setgid(65534), os.setuid(65534)
+        landlock.give_up(["/dev/zero", "/dev/full"], ["/dev/full"])
+        open("/dev/full").close()
+        try:
+            open("/dev/zero")
+        except PermissionError:
+            print("refused")
+        """
+    )
+    assert done.stdout == "refused\n"
+
+
+def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minors = tmp_path / "mig-minors"
+    monkeypatch.setattr(guard, "_MIG_MINORS", minors)
+    assert guard.files_of_mig(0, 1, 0) is None
+    minors.write_text(
+        "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu1/gi1/access 147\n"
+    )
+    caps = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
+    assert guard.files_of_mig(0, 1, 0) == ("/dev/nvidia0", *caps)
+    assert guard.files_of_mig(1, 1, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (errno.ENOSYS, "the kernel has no Landlock"),
+        (errno.EOPNOTSUPP, "not among the kernel's security modules"),
+        (errno.EPERM, "the container forbids Landlock"),
+        (0, "with Landlock 1 programs could not move files between folders"),
+    ],
+)
+def test_where_the_kernel_cannot(
+    answer: int, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(number: int, *args: object) -> int:
+        if answer:
+            raise OSError(answer, os.strerror(answer))
+        return 1
+
+    monkeypatch.setattr(landlock, "_call", call)
+    assert reason in str(guard.problem({}))
+    guard.check({})
+    with pytest.raises(errors.ConfigError, match=reason):
+        guard.check({"FLOWER_GPU_GUARD": "require"})
+    monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
+    assert guard.describe().startswith("no GPU guard: apps can use any GPU of this host")
+    for command in (
+        ["supernode", "--gpu-guard", "require", "--", "--insecure"],
+        ["supernodes", "--count", "2", "--gpu-guard", "require", "--", "--insecure"],
+    ):
+        assert cli.main(command) == 2
+        assert "--gpu-guard require" in capsys.readouterr().err
