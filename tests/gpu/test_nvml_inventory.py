@@ -52,8 +52,10 @@ def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
         "mig_parent": None,
         "problem": None,
         "persistence_mode": None,
+        "device_files": ["/dev/nvidia0"],
     }
-    assert second == {**first, "index": 1, "uuid": host.uuids[1]}
+    another = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}
+    assert second == {**first, **another}
 
 
 def test_another_program_fills_a_gpu_and_ends(host: Host, take: Callable[..., Any]) -> None:

@@ -1,0 +1,49 @@
+"""The GPU guard with NVIDIA's own driver: CUDA works with the files of a lease, and finds none without."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_gpu import run_in_worker
+from flower_gpu.gpu import guard, inventory
+from flower_gpu.gpu.inventory import GPU
+
+sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> GPU:
+    found = inventory.take()
+    inventory.close()
+    if not found.usable:
+        pytest.skip(f"no NVIDIA GPU: {found.problem}")
+    if reason := guard.problem():
+        pytest.skip(f"no guard: {reason}")
+    return found.usable[0]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_lease_is_its_own_gpu(gpu: GPU, method: str) -> None:
+    files, total = run_in_worker(
+        "guard_gpu_tasks:summed_on_the_gpu", gpu_ids=gpu.uuid, num_gpus=0.25, start_method=method
+    )
+    assert total == 1000
+    assert gpu.device_files is not None
+    own = {Path(path).name for path in gpu.device_files}
+    assert {name for name in files if re.fullmatch(r"nvidia\d+", name)} == own & set(files) != set()
+    assert "nvidiactl" in files
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_never_is_no_gpu(gpu: GPU, method: str) -> None:
+    assert run_in_worker("guard_gpu_tasks:opened", gpu="never", start_method=method) == []
+    error = run_in_worker(
+        "guard_gpu_tasks:cuda_after_the_variable_was_changed", gpu.uuid, gpu="never", start_method=method
+    )
+    assert error
