@@ -25,6 +25,7 @@ from clientapp_commands import (
 from clientapp_supernode import SuperNode
 from live_processes import is_running
 
+from flower_gpu.gpu import guard
 from flower_gpu.workers.forkserver import client
 
 pytestmark = [
@@ -135,7 +136,10 @@ def test_an_app_finds_the_process_that_it_has_with_flower(
         one["executable"] = str(Path(one["executable"]).parent)
     assert told[FAST] == told[LEASED] == told[FLOWERS]
     expected = environs[FLOWERS]
-    for way, added in ((FAST, set()), (LEASED, {"FLOWER_GPU_LEASE", "CUDA_VISIBLE_DEVICES"})):
+    for way, added in (
+        (FAST, set()),
+        (LEASED, {"FLOWER_GPU_LEASE", "FLOWER_GPU_DEVICES", "CUDA_VISIBLE_DEVICES"}),
+    ):
         found = environs[way]
         changed = {name for name in {**expected, **found} if expected.get(name) != found.get(name)}
         assert changed - {"OMP_NUM_THREADS"} == {"FLOWER_GPU_SUPERNODE"} | added
@@ -203,6 +207,15 @@ def test_an_app_that_fails_ends_as_with_flower(
         assert error.code == ends[FLOWERS][2][0].code
     if "WATCHED_APP_FAILS" not in env:
         assert words in details and words in error.reason
+
+
+@pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem()))
+def test_an_app_opens_no_gpu_without_a_lease(commands: Commands, node: SuperNode) -> None:
+    handed = node.hand_out({"open": "/dev/full"})
+    done = commands.run(LEASED, handed.arguments, env={"FLOWER_GPU_GUARDED": "/dev/full"})
+    (reply,) = node.replies(handed)
+    assert "PermissionError: [Errno 13]" in reply.error.reason, done.stderr
+    assert "it could be opened" not in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
