@@ -1,0 +1,132 @@
+"""Pages for newcomers, the tutorial and "Coming from start_client": their commands and programs run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_gpu.launch import ports
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).parents[1]
+TUTORIAL = (REPOSITORY / "docs/tutorial/first-federation.md").read_text()
+START_CLIENT = (REPOSITORY / "docs/how-to/from-start-client.md").read_text()
+
+# Instead of the numbers in the pages.
+SMALL = ((r"--clients \d+", "--clients 2"), (r"--rounds \d+", "--rounds 3"))
+TIMEOUT_S = 500  # also for the start of a fork server on a busy machine
+
+#: Runs commands one after the other in one process: what it imports once takes a second each time.
+COMMANDS = """
+import json, sys
+from flower_gpu.cli.main import main
+
+for words in json.loads(sys.argv[1]):
+    assert main(words) == 0, words
+"""
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+
+
+def commands(page: str, name: str) -> list[list[str]]:
+    """Return the words of a page's commands of this program, with small numbers."""
+    found = []
+    for line in "".join(blocks(page, "bash")).splitlines():
+        for pattern, replacement in SMALL:
+            line = re.sub(pattern, replacement, line)
+        if line.startswith(f"{name} "):
+            found.append(shlex.split(line.partition("  #")[0].rstrip(" &"))[1:])
+    return found
+
+
+def write_app(here: Path, page: str) -> Path:
+    """Write the app of a page, whose module is the last example in Python."""
+    app = here / "my-app"
+    app.mkdir()
+    (app / "pyproject.toml").write_text(blocks(page, "toml")[0])
+    (app / "app.py").write_text(blocks(page, "python")[-1])
+    return app
+
+
+def start(here: Path, *words: str) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=here,
+        env=kept,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(*processes: subprocess.Popen[str]) -> list[str]:
+    """Wait for these programs, the last one first, and return what they have written."""
+    try:
+        written = [process.communicate(timeout=TIMEOUT_S)[0] for process in reversed(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+    written.reverse()
+    for process, text in zip(processes, written, strict=True):
+        assert process.returncode == 0, text
+    return written
+
+
+def test_the_tutorial_from_its_first_command_to_the_readers_own_app(tmp_path: Path) -> None:
+    assert blocks(TUTORIAL, "bash")[0].strip() == "./run.sh"
+    assert "\n./run.sh " in (REPOSITORY / ".ci" / "run").read_text(), "there it is run"
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    write_app(tmp_path, TUTORIAL)
+    words = commands(TUTORIAL, "flower-gpu")
+    assert [each[:2] for each in words] == [
+        ["simulate", "examples/quickstart"],
+        ["simulate", "my-app"],
+        ["top"],
+    ]
+    words[-1].append("--once")
+    words[0].append("--no-report")  # another test's matter, and seconds
+    words[1].append("--no-report")
+    (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
+    assert "No GPU" in output or "GPU 0" in output  # what top shows first
+    for folder in (tmp_path / "runs").iterdir():
+        lines = (folder / "metrics.csv").read_text().splitlines()
+        rows = [row for row in csv.DictReader(lines) if row["accuracy"]]
+        assert int(rows[-1]["round"]) == 3
+        assert float(rows[-1]["accuracy"]) > float(rows[0]["accuracy"]) + 0.2, rows
+
+
+def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
+    task, before, client, server, _ = blocks(START_CLIENT, "python")
+    port = str(ports.free_ports(1)[0])
+    (tmp_path / "task.py").write_text(task)
+    for name, text in (("before.py", before), ("client.py", client), ("server.py", server)):
+        (tmp_path / name).write_text(text.replace("8080", port).replace("num_rounds=3", "num_rounds=2"))
+    words = [["server.py"], *commands(START_CLIENT, "python")[1:]]
+    assert words == [["server.py"], ["client.py", "0"], ["client.py", "1"]]
+    words[1][0] = "before.py"  # one that is as before beside one that is changed
+    served, old, new = end(*(start(tmp_path, *each) for each in words))
+    assert "accuracy" in served and "Run finished 2 round(s)" in served
+    assert "Disconnect and shut down" in old and "Disconnect and shut down" in new
+
+
+def test_start_client_scripts_as_an_app(tmp_path: Path) -> None:
+    app = write_app(tmp_path, START_CLIENT)
+    (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
+    words = [[*each, "--no-report"] for each in commands(START_CLIENT, "flower-gpu")]
+    assert len(words) == 2
+    end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
+    for folder in (tmp_path / "runs").iterdir():
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["outcome"], summary["failed"]) == ("completed", 0)
