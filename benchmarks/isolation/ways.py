@@ -7,6 +7,7 @@ that a caller holds nothing of the others.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -151,6 +152,12 @@ def ours_fork() -> Run:
     return ours("fork")
 
 
+def ours_guarded() -> Run:
+    """As on a host with GPUs: each worker gives up the device files that are not of its lease."""
+    os.environ["FLOWER_GPU_GUARDED"] = "/dev/full"
+    return ours("forkserver")
+
+
 WAYS = {
     "in-process": Way(in_process),
     "article": Way(article, slow=True),
@@ -160,6 +167,7 @@ WAYS = {
     "ours-spawn": Way(partial(ours, "spawn"), start_method="spawn", slow=True),
     "ours-fork": Way(ours_fork, start_method="fork"),
     "ours-forkserver": Way(partial(ours, "forkserver"), start_method="forkserver"),
+    "ours-guarded": Way(ours_guarded, start_method="forkserver"),
 }
 
 

@@ -31,6 +31,7 @@ def test_isolation_measures_ways_a_client_and_waiting_ones(figures: Figures) -> 
         "ours-spawn",
         "ours-fork",
         "ours-forkserver",
+        "ours-guarded",
     ]
     result = figures("isolation", "--quick")
     rows = result["calls"]
