@@ -26,6 +26,7 @@ class FollowedRun:
         self.is_registered = run is not None  # now
         self.label = ""  # names it among the other runs
         self.history = History(keep_finished=False, tally=tally)
+        self._is_all_read = False
         self._path = folder / trace.FILE_NAME
         self._follower = trace.Follower(self._path)
 
@@ -41,7 +42,9 @@ class FollowedRun:
 
     @property
     def read_part(self) -> float:
-        """How much of the trace has been read, from 0 to 1."""
+        """How much of the trace has been read, from 0 to 1; without what is new since it was read last."""
+        if self._is_all_read:
+            return 1.0
         try:
             size = self._path.stat().st_size
         except OSError:
@@ -53,7 +56,8 @@ class FollowedRun:
         while True:
             before = self._follower.position
             self.history.feed(self._follower.read_new(_CHUNK_BYTES))
-            if self._follower.position - before < _CHUNK_BYTES:
+            self._is_all_read = self._follower.position - before < _CHUNK_BYTES
+            if self._is_all_read:
                 return True
             if time.monotonic() >= until:
                 return False

@@ -87,6 +87,7 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     asked = [[row[f"asked_{how}"] for how in ("bytes", "share", "alone")] for row in told["waiting"]]
     assert asked == [[None, None, True], [None, 1.0, False], [12 * GIB, None, False]]
     assert [row["count"] for row in told["waiting"]] == [1, 2, 1]
+    assert told["resources"]["cores_busy_percent"] is None  # one look says nothing of the time before
     # Runs of one name are told apart.
     one, other = told["runs"]
     assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]

@@ -201,6 +201,25 @@ def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None
     assert (row.messages_done, row.messages) == (1, 2)
 
 
+def test_clients_that_are_still_to_come_are_counted(trace: Trace) -> None:
+    started(trace, num_rounds=5)
+    trace.write("round_started", round=2, task="fit", messages=10)
+    for number in range(3):
+        trace.write_text("".join(trace.call(number, round=2)))
+    for number in range(3, 5):  # they run
+        trace.write_text("".join(list(trace.call(number, pid=os.getpid(), round=2))[:3]))
+    trace.write_text(next(trace.call(5, round=2)))  # it waits
+    trace.write_text("".join(list(trace.call(6, round=1))[:3]))  # of the round before
+    trace.write_text("".join(list(trace.call(7, round=2, client="server"))[:3]))
+    watch = read(trace.path.parent)
+    row = row_of(watch, trace.time)
+    assert (row.messages_done, row.messages) == (3, 10)
+    assert (row.messages_running, row.messages_waiting, row.messages_to_come) == (2, 1, 4)
+    trace.write("round_finished", round=2, task="fit", messages=10, failed=0, seconds=1.0, metrics={})
+    watch.read_on(math.inf)
+    assert row_of(watch, trace.time).messages_to_come is None
+
+
 def test_calls_of_a_round_that_tells_no_messages(trace: Trace) -> None:
     for number in range(5):
         trace.write_text("".join(trace.call(number, round=1)))

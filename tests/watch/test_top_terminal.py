@@ -139,6 +139,8 @@ def test_it_follows_the_size_of_the_terminal(shell: Shell) -> None:
         made.resize(150, 50)
         # At the right end of the longer line.
         made.read_until(b" " * 80 + b"q quits", since)
+        # There is room for graphs.
+        made.read_until("│ busy  for ".encode(), since)
         since = len(made.output)
         made.resize(12, 3)
         made.read_until("flower-gpu …".encode(), since)

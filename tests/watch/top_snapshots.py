@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nvml_stub import GIB
 
-from flower_gpu.watch.top.snapshot import GPURow, RunRow, Snapshot, WaitingRow, WorkerRow
+from flower_gpu.watch.top.snapshot import GPURow, HostRow, RunRow, Snapshot, WaitingRow, WorkerRow
 
 WORKER = WorkerRow(
     run="quickstart",
@@ -83,6 +83,9 @@ SIMULATION = replace(
     task="train",
     messages_done=40,
     messages=100,
+    messages_running=4,
+    messages_waiting=2,
+    messages_to_come=54,
     calls_done={},
     metrics={"accuracy": 0.875, "loss": 0.5},
     metrics_round=12,
@@ -103,6 +106,15 @@ ON_CPU = replace(
     progress="",
     progress_done=None,
     progress_total=None,
+)
+
+
+RESOURCES = HostRow(
+    cores=8.0,
+    cores_leased=6.0,
+    memory_capacity_bytes=32 * GIB,
+    memory_leased_bytes=3 * GIB,
+    cores_busy_percent=50.0,
 )
 
 

@@ -52,6 +52,7 @@ class HostRow:
     cores_leased: float
     memory_capacity_bytes: int | None  # what leases can have of it now, those that are held included
     memory_leased_bytes: int
+    cores_busy_percent: float | None = None  # of all cores of the host; None at the first look
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class RunRow:
     metrics_task: str
     outcome: str  # "completed", "failed", "interrupted", or "gone" where it was killed
     read_part: float  # of its trace: less than 1 only in the first seconds with a long one
+    # Of the messages under way, where it is known how many there are:
+    messages_running: int | None = None  # a worker computes
+    messages_waiting: int | None = None  # for a lease
+    messages_to_come: int | None = None  # of clients that are chosen for this round and have not begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +162,7 @@ class Seen:
     labels: Mapping[str, str] = field(default_factory=dict)
     reports: Mapping[str, tuple[int, Mapping[str, int]]] = field(default_factory=dict)
     peaks: Mapping[str, int] = field(default_factory=dict)
+    cores_busy_percent: float | None = None
 
     @property
     def holders(self) -> tuple[Entry, ...]:
@@ -238,6 +244,7 @@ def host_row(seen: Seen) -> HostRow | None:
         cores_leased=seen.state.leased_bytes(CORES) / 1000,
         memory_capacity_bytes=capacity.get(MEMORY),
         memory_leased_bytes=seen.state.leased_bytes(MEMORY),
+        cores_busy_percent=seen.cores_busy_percent,
     )
 
 
@@ -264,7 +271,26 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
         metrics_task=last.task if last else "",
         outcome=followed.outcome(),
         read_part=followed.read_part,
+        **_under_way(history),
     )
+
+
+def _under_way(history: History) -> dict[str, int]:
+    """Return how many messages of the open round run, wait, and are to come."""
+    one = history.open_round
+    if one is None or one.messages is None:
+        return {}
+
+    def is_of_it(call: WorkerSpan | LeaseSpan) -> bool:
+        return call.round in (one.round, None) and call.client != "server"
+
+    running = sum(map(is_of_it, history.running))
+    waiting = sum(map(is_of_it, history.waiting))
+    return {
+        "messages_running": running,
+        "messages_waiting": waiting,
+        "messages_to_come": max(0, one.messages - one.finished - running - waiting),
+    }
 
 
 def _last_evaluation(history: History) -> RoundPart | None:

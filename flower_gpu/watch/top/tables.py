@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from flower_gpu.printable import printable
-from flower_gpu.watch.top.snapshot import GPURow, Snapshot
+from flower_gpu.watch.top.snapshot import GPURow, HostRow, Snapshot
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +53,15 @@ def joined(width: int, *fields: tuple[int, str, str], gap: str = "  ") -> Text:
         _, place = max((rank, place) for place, (rank, _) in enumerate(kept))
         del kept[place]
     return text((gap, "")).join(each for _, each in kept)
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people: ``"0:05"``, ``"1:02:03"``, ``"3d 04h"``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 @dataclass(frozen=True)
@@ -122,14 +131,9 @@ def gpu_lines(snapshot: Snapshot, width: int, most: int | None, *, is_ascii: boo
     gpus = snapshot.gpus
     if not gpus:
         return [text(("No GPU: ", "bold"), (snapshot.gpu_problem or "see flower-gpu gpus", ""))]
-    long = [line for gpu in gpus for line in _two_lines(gpu, width, is_ascii)]
+    long = [line for gpu in gpus for line in long_lines(gpu, width, is_ascii)]
     if most is None or len(long) + 1 <= most:
-        meanings = [
-            part
-            for letter, plain, style, meaning in _PARTS
-            for part in ((plain if is_ascii else letter, style), (f" {meaning}  ", "dim"))
-        ]
-        return [*long, text(("  ", ""), *meanings)]
+        return [*long, meanings(is_ascii)]
     short = [_one_line(gpu, width, is_ascii) for gpu in gpus]
     if len(gpus) <= most:
         return short
@@ -141,21 +145,70 @@ def host_line(snapshot: Snapshot, width: int) -> list[Text]:
     host = snapshot.resources
     if host is None:
         return []
-    cores = f"leased {host.cores_leased:.3g} of {host.cores:g}"
-    memory = f"memory leased {_gib(host.memory_leased_bytes)} of {_gib(host.memory_capacity_bytes)} GiB"
-    return [joined(width, (0, "Cores", "bold"), (0, cores, ""), (1, memory, ""))]
+    return [joined(width, *cores_fields(host), (1, memory_text(host), ""))]
 
 
-def _two_lines(gpu: GPURow, width: int, is_ascii: bool) -> list[Text]:
+def cores_fields(host: HostRow) -> list[tuple[int, str, str]]:
+    """Return what is told of cores, for :func:`joined`."""
+    busy = "" if host.cores_busy_percent is None else f"busy {host.cores_busy_percent:.0f}%"
+    leased = f"leased {host.cores_leased:.3g} of {host.cores:g}"
+    return [(0, "Cores", "bold"), (0, leased, ""), (2, busy, "")]
+
+
+def memory_text(host: HostRow) -> str:
+    """Tell how much of the main memory is leased."""
+    return f"memory leased {_gib(host.memory_leased_bytes)} of {_gib(host.memory_capacity_bytes)} GiB"
+
+
+def cores_bar(host: HostRow, width: int, is_ascii: bool) -> Text:
+    """Return a bar of the cores: those that are leased."""
+    cells = _bar_cells(width)
+    leased = round(cells * min(1.0, host.cores_leased / host.cores)) if host.cores else 0
+    parts = []
+    for which, count in (("leased", leased), ("free", cells - leased)):
+        letter, plain, style, _ = next(part for part in _PARTS if part[3] == which)
+        parts.append(((plain if is_ascii else letter) * count, style))
+    return text(("  ", ""), *parts)
+
+
+def meanings(is_ascii: bool) -> Text:
+    """Return what the parts of bars mean."""
+    told = [
+        part
+        for letter, plain, style, meaning in _PARTS
+        for part in ((plain if is_ascii else letter, style), (f" {meaning}  ", "dim"))
+    ]
+    return text(("  ", ""), *told)
+
+
+def who_line(gpu: GPURow, width: int) -> Text:
+    """Return who has how much of a GPU, as the parts of its bar show it."""
+    others = max(gpu.other_leased_bytes, gpu.other_used_bytes)
+    told = [
+        f"own leases: {_gib(gpu.own_used_bytes)} of {_gib(gpu.own_leased_bytes)} used",
+        f"other users {_gib(others)}",
+        f"other programs {_gib(gpu.programs_bytes)}",
+    ]
+    return text(("  ", "")).append_text(
+        joined(width - 2, *((place, one, "dim") for place, one in enumerate(told)))
+    )
+
+
+def long_lines(gpu: GPURow, width: int, is_ascii: bool) -> list[Text]:
+    """Return a GPU's two lines: numbers, and the bar of its memory; or one, with what is wrong with it."""
     title = [(0, _name(gpu), "bold"), (1, gpu.name or "model unknown", "")]
     if problem := _problem(gpu):
         return [joined(width, *title), text((f"  {problem}", "red"))]
     used = f"used {_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} GiB"
     busy, celsius = f"busy {_percent(gpu)}", _celsius(gpu, is_ascii)
     first = joined(width, *title, (0, used, ""), (0, busy, ""), (0, celsius, ""))
-    bar = _bar(gpu, max(1, min(_LONGEST_BAR, width - 2 - _BESIDE)), is_ascii)
+    bar = _bar(gpu, _bar_cells(width), is_ascii)
     leased = f"  leased {_gib(_leased(gpu))} of {_gib(gpu.capacity_bytes)} GiB"
     return [first, text(("  ", ""), *bar, (leased, ""))]
+
+
+def _bar_cells(width: int) -> int:
+    return max(1, min(_LONGEST_BAR, width - 2 - _BESIDE))
 
 
 def _one_line(gpu: GPURow, width: int, is_ascii: bool) -> Text:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu.watch.top.past import Past
 from flower_gpu.watch.top.view import Frame
 from flower_gpu.watch.top.watcher import Watcher
 
@@ -29,13 +30,16 @@ _READ_S: Final = 0.05  # so long at a time a trace is read before keys are looke
 
 def run(watcher: Watcher, interval_s: float) -> int:
     """Show what happens, and return the exit status: 0 after ``q``, else 128 and the signal's number."""
+    past = Past(interval_s)
     with Terminal() as terminal:
         keys = "q quits" if terminal.has_keys else "Ctrl-C quits"
         while not terminal.is_over:
             next_at = time.monotonic() + interval_s
             watcher.look_for_runs()
             is_all_read = watcher.read_on(_READ_S)
-            frame = Frame(watcher.take(), keys)
+            snapshot = watcher.take()
+            past.add(snapshot)
+            frame = Frame(snapshot, keys, past=past)
             terminal.show(frame)
             while not terminal.is_over and (left_s := next_at - time.monotonic()) > 0:
                 # A long trace is read on while there is nothing else to do.

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from flower_gpu.leases.request import format_bytes
+from flower_gpu.watch.top import wide
+from flower_gpu.watch.top.past import Past
 from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
-from flower_gpu.watch.top.tables import Column, gpu_lines, host_line, joined, table, text
+from flower_gpu.watch.top.tables import Column, duration, gpu_lines, host_line, joined, table, text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -33,6 +35,7 @@ class Frame:
     snapshot: Snapshot
     keys: str = ""  # what ends the view
     has_screen: bool = True  # no more lines than the terminal has
+    past: Past | None = None  # what a wide terminal has graphs of
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Draw it."""
@@ -40,8 +43,12 @@ class Frame:
         height = console.size.height if self.has_screen else None
         top: list[RenderableType] = [*_header(shown, width, self.keys)]
         most = None if height is None else max(1, height // 3)
-        top += gpu_lines(shown, width, most, is_ascii=options.ascii_only)
-        top += host_line(shown, width)
+        block = wide.block_lines(shown, width, height) if self.past is not None else 0
+        if self.past is not None and block:
+            top += wide.lines(shown, self.past, width, block, is_ascii=options.ascii_only)
+        else:
+            top += gpu_lines(shown, width, most, is_ascii=options.ascii_only)
+            top += host_line(shown, width)
         blank = [text()] if height is None or height >= _SPACIOUS else []
         sections = [_runs(shown.runs, width), _workers(shown, width), _waiting(shown, width)]
         limits = _limits(sections, None if height is None else height - len(top) - 3 * len(blank))
@@ -136,7 +143,7 @@ def _run_line(run: RunRow, width: int) -> Text:
         (6, run.kind, "dim"),
         (0, read, "yellow"),
         (0, "" if run.round is None else f"round {run.round}{_of(run.num_rounds)}", ""),
-        (2, _messages(run), ""),
+        (2, _messages(run, is_short=width < _WIDE), ""),
         *((3 + place, metric, "") for place, metric in enumerate(_metrics(run, 3))),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
         (7, "" if run.seconds is None else duration(run.seconds), "dim"),
@@ -150,11 +157,19 @@ def _of(total: int | None) -> str:
     return "" if total is None else f"/{total}"
 
 
-def _messages(run: RunRow) -> str:
-    if run.messages_done is not None:
-        return f"{run.task} {run.messages_done}{_of(run.messages)} messages".strip()
-    done = [f"{count} {task}" for task, count in run.calls_done.items()]
-    return f"{', '.join(done)} done" if done else ""
+def _messages(run: RunRow, *, is_short: bool) -> str:
+    if run.messages_done is None:
+        calls = [f"{count} {task}" for task, count in run.calls_done.items()]
+        return f"{', '.join(calls)} done" if calls else ""
+    done = f"{run.messages_done}{_of(run.messages)}"
+    if run.messages_to_come is None:
+        return f"{run.task} {done} messages".strip()
+    to_come = f"{run.messages_to_come} to come"
+    if is_short:
+        return f"{run.task} {done}, {to_come}".strip()
+    now = [(run.messages_running, "running"), (run.messages_waiting, "waiting")]
+    parts = [f"{run.task} {done} done".strip(), *(f"{count} {what}" for count, what in now if count), to_come]
+    return ", ".join(parts)
 
 
 def _metrics(run: RunRow, most: int) -> list[str]:
@@ -275,12 +290,3 @@ def _asked(row: WaitingRow) -> str:
     if row.asked_alone or row.asked_share is None:
         return f"all on {where}"
     return f"{row.asked_share:g} on {where}"
-
-
-def duration(seconds: float) -> str:
-    """Write seconds for people: ``"0:05"``, ``"1:02:03"``, ``"3d 04h"``."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24}d {hours % 24:02d}h"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -46,6 +46,7 @@ class Watcher:
         self._ledger = Ledger(found, reserve_bytes(os.environ))
         self._labels: dict[str, str] = {}
         self._peaks: dict[str, int] = {}
+        self._cores_times: tuple[int, int] | None = None
 
     def look_for_runs(self) -> None:
         """See which runs have begun, and which have ended."""
@@ -87,6 +88,7 @@ class Watcher:
             labels=self._labels,
             reports=reports,
             peaks=self._peaks,
+            cores_busy_percent=self._cores_busy_percent(),
         )
         runs = self._labelled_runs()
         workers = snapshot.worker_rows(seen, runs, others=not self._is_of_one_run)
@@ -120,6 +122,14 @@ class Watcher:
             if pid
         }
 
+    def _cores_busy_percent(self) -> float | None:
+        """Return how busy all cores have been since the last look."""
+        before, self._cores_times = self._cores_times, _cores_times()
+        if before is None or self._cores_times is None or self._cores_times[1] <= before[1]:
+            return None
+        busy, total = (now - then for now, then in zip(self._cores_times, before, strict=True))
+        return round(min(100.0, max(0.0, 100 * busy / total)), 1)
+
     def _labelled_runs(self) -> list[FollowedRun]:
         """Return the runs, the oldest first, each with a label that no other has."""
         runs = sorted(
@@ -129,3 +139,14 @@ class Watcher:
         for run in runs:
             run.label = run.name if names[run.name] == 1 else f"{run.name}:{run.pid}"
         return runs
+
+
+def _cores_times() -> tuple[int, int] | None:
+    """Return how long all cores have been busy, and have been there, in ticks; None where not told."""
+    try:
+        with open("/proc/stat") as file:
+            # user, nice, system, idle, iowait, irq, softirq, steal; time of guests is in user's
+            ticks = [int(number) for number in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    return (sum(ticks) - sum(ticks[3:5]), sum(ticks)) if len(ticks) > 4 else None
