@@ -6,8 +6,8 @@
 #
 # Its tools, the `docs` extra, get an environment of their own, .venv-site: neither torch nor Flower is needed, since
 # docstrings are read and not imported. Mermaid, which draws the diagrams, comes from the npm registry once; without npm
-# diagrams stay text. FLOWER_GPU_REPOSITORY and FLOWER_GPU_SITE_URL name the repository and the site, where they have an
-# address.
+# diagrams stay text. FLOWER_GPU_REPOSITORY, as in hatch_build.py, and FLOWER_GPU_SITE_URL are the addresses of the
+# repository and of the site, where they have one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/venv.sh

@@ -1,6 +1,7 @@
 """What mkdocs does not do by itself for the site.
 
-- A Markdown file outside of docs/ is a page, if another page links to it: README.md is the home page.
+- A Markdown file outside of docs/ is a page, if another page links to it: README.md is the home page. So is a
+  JSON file with measured figures.
 - The navigation is made from the folders, in the order in which a folder's README.md links to its pages. So a
   new file needs no entry anywhere.
 - A link to a file that is no page leads to the repository, if FLOWER_GPU_REPOSITORY names one. Else its text
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import posixpath
 import re
 import sys
@@ -56,7 +58,10 @@ def page_of(source: str) -> str:
 
 
 def outside(root: Path = ROOT) -> dict[str, str]:
-    """Return {page: source} of the files outside of docs/ that docs/ and the README lead to."""
+    """Return {page: source} of the files outside of docs/ that docs/ and the README lead to.
+
+    These are Markdown files, and JSON files of measured figures, which a browser shows as they are.
+    """
     todo = ["README.md", *(path.relative_to(root).as_posix() for path in root.glob("docs/**/*.md"))]
     seen: dict[str, str] = {}
     while todo:
@@ -64,9 +69,11 @@ def outside(root: Path = ROOT) -> dict[str, str]:
         if page_of(source) in seen or not (root / source).is_file():
             continue
         seen[page_of(source)] = source
+        if not source.endswith(".md"):
+            continue
         for link in LINK.finditer(without_fences((root / source).read_text())):
             target = target_of(source, link["target"].partition("#")[0])
-            if target.endswith(".md"):
+            if target.endswith((".md", ".json")):
                 todo.append(target)
     return {page: source for page, source in seen.items() if not source.startswith("docs/")}
 
@@ -81,9 +88,7 @@ def target_of(source: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), link)) if link else source
 
 
-def links_of_the_site(
-    text: str, source: str, pages: dict[str, str], repository: str, root: Path = ROOT
-) -> str:
+def links_of_the_site(text: str, source: str, pages: dict[str, str], address: str, root: Path = ROOT) -> str:
     """Return a text with links as the site has them. Those that lead nowhere stay: mkdocs reports them."""
     here = posixpath.dirname(page_of(source)) or "."
 
@@ -97,7 +102,7 @@ def links_of_the_site(
             return f"{link['image']}[{link['text']}]({posixpath.relpath(page, here)}{hash_}{anchor})"
         if not (root / target).exists():
             return link[0]
-        return f"[{link['text']}]({repository}/blob/HEAD/{target})" if repository else link["text"]
+        return f"[{link['text']}]({address}/{target})" if address else link["text"]
 
     parts = FENCE.split(text)  # every second one is a fence
     return "".join(part if number % 2 else LINK.sub(changed, part) for number, part in enumerate(parts))
@@ -157,8 +162,19 @@ def public_names() -> set[str]:
     raise ValueError("flower_gpu/__init__.py has no __all__")
 
 
+def blobs() -> str:
+    """Return the address below which the repository has its files, or nothing."""
+    repository, _, revision = os.environ.get("FLOWER_GPU_REPOSITORY", "").partition("@")
+    return repository and f"{repository.rstrip('/')}/blob/{revision or 'HEAD'}"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Draw diagrams, if Mermaid is there."""
+    """Draw diagrams, if Mermaid is there, and link to the repository, if it has an address."""
+    if blobs():  # and not repo_url, for which pages would ask GitHub how many stars there are
+        repository = blobs().partition("/blob/")[0]
+        config.extra["social"] = [
+            {"icon": "fontawesome/brands/git-alt", "link": repository, "name": "Repository"}
+        ]
     if (MERMAID / "mermaid.tiny.js").exists():
         from pymdownx.superfences import fence_code_format
 
@@ -189,9 +205,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Change a page's links, and add docstrings."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # nothing beside it in its section
     source = outside_docs.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    text = links_of_the_site(markdown, source, outside_docs, (config.repo_url or "").rstrip("/"))
+    text = links_of_the_site(markdown, source, outside_docs, blobs())
     return with_docstrings(text, public_names()) if page.file.src_uri == "reference/python.md" else text
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave out the roles of docstrings, as in :class:`X`, which Markdown does not know."""
+    return re.sub(r":(?:class|func|meth|mod|data|attr|exc):(?=<code>)", "", html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

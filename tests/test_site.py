@@ -27,6 +27,8 @@ def test_markdown_files_outside_of_docs_are_pages(site) -> None:  # type: ignore
     assert found["index.md"] == "README.md"
     assert found["examples/quickstart.md"] == "examples/quickstart/README.md"
     assert found["project/changelog.md"] == "CHANGELOG.md"
+    figures = "benchmarks/results/isolation-2-cores.json"
+    assert found[f"project/{figures}"] == figures
     assert len(set(found.values())) == len(found)
     assert not [page for page in found if (REPOSITORY / "docs" / page).exists()], "two pages in one place"
 
@@ -34,8 +36,8 @@ def test_markdown_files_outside_of_docs_are_pages(site) -> None:  # type: ignore
 def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # type: ignore[no-untyped-def]
     pages = {"index.md": "README.md", "examples/jax.md": "examples/jax/README.md"}
 
-    def changed(text: str, source: str, repository: str = "") -> str:
-        return str(site.links_of_the_site(text, source, pages, repository))
+    def changed(text: str, source: str, address: str = "") -> str:
+        return str(site.links_of_the_site(text, source, pages, address))
 
     watch = "![memory](docs/how-to/images/report-memory.png), [watch](docs/how-to/watch.md#report)"
     assert changed(watch, "README.md") == watch.replace("docs/", "")
@@ -45,7 +47,7 @@ def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # 
     assert changed("[home](../../README.md)", "examples/jax/README.md") == "[home](../index.md)"
     assert changed("see [the code](../../run.sh) there", "docs/how-to/x.md") == "see the code there"
     with_address = changed(
-        "[the code](../../run.sh)", "docs/how-to/x.md", "https://git.example/us/flower-gpu"
+        "[the code](../../run.sh)", "docs/how-to/x.md", "https://git.example/us/flower-gpu/blob/HEAD"
     )
     assert with_address == "[the code](https://git.example/us/flower-gpu/blob/HEAD/run.sh)"
     kept = (
