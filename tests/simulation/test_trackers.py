@@ -164,7 +164,9 @@ def test_a_run_and_its_resumption_are_one_run_of_the_tracker(tracked: Simulation
     assert figures["clients/train/call_seconds/client 0"] == pytest.approx(took)
     assert set(figures["clients/train/gpu_peak_gib/max"]) == {1, 2}
     assert all(1.5 <= value <= 2 for value in figures["clients/train/gpu_peak_gib/max"].values())
-    assert figures["gpu/0/used_gib"] and figures["gpu/0/leased_gib"]
+    for name_of_figure in ("gpu/0/used_gib", "gpu/0/leased_gib"):
+        of_gpu = figures[name_of_figure]
+        assert of_gpu[max(of_gpu)] == 0, "after the run"
     assert read.config["app"] == "leased" and read.config["seed"] == "7"
     assert read.config["strategy"] == "FedAvg" and read.config["run_config.take-gib"] == "1.5"
     for number in (1, 2):

@@ -25,7 +25,7 @@ _ON_SERVER: Final = ("", "server")
 
 
 #: What :class:`Points` is asked about; of other events it sends nothing.
-EVENTS: Final = ("round_finished", "round", "gpu_sample", "strategy_started", "reply")
+EVENTS: Final = ("round_finished", "round", "gpu_sample", "strategy_started", "reply", "run_finished")
 
 
 class Points:
@@ -53,6 +53,8 @@ class Points:
                 yield from self._of_part(at, event, SERVER_EVALUATE)
             case "gpu_sample" if self._looked_at is None or at - self._looked_at >= GPU_INTERVAL_S:
                 self._looked_at = at
+                yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
+            case "run_finished":  # the last look at the GPUs, when all workers are gone
                 yield from self._point(SECONDS, self._seconds(at), at, self._gpus())
 
     def failed(self, event: Event) -> FailedMessage | None:
