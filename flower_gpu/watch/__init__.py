@@ -4,6 +4,7 @@
          │ events
       History ──┬── display: bars or lines while the run goes on
                 ├── top/, report/, metrics
+                ├── trackers/: TensorBoard, Weights & Biases, MLflow
                 └── result.json, summary.json and the tables of launch and simulate
 
 A history is the only thing that folds events; all others are views on it.
