@@ -19,9 +19,10 @@ tools=$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",.*/\1/p' pyproject.toml)
 
 install_tools() {
   say "installing into .venv-site ..."
-  "$(find_python venv)" -m venv --clear .venv-site
+  local python
+  python=$(find_python ensurepip) || { say "needs a Python with venv and pip" && exit 1; }
+  "$python" -m venv --clear .venv-site
   xargs .venv-site/bin/python -m pip install --quiet --disable-pip-version-check <<<"$tools"
-  get_mermaid || say "no Mermaid (npm pack $mermaid): diagrams stay text"
   printf '%s\n' "$tools" >.venv-site/.installed
 }
 
@@ -34,6 +35,9 @@ get_mermaid() (
 )
 
 if [[ "$(cat .venv-site/.installed 2>/dev/null)" != "$tools" ]]; then install_tools; fi
+if [[ ! -e .venv-site/share/mermaid/mermaid.tiny.js ]]; then
+  get_mermaid || say "no Mermaid (npm pack $mermaid): diagrams stay text"
+fi
 export NO_MKDOCS_2_WARNING=1 PATH="$PWD/.venv-site/bin:$PATH" # mkdocstrings looks for ruff there
 if [[ ${1:-} == serve ]]; then exec mkdocs serve; fi
 mkdocs build --strict "$@" # not --quiet: what is not logged is not counted as a warning
