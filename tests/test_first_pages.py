@@ -125,7 +125,7 @@ def test_start_client_scripts_as_an_app(tmp_path: Path) -> None:
     app = write_app(tmp_path, START_CLIENT)
     (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
     words = [[*each, "--no-report"] for each in commands(START_CLIENT, "flower-gpu")]
-    assert len(words) == 2
+    assert len(words) == 1
     end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
     for folder in (tmp_path / "runs").iterdir():
         summary = json.loads((folder / "summary.json").read_text())
