@@ -62,7 +62,7 @@ def launch(options: LaunchOptions) -> int:
         followers.following(
             folder.path,
             plan.app.name,
-            {**settings, "clients": plan.clients},
+            {**settings, "app_folder": str(plan.app.path), "clients": plan.clients},
             client_of=lambda node: str(node) if engine is None else engine.client_of(node),
         ),
         recorded_run(

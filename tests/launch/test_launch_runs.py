@@ -172,6 +172,7 @@ def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) 
     [sent] = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    assert re.search(r"^  app +ordinary$", shown, re.M), shown
     assert re.search(r"^  outcome +completed$", shown, re.M) and "finished (exit code 0)" in shown, shown
 
 

@@ -47,7 +47,7 @@ class MLflow:
             self._id = self._client.create_run(
                 self._experiment(run.app), run_name=run.name, tags=tags
             ).info.run_id
-        self.describe({"app": run.app, **run.config})
+        self.describe(run.config)
         see = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
         return {"id": self._id, "uri": uri, "see": see}
 

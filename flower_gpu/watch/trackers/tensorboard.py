@@ -31,7 +31,7 @@ class TensorBoard:
         self._writer = self._writer_at(str(folder))
         known = {key: value for key, value in run.config.items() if value is not None}
         self._add(self._hparams_pb(known, trial_id=run.name), time.time(), 0)
-        self.describe({"app": run.app, **run.config})
+        self.describe(run.config)
         return {"see": f"tensorboard --logdir {short(folder)}"}
 
     def describe(self, config: Mapping[str, Value]) -> None:

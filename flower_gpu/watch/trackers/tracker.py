@@ -70,7 +70,7 @@ class TrackedRun:
     app : str
         The app's name.
     config : mapping of str to str, int, float, bool or None
-        What the run was started with, flat.
+        What the run was started with, flat; ``app`` is in it, too.
     ids : mapping of str to str
         What :meth:`Tracker.start` returned when the run began; empty for a new run.
     """

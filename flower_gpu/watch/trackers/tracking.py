@@ -100,7 +100,7 @@ class Tracking:
             _Follower(
                 name,
                 tracker,
-                TrackedRun(found, app, flat(config), before.get(name, {})),
+                TrackedRun(found, app, flat({**config, "app": app}), before.get(name, {})),
                 ids,
                 client_of,
                 resumes=resumes,

@@ -47,7 +47,7 @@ class WandB:
             name=run.name,
             project=os.environ.get("WANDB_PROJECT") or run.app,
             dir=os.environ.get("WANDB_DIR") or str(run.folder.path),
-            config={"app": run.app, **run.config},
+            config=dict(run.config),
             resume="allow" if run.ids else None,
             reinit="create_new",
             settings=self._wandb.Settings(
@@ -55,7 +55,7 @@ class WandB:
             ),
         )
         if run.ids:
-            self._run.config.update({"app": run.app, **run.config}, allow_val_change=True)
+            self._run.config.update(dict(run.config), allow_val_change=True)
         url = self._run.url if self._is_online else None
         return {
             "id": id_,
