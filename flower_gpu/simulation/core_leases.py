@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -152,18 +151,17 @@ class CoreLeases:
                 entries = reader.read(LedgerFolder.find().all())
             except (OSError, GPUError):  # no more files can be opened; whoever asks for a lease is told
                 continue
-            own = (os.getpid(), tickets.pid_namespace())
-            wanted = any(
+            waiting = sum(
                 not entry.parts
-                and (entry.pid, entry.pid_namespace) != own
                 and any(need.least and kind_of(need.resource) == CORES for need in entry.needs)
                 and entry.is_alive()
                 for entry in entries
             )
             idle: list[Ticket] = []
             with self._changed:
-                self._is_wanted = wanted
-                if wanted:
+                # One of them may be of these leases themselves, but not of the server's evaluation.
+                self._is_wanted = waiting > self._is_asking
+                if self._is_wanted:
                     idle, self._idle = self._idle, []
                     self._held -= len(idle)
             self._release(idle)

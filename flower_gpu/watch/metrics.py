@@ -171,6 +171,12 @@ class Runs:
                 self._followed[run.folder] = followed
         return {run.folder for run in found}
 
+    def catch_up(self) -> None:
+        """Read what the runs have told by now, which may take long, for the next look to be short."""
+        self.notice()
+        for followed in self._followed.values():
+            followed.read_on(math.inf)
+
     def look(self) -> list[FollowedRun]:
         """Read what is new, and return the runs; one that has just ended is there once more."""
         for folder in [folder for folder, one in self._followed.items() if not one.is_registered]:
@@ -229,7 +235,7 @@ class Collector:
     def keep_up(self) -> None:
         """Find runs as they come, for ever, also those that end before somebody asks."""
         with self._lock:
-            self._runs.look()  # which may take longer than a client of HTTP waits
+            self._runs.catch_up()  # which may take longer than a client of HTTP waits
         while True:
             time.sleep(_NOTICE_S)
             with self._lock:

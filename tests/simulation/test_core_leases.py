@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,9 +13,9 @@ import pytest
 from waiting import until
 
 from flower_gpu.calls.settings import HostSettings
-from flower_gpu.leases.admission import CORES
+from flower_gpu.leases.admission import CORES, Need
 from flower_gpu.leases.host import all_cores
-from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.ledger import Ledger, Wish
 from flower_gpu.simulation.core_leases import CoreLeases
 
 pytestmark = pytest.mark.timeout(120)
@@ -82,6 +83,17 @@ def test_leases_stay_with_the_run_until_somebody_else_waits(made: Callable[..., 
         assert leased() == ALL // 2
     cores.close()
     until(lambda: leased() == 0)
+
+
+def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLeases]) -> None:
+    """The server's evaluation, which names how many it needs."""
+    cores = made(2)
+    with cores.held(), cores.held():
+        pass
+    wish = Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, ALL // 2, ALL // 2),))
+    ledger = Ledger()
+    ends = time.monotonic() + 60
+    ledger.release(ledger.acquire(wish, deadline=lambda: ends))
 
 
 def test_without_leases_nothing_is_asked(made: Callable[..., CoreLeases]) -> None:
