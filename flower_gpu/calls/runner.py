@@ -48,6 +48,7 @@ class Workers:
     """Where a call gets its worker and its lease from. Here each call has its own of both."""
 
     shows_progress = True  # whether the progress of a call is drawn
+    is_copying = False  # whether calls are done once more, to be compared: the trace says so
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
@@ -104,8 +105,11 @@ def run_call(
     label = f"{kind} on the server" if client == SERVER else f"{kind} of client {client}"
     if server_round is None:
         server_round = _round_in(config or {})
+    workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    call = _Run(task, args, kwargs or {}, settings, label, fields, workers or Workers(), by_name)
+    if workers.is_copying:
+        fields["copy"] = True
+    call = _Run(task, args, kwargs or {}, settings, label, fields, workers, by_name)
     environ = {**environment.without_ray(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(environment.of_worker(leasing.of_this_process(), environ))

@@ -197,10 +197,13 @@ class MessageHandler:
 
     def _copy(self, message: Message, seed: int, slot: Slot) -> Handled:
         """Have a copy of a message handled: nothing is kept of it."""
+        slot.is_copying = True
         try:
             reply, context = self._run(message, seed, slot)
         except FlowerGPUError as error:
             return Handled(self._nodes.context_of(message.metadata.dst_node_id), error=error)
+        finally:
+            slot.is_copying = False
         return Handled(context, reply)
 
     def _compare(self, role: Role, new: Handled, used: Handled, message: Message, seed: int) -> None:
@@ -217,10 +220,13 @@ class MessageHandler:
 
     def _changed_by(self, message: Message, seed: int) -> list[str]:
         """Return which globals of the app's modules change while a message is handled."""
+
+        def run(slot: Slot) -> tuple[Message, Context]:
+            slot.is_copying = True
+            return self._run(message, seed, slot, handle_and_tell)
+
         try:
-            told, _ = self._in_new_worker(
-                message, lambda slot: self._run(message, seed, slot, handle_and_tell)
-            )
+            told, _ = self._in_new_worker(message, run)
         except FlowerGPUError:
             return []
         names: Any = told.content.config_records[CHANGED][CHANGED]

@@ -47,6 +47,8 @@ class Slot(Workers):
     ----------
     calls_per_worker : int
         How many calls the worker of the next call runs, at most, before it ends.
+    is_copying : bool
+        Whether the next calls handle copies of messages, to be compared.
     is_used_again : bool
         Whether the last call had a worker that had run others before.
     call_s : float
@@ -67,6 +69,7 @@ class Slot(Workers):
         self._turns = turns
         self._cores = cores
         self.calls_per_worker = 1
+        self.is_copying = False
         self._lease = ExitStack()
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._held: tuple[Lease, Ticket] | None = None

@@ -375,6 +375,7 @@ class History:
             lease=text(event.get("lease")),
             started_at=time,
             cores_lease=text(event.get("cores_lease")),
+            is_copy=event.get("copy") is True,
         )
         self._running[worker.call, worker.pid] = worker
         self._last_round = worker.round if worker.round is not None else self._last_round
@@ -404,7 +405,7 @@ class History:
         if worker.round != self._calls_round:
             self._calls_round = worker.round
             self._calls_done.clear()
-        if outcome != "out of memory":  # most are tried again
+        if outcome != "out of memory" and not worker.is_copy:  # most are tried again
             self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
@@ -417,7 +418,8 @@ class History:
         for told in mappings(event.get("gpus")):
             if (nbytes := whole(told.get("peak_bytes"))) is not None:
                 worker.peak_bytes[text(told.get("uuid"))] = nbytes
-        if self.open_round is not None and worker.round == self.open_round.round:
+        is_of_round = self.open_round is not None and worker.round == self.open_round.round
+        if self.open_round is not None and is_of_round and not worker.is_copy:
             self.open_round.workers_finished += 1
             self.open_round.calls.append(CallFigures(worker.client, worker.seconds, worker.peak_bytes))
 

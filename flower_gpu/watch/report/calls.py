@@ -112,6 +112,7 @@ class CallTry:
     error: str = ""
     peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
     traceback: str = ""
+    is_copy: bool = False  # a message once more, to be compared
 
     @property
     def begin_s(self) -> float:
@@ -162,7 +163,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) 
     return CallTry(
         worker.call,
         worker.client,
-        worker.task,
+        f"{worker.task} (compared)" if worker.is_copy else worker.task,
         worker.round,
         tuple(lease.memory_bytes) if lease is not None else (),
         True,
@@ -172,6 +173,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) 
         worker.error,
         max(worker.peak_bytes.values(), default=None),
         worker.traceback,
+        worker.is_copy,
     )
 
 

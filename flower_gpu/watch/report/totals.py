@@ -288,7 +288,7 @@ def totals_of(
             GPUTotals.of(gpu, holdings[gpu.uuid], samples.get(gpu.uuid, ())) for gpu in history.gpus_of_run
         ),
         phase_s=phases,
-        calls=len({one.call for one in tries}),
+        calls=len({one.call for one in tries if not one.is_copy}),
         workers=sum(one.has_worker for one in tries),
         unfinished=sum(not one.outcome for one in tries),
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
