@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -198,16 +199,16 @@ def _launch(
     command += ["--clients", str(count), "--rounds", str(rounds)]
     given = {name: value for name, value in config.items() if not name.startswith("num-")}
     command += ["--run-config", format_pairs(given)]
-    return {"total_s": _timed(command, env, f"{app}, launch", f"train {count} clients in", rounds)}
+    return {"total_s": _timed(command, env, f"{app}, launch", rf"train +{count}/{count} clients", rounds)}
 
 
 def _timed(command: list[str], env: Mapping[str, str], what: str, line: str, rounds: int) -> float:
-    """Run a command that tells a line in each round; return its seconds."""
+    """Run a command that tells such a line in each round; return its seconds."""
     began = time.monotonic()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_RUN_S, cwd=os.sep)
     total_s = time.monotonic() - began
     log = f"{done.stdout}\n{done.stderr}"
-    if done.returncode or log.count(line) < rounds:
+    if done.returncode or len(re.findall(line, log)) < rounds:
         raise BenchmarkError(f"{what}: not all clients answered in all rounds\n{log[-4000:]}")
     return total_s
 
