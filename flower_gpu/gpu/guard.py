@@ -8,6 +8,7 @@ whatever they set ``CUDA_VISIBLE_DEVICES`` to.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -198,7 +199,7 @@ def _device_folders() -> Iterator[Path]:
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             fields, _, more = line.partition(" - ")
-            place = Path(fields.split()[4].encode().decode("unicode_escape"))  # a space is \040
+            place = Path(re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), fields.split()[4]))
             if more.startswith("devtmpfs ") and place != _DEV:
                 yield place
 

@@ -262,5 +262,6 @@ def test_every_logger_is_flowers_or_below_it() -> None:
                 made[f"{path.relative_to(PACKAGE)}:{node.lineno}"] = [ast.unparse(each) for each in node.args]
     assert made
     own = {place: names for place, names in made.items() if names not in (["name"], ["events.LOGGER"])}
-    assert {names[0] for names in own.values()} <= {"'flwr'", "'flwr.flower_gpu'"}, own
+    silenced = {"'mlflow.store.db.utils'"}  # of a library that tells how it makes its tables
+    assert {names[0] for names in own.values()} <= {"'flwr'", "'flwr.flower_gpu'"} | silenced, own
     assert events.LOGGER == "flwr.flower_gpu"
