@@ -206,7 +206,7 @@ def table_of(annotated: type) -> dict[str, Option]:
 
 def flag(name: str) -> str:
     """Return an option as it is written on a command line."""
-    return f"--{name.replace('_', '-')}"
+    return f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
 
 
 #: The folder of an app that is not named.

@@ -69,7 +69,10 @@ class FlowerApp:
         if not path.is_dir():
             raise ConfigError(f"{path_text(folder)} is not a folder")
         if not file.is_file():
-            raise ConfigError(f"{path_text(folder)} has no pyproject.toml; a Flower app's folder is needed")
+            raise ConfigError(
+                f"{path_text(folder)} has no pyproject.toml. Give the folder of a Flower app as APP_DIR, or "
+                "begin in it"
+            )
         try:
             content = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -111,7 +111,12 @@ class LaunchOptions:
     run_config_options: Mapping[str, ConfigValue] = field(default_factory=dict)
     run_config: Annotated[
         Mapping[str, ConfigValue],
-        Option("any keys of the app's run config (TOML values; may be repeated)", PAIRS, group=_RUN),
+        Option(
+            "any keys of the app's run config (TOML values; may be repeated)",
+            PAIRS,
+            group=_RUN,
+            synonyms=("c",),  # as in flwr run
+        ),
     ] = field(default_factory=dict)
     fast_start: Annotated[
         bool,
