@@ -25,7 +25,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER, Option
-from flower_gpu.launch import ports
+from flower_gpu.launch import node_keys, ports
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
@@ -57,6 +57,11 @@ OLD_NAME: Final = "supernodes"  # of this command with --count
 _OPTIONS: Final = {
     "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
     "log_dir": Option("with --count: where a folder with a log of each is made (default: runs)", FOLDER),
+    "keys": Option(
+        "with --count: folder of the SuperNodes' keys, by which the SuperLink knows them; those that are "
+        "missing are made, and the public keys are shown (default: no keys)",
+        FOLDER,
+    ),
     **options_of("supernode"),
     "gpu_guard": GPU_GUARD,
     "max_concurrent": Option(
@@ -94,6 +99,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--count N is missing: how many SuperNodes?")
     if arguments.log_dir is not None:
         raise ConfigError("--log-dir goes with --count: one SuperNode writes its log to this terminal")
+    if arguments.keys is not None:
+        raise ConfigError(
+            f"--keys goes with --count, also with --count 1: without it give {node_keys.OPTION} FILE after "
+            "the two dashes"
+        )
     from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
 
     env = environment(arguments, os.environ)
@@ -114,10 +124,13 @@ def _run_several(arguments: argparse.Namespace) -> int:
     env = environment(arguments, os.environ, count)
     pairs = _checked_node_config(arguments, env)
     check_node_config(calls, pairs)
+    keys = _keys(arguments)
     logs = RunFolder.create(arguments.log_dir or Path("runs"))
     env[RUN_DIR_VARIABLE] = str(logs.path)
     if not is_quiet(arguments):
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
+        for number, key in enumerate(keys):
+            print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
     _tell_guard(arguments, env)
     with (
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
@@ -125,7 +138,10 @@ def _run_several(arguments: argparse.Namespace) -> int:
     ):
         supervisor.fork_programs(env, logs.log("programs"))
         supervisor.start(Service("warm-up", commands.warm_up_command(), env, logs.log("warm-up")))
-        nodes = [Node(number, count, given, pairs, calls, env, logs) for number in range(count)]
+        nodes = [
+            Node(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
+            for number in range(count)
+        ]
         try:
             while True:
                 for each in nodes:
@@ -138,6 +154,19 @@ def _run_several(arguments: argparse.Namespace) -> int:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
+    if arguments.keys is None:
+        return []
+    if without_option(arguments.flower, node_keys.OPTION)[1]:
+        raise ConfigError(f"--keys and {node_keys.OPTION} both say which key a SuperNode has: leave one out")
+    if any(len(given) > 2 and "--insecure".startswith(given) for given in arguments.flower):
+        raise ConfigError(
+            "--keys needs TLS, without which Flower takes no keys: leave --insecure out, and give "
+            "--root-certificates FILE with the certificate of the SuperLink's authority"
+        )
+    return node_keys.node_keys(arguments.keys, arguments.count)
 
 
 def _tell_guard(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
@@ -173,9 +202,11 @@ class Node:
         calls: CallOptions,
         env: Mapping[str, str],
         logs: RunFolder,
+        key: node_keys.NodeKey | None = None,
     ) -> None:
         config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
-        self.options = [*given, _NODE_CONFIG, format_pairs(config)]
+        self.options = [*given, _NODE_CONFIG, format_pairs(config), *(key.options if key else ())]
+        self._key = key
         self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
         self._name = f"SuperNode {number}"
         self._log = logs.log(f"supernode-{number}")
@@ -205,6 +236,7 @@ class Node:
         if self._early_ends >= _EARLY_ENDS:
             raise _NeverStartsError(
                 f"{how}, {self._early_ends} times in a row. The end of {self._log}:\n{service.tail()}"
+                + (f"\n{self._key.how_to_be_let_in}" if self._key else "")
             )
         print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
         self._again_at = now + _PAUSE_S

@@ -68,6 +68,17 @@ REFUSED = [
     ("supernode --count 2 --gpu never -- --node-config \"gpu='force'\"", "--gpu --node-config gpu twice"),
     ("supernode --count 2 --gpu-ids 0 -- --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
     ("supernode --count 2 --log-dir= -- --insecure", "--log-dir must be a path"),
+    (
+        "supernode --keys keys -- --superlink 127.0.0.1:9",
+        "--keys goes with --count --auth-supernode-private-key",
+    ),
+    ("supernode --count 2 --keys= -- --superlink 127.0.0.1:9", "--keys must be a path"),
+    ("supernode --count 2 --keys keys -- --insecure", "--keys needs TLS --insecure --root-certificates FILE"),
+    ("supernodes --count 2 --keys keys -- --insec", "--keys needs TLS --insecure --root-certificates FILE"),
+    (
+        "supernodes --count 2 --keys keys -- --auth-supernode-private-key=key",
+        "--keys --auth-supernode-private-key both leave one out",
+    ),
 ]
 
 
