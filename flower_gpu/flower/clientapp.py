@@ -27,7 +27,7 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
-from flower_gpu.flower import message_call
+from flower_gpu.flower import message_call, mutual_tls
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.records import round_of
@@ -47,6 +47,7 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     Flower leaves no room for a lease.
     """
     sys.argv = argv
+    mutual_tls.use(os.environ)
     ask_for_many()
     if with_lease:
         if not hasattr(run_clientapp, _LOADER):

@@ -19,6 +19,7 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
+from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
@@ -32,6 +33,7 @@ _NAME: Final = "flwr-serverapp"
 def main() -> None:
     """Run Flower's command."""
     (command,) = entry_points(group="console_scripts", name=_NAME)
+    mutual_tls.use(os.environ)
     clock = Clock(group_of(os.environ))
     http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
     if hasattr(http_grid, "time"):  # else it is another Flower, and keeps its own waits

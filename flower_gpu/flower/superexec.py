@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
+from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.waits import wakeup
 
 #: How long this waits without a wake-up: one may get lost.
@@ -29,6 +30,8 @@ def main() -> None:
     """Run Flower's SuperExec."""
     loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
     from flwr.supercore.cli import flower_superexec
+
+    mutual_tls.use(os.environ)
 
     # With --executor somebody else has started it, for tasks that may have to wait for capacity.
     wake_ups = wakeup.found()

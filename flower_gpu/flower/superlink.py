@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Final
 
-from flower_gpu.flower import objects
+from flower_gpu.flower import mutual_tls, objects
 from flower_gpu.flower.waits import ticks
 from flower_gpu.flower.waits.wakeup import Waker, call_after
 
@@ -21,6 +22,7 @@ def main() -> None:
     """Run Flower's SuperLink."""
     from flwr.superlink.cli import flower_superlink
 
+    mutual_tls.use(os.environ)
     objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()

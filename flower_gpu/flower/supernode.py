@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
+from flower_gpu.flower import mutual_tls, objects
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.flower import objects
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.waits import pace, ticks
@@ -61,6 +61,7 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
+    mutual_tls.use(os.environ)
     least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.

@@ -13,6 +13,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.plan import Plan
+from flower_gpu.launch.run_keys import RunKeys
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback
 
 #: How often a process is started again with another port when another process took the one it was given.
@@ -24,11 +25,19 @@ _CLIENTS_END_S: Final = 5.0
 class Engine(ABC):
     """Starts the processes of one run and finds out how it ends."""
 
-    def __init__(self, plan: Plan, folder: RunFolder, env: Mapping[str, str], supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        env: Mapping[str, str],
+        supervisor: Supervisor,
+        keys: RunKeys | None = None,
+    ) -> None:
         self.plan = plan
         self.folder = folder
         self.env = env
         self.supervisor = supervisor
+        self.keys = keys  # with --secure
 
     @property
     @abstractmethod

@@ -2,13 +2,15 @@
 
 The kernel kills the launcher's services with it (see ``supervisor.py``), but not what Flower has detached
 from them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that
-belongs to a run carries the run's folder in its environment, and is found by that.
+belongs to a run carries the run's folder in its environment, and is found by that. Folders that
+must not outlive the run are removed then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -49,6 +51,8 @@ def main() -> None:
     while os.read(0, 1):
         pass
     kill_marked(os.fsencode(sys.argv[1]))
+    for folder in sys.argv[2:]:  # with keys of the run
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from flower_gpu.flower.commands import COMMANDS, SERVER_COMMANDS, CommandFolder
+from flower_gpu.flower.commands import COMMANDS, OPERATOR_COMMANDS, SERVER_COMMANDS, CommandFolder
 from flower_gpu.flower.programs.starter import is_flowers
 from flower_gpu.workers.forkserver.identity import script_folders
 
@@ -46,7 +46,7 @@ def find(name: str, environ: Mapping[str, str]) -> Entry:
     if path is None:
         raise NoEntryError(f"there is no command {name}")
     folder, name = Path(path).parent, Path(path).name
-    for commands in (COMMANDS, SERVER_COMMANDS):
+    for commands in (COMMANDS, SERVER_COMMANDS, OPERATOR_COMMANDS):
         if name in commands and folder == CommandFolder(commands).path:
             return Entry(path, commands[name], "main")
     flowers = _entries_of_flower().get(name)
