@@ -321,6 +321,8 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
 RANKS_VARIABLE: Final = "FLOWER_GPU_RANKS"
 DEVICES_VARIABLE: Final = "FLOWER_GPU_DEVICES"
 GUARDED_VARIABLE: Final = "FLOWER_GPU_GUARDED"
+CONFINE_VARIABLE: Final = "FLOWER_GPU_CONFINE"
+CONFINED_VARIABLE: Final = "FLOWER_GPU_CONFINED"
 DEADLINE_VARIABLE: Final = "FLOWER_GPU_DEADLINE"
 #: Variables that only our own processes set for each other.
 INTERNAL_VARIABLES: Final = MappingProxyType(
@@ -333,6 +335,8 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
         "FLOWER_GPU_TLS": "Set by launch --secure: file with the key and certificate that a process shows.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
         DEVICES_VARIABLE: "Set in workers: the device files of GPUs that they may open.",
+        CONFINE_VARIABLE: "Set in SuperNodes with --confine: what apps may have, as JSON.",
+        CONFINED_VARIABLE: "Set in confined workers: what they may have, as JSON.",
         GUARDED_VARIABLE: "Set by tests: files that are taken for those of GPUs, too.",
         RANKS_VARIABLE: "Set in workers of calls for several GPUs: how many ranks run without a lease.",
         DEADLINE_VARIABLE: "Set in workers of calls for several GPUs: their end, by time.monotonic().",

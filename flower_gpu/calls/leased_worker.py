@@ -18,7 +18,7 @@ from flower_gpu.frameworks.framework import Figures, Hold, Rule
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
-from flower_gpu.workers import events, own_calls, threads
+from flower_gpu.workers import confinement, events, own_calls, threads
 
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
@@ -43,6 +43,7 @@ def setup() -> AbstractContextManager[None]:
         guard.check_without_worker(os.environ)
     else:
         guard.apply(os.environ)
+        confinement.apply(os.environ)
     threads.apply()
     rank_figures.begin()
     lease = Lease.from_environment(os.environ)

@@ -16,6 +16,7 @@ from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
 from flower_gpu.errors import (
+    ConfigError,
     GPUOutOfMemoryError,
     LeaseTimeoutError,
     WorkerDiedError,
@@ -115,6 +116,7 @@ def run_call(
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
+    _check_confined(settings)
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
@@ -232,8 +234,15 @@ class _Run:
         settings = self.settings.worker
         server_first = self.by_name or bool(settings.preload)
         method = self.workers.choose(settings.start_method, server_first=server_first)
+        confinement = settings.confinement
+        if confinement is not None and method.copies_caller:  # this process has what the worker must not have
+            method = start.SPAWN
         # A copy of this process can have what no other process can: a lock in the arguments, say.
-        or_copy = not settings.preload and method != self.workers.choose(settings.start_method)
+        or_copy = (
+            confinement is None
+            and not settings.preload
+            and method != self.workers.choose(settings.start_method)
+        )
         if not method.is_own_process and settings.start_method == "auto":
             found = lease.Lease.from_environment(gpu_env)
             # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
@@ -264,6 +273,8 @@ class _Run:
         num_gpus = self.settings.gpu.request.count
         if num_gpus > 1 and method.is_own_process:
             env.update(_for_ranks(settings, num_gpus))
+        if confinement is not None:
+            env.update(confinement.environment())
         if held is not None:
             record["lease" if held.shares else "cores_lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
@@ -295,8 +306,10 @@ class _Run:
             setup=leased_worker.SETUP,
             label=self.label,
             preload=settings.preload,
-            held=-1 if ticket is None else ticket.descriptor,
+            # A confined worker must not have the lock of its lease: it could give it up, and use the GPU on.
+            held=-1 if ticket is None or confinement is not None else ticket.descriptor,
             log_prefix=_log_prefix(self.fields),
+            confinement=confinement,
         )
         began = time.monotonic()
         error: BaseException | None = None
@@ -331,6 +344,29 @@ class _Run:
                     **_traceback(error),
                 )
         return self.once(gpu_env, ticket, held)
+
+
+def _check_confined(settings: CallSettings) -> None:
+    """Refuse what cannot be had by workers that are confined.
+
+    Raises
+    ------
+    ConfigError
+        If so.
+    """
+    if settings.worker.confinement is None:
+        return
+    if settings.gpu.request.count > 1:
+        raise ConfigError(
+            "--confine: a call gets one GPU at most, since the ranks of several talk to each other by TCP. "
+            "Ask for one (num-gpus=1), or run apps that need several without --confine"
+        )
+    method = settings.worker.start_method
+    if method not in ("auto", start.FORKSERVER.name, start.SPAWN.name):
+        raise ConfigError(
+            f"--confine: start_method={method!r} gives workers what their caller has. Leave it out, or use "
+            "'forkserver' or 'spawn'"
+        )
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy, requested
@@ -30,6 +30,9 @@ from flower_gpu.options import (
 from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import available_cores, cores, openmp_threads, planned_threads, threads_for
 
+if TYPE_CHECKING:
+    from flower_gpu.workers.confinement import Confinement
+
 #: Every keyword that is an option, older names as well.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
 
@@ -46,6 +49,7 @@ class WorkerSettings:
     name: str | None = None  # the client's, in the trace and in messages
     threads: int = 1  # that torch and OpenMP use in a worker
     preload: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # functions to call once, with their arguments
+    confinement: Confinement | None = None  # what a worker keeps of this host; None: all
 
     def __post_init__(self) -> None:
         for key, value in self.env.items():
@@ -231,6 +235,10 @@ class CallSettings:
             worker = replace(worker, threads=threads_for(host.num_cpus, environ))
         gpu = GPUSettings.resolve(options, node_config=node_config, run_config=run_config, environ=environ)
         return cls(worker, gpu, host)
+
+    def confined(self, confinement: Confinement | None) -> CallSettings:
+        """Return the same with workers that keep only this of the host."""
+        return replace(self, worker=replace(self.worker, confinement=confinement))
 
     def named(self, name: str) -> CallSettings:
         """Return the same for another client."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,10 +29,12 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call, mutual_tls
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.records import round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers import outcomes
+from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
@@ -117,16 +119,23 @@ class LeasedClientApp:
             _learn_imports(self._app)
             # A process of Flower's name is forked for its call, and this one has not the app's libraries.
             sys.argv[0] = _OTHER_NAME
-        with slots.held(os.environ):
+        with slots.held(os.environ), self._confined() as confinement:
             return message_call.call(
                 load_and_run,
                 (self._where, self._app),
                 message,
                 context,
-                lambda: CallSettings.resolve({"context": context}, name=message_call.client_of(context)),
+                lambda: CallSettings.resolve(
+                    {"context": context}, name=message_call.client_of(context)
+                ).confined(confinement),
                 name=self._app[0],
                 passed_on=(LoadClientAppError,),
             )
+
+    def _confined(self) -> AbstractContextManager[Confinement | None]:
+        """Return by what the worker of a message is confined, in a block; None where it is not."""
+        allowed = Allowed.from_environment(os.environ)
+        return nullcontext() if allowed is None else for_message(allowed, [str(get_project_dir(*self._app))])
 
 
 def _learn_imports(app: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Final
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
+from flower_gpu.options import CONFINE_VARIABLE
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods, threads
 from flower_gpu.workers.call import Call
@@ -40,6 +41,9 @@ def main() -> None:
     """Handle one message; exits with the status of Flower's own command."""
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
+    if _OWN_ENVIRONMENT in arguments and CONFINE_VARIABLE in os.environ:
+        print(f"flower-gpu: --confine and {_OWN_ENVIRONMENT} cannot be had together", file=sys.stderr)
+        sys.exit(1)
     if _OWN_ENVIRONMENT in arguments:
         _run_here(arguments, with_lease, "the app's environment is built at run time")
     if not client.is_supported():

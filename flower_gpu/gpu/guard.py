@@ -94,14 +94,14 @@ def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
     wanted = value_of(GUARD_VARIABLE, os.environ)
     if wanted == "off":
         return {}
-    granted: list[str] = []
+    found: list[str] = []
     for each in files:
         if each is None:
             if wanted == "require":
                 raise _required("the driver does not tell the device files of a GPU")
             return {DEVICES_VARIABLE: _EVERYTHING}
-        granted += each
-    return {DEVICES_VARIABLE: os.pathsep.join(granted)}
+        found += each
+    return {DEVICES_VARIABLE: os.pathsep.join(found)}
 
 
 def problem(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -168,18 +168,25 @@ def apply(environ: Mapping[str, str]) -> None:
     refused = device_files(environ)
     if not refused:  # no driver, and nothing to be kept from
         return
-    granted = [path for path in (told or "").split(os.pathsep) if path]
-    if granted:
-        granted += _SHARED
+    if files := granted(environ):
         _make_missing()
     try:
-        _close(refused, granted)
-        landlock.give_up(refused, granted)
+        _close(refused, files)
+        landlock.give_up(refused, files)
     except landlock.UnavailableError as error:
         if value_of(GUARD_VARIABLE, environ) == "require":
             raise _required(str(error)) from None
         return
     _is_applied = True
+
+
+def granted(environ: Mapping[str, str]) -> list[str]:
+    """Return the device files that a worker with this environment may open; all where none are refused."""
+    told = environ.get(DEVICES_VARIABLE)
+    if told in (None, _EVERYTHING) or value_of(GUARD_VARIABLE, environ) == "off":
+        return device_files(environ)
+    files = [path for path in (told or "").split(os.pathsep) if path]
+    return [*files, *_SHARED] if files else []
 
 
 def device_files(environ: Mapping[str, str]) -> list[str]:

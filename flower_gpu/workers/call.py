@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.workers.native import initialized_cuda_devices
+
+if TYPE_CHECKING:
+    from flower_gpu.workers.confinement import Confinement
 
 #: A function, or where to find it: ``"package.module:function"``.
 Task = Callable[..., Any] | str
@@ -42,6 +45,8 @@ class Call:
     without: frozenset[str] = frozenset()
     # Put in front of log lines, Flower's and ours, of the task; for example ``"client 3, round 2: "``
     log_prefix: str = ""
+    # What its worker keeps of this host: then nothing that comes from the worker is unpickled
+    confinement: Confinement | None = None
 
     def __post_init__(self) -> None:
         check_task(self.task)

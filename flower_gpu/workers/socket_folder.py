@@ -57,6 +57,12 @@ def take() -> None:
         settings["tempdir"] = name
 
 
+def path() -> str | None:
+    """Return this process's folder; None where it has none."""
+    settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    return str(settings["tempdir"]) if _lock >= 0 and settings.get("tempdir") else None
+
+
 def remove(pid: int) -> None:
     """Remove the folder of a worker that is gone, while nobody else can have its process id."""
     if (parent := _parent()) is not None:

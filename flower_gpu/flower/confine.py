@@ -1,0 +1,177 @@
+"""``flower-gpu supernode --confine``: what the apps of a SuperNode may have of its host.
+
+The operator's word travels to the processes of messages in a variable. There each message gets a folder, and
+the app is held to it all in its worker (:mod:`flower_gpu.workers.confinement`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import files
+from flower_gpu.errors import ConfigError
+from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.options import CONFINE_VARIABLE
+from flower_gpu.printable import path_text
+from flower_gpu.workers import confinement, state_folder
+from flower_gpu.workers.confinement import Confinement
+
+_PARENT: Final = "confined"  # in the state folder
+
+#: What no kernel refuses to a confined app, each in words.
+NEVER: Final = (
+    "connecting to Unix sockets that have a path: docker.sock, a session bus, an ssh-agent",
+    "files in /dev/shm of other programs of this account",
+    "names, sizes and dates of files anywhere, and command lines of other processes",
+    "accepting TCP connections on a port that the kernel chooses",
+    "time of cores and GPUs, main memory, room on the disk: use cgroups and quotas",
+)
+#: What is open besides, once a port is allowed.
+WITH_PORTS: Final = "UDP, which names of hosts are looked up by"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the operator allows the apps of a SuperNode."""
+
+    read: tuple[str, ...] = ()  # --data-dir
+    write: tuple[str, ...] = ()  # --write-dir
+    ports: tuple[int, ...] = ()  # --allow-connect
+
+    def environment(self) -> dict[str, str]:
+        """Return what tells the processes of messages."""
+        return {CONFINE_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Allowed | None:
+        """Return what is allowed; None where apps are not confined."""
+        if not (text := environ.get(CONFINE_VARIABLE)):
+            return None
+        told = json.loads(text)
+        return cls(*(tuple(told[name]) for name in ("read", "write", "ports")))
+
+    def check(self, keys: Iterable[str], environ: Mapping[str, str]) -> None:
+        """Refuse folders by which an app would get what it must never have.
+
+        Parameters
+        ----------
+        keys : iterable of str
+            Files of the SuperNode that only it may read.
+        environ : mapping
+            Of the SuperNode.
+
+        Raises
+        ------
+        ConfigError
+            If there is such a folder, or one is missing.
+        """
+        for option, named in (("--data-dir", self.read), ("--write-dir", self.write)):
+            for path in named:
+                if not Path(path).is_dir():
+                    raise ConfigError(f"{option} {path_text(path)}: there is no such folder")
+        secrets = dict(_secrets(keys, environ))
+        for path in (*self.read, *self.write, *confinement.python_paths()):
+            for secret, what in secrets.items():
+                if _is_in(secret, path) or (what == _OURS and _is_in(path, secret)):
+                    raise ConfigError(
+                        f"--confine: apps could open {path_text(path)}, and with it {path_text(secret)}, "
+                        f"{what}. {self._instead(path)}"
+                    )
+        for path in self.write:
+            for place in confinement.python_paths():
+                if _is_in(place, path) or (_is_in(path, place) and Path(place) != Path("/usr")):
+                    raise ConfigError(
+                        f"--write-dir {path_text(path)}: apps could change the Python environment in "
+                        f"{path_text(place)}, which runs unconfined, too. Name another folder"
+                    )
+
+    def _instead(self, path: str) -> str:
+        if path in (*self.read, *self.write):
+            return "Name a folder that holds data alone"
+        return "It is a folder of the Python environment: take it out of PYTHONPATH, or install what is in it"
+
+
+_OURS: Final = "what flower-gpu keeps of this account"
+
+
+def _secrets(keys: Iterable[str], environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    yield str(state_folder.state_dir()), _OURS
+    yield str(LedgerFolder.find().own()), "the ledger of leases"
+    home = environ.get("HOME") or str(Path("~").expanduser())
+    yield environ.get("FLWR_HOME") or f"{home}/.flwr", "what Flower keeps of this account"
+    for name in (".ssh", ".gnupg", ".aws", ".kube", ".docker", ".config", ".netrc"):
+        yield f"{home}/{name}", "where keys and passwords are kept"
+    for path in keys:
+        yield str(Path(path).absolute()), "a key of the SuperNode"
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def not_enforced(allowed: Allowed) -> list[str]:
+    """Return what apps can do on this host although they are confined."""
+    return [*confinement.not_refused(), *([WITH_PORTS] if allowed.ports else []), *NEVER]
+
+
+@contextmanager
+def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
+    """Make a folder for a message, and remove it after the block.
+
+    Parameters
+    ----------
+    allowed : Allowed
+        By the operator.
+    app : sequence of str
+        Files and folders of the app.
+
+    Raises
+    ------
+    ConfigError
+        If no folder can be made.
+    """
+    try:
+        parent = state_folder.made_state_dir() / _PARENT
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
+        _remove_left(parent)
+        path = parent / f"{os.getpid()}-{os.urandom(6).hex()}"
+        path.mkdir(mode=0o700)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made for a message: {error}") from error
+    try:
+        files.try_lock(lock)
+        yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
+    finally:
+        _remove(path)
+        os.close(lock)
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove folders whose process was killed."""
+    for path in list(parent.iterdir()):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if files.try_lock(descriptor):
+                    _remove(path)
+            finally:
+                os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except (OSError, RecursionError):
+        # An app can make folders that are too deep for Python, or that nobody may enter.
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)

@@ -1,0 +1,224 @@
+"""Seccomp: system calls that a process gives up for good, with all that it starts. Root is not needed.
+
+Here for what Landlock knows nothing of: other protocols than TCP, keys, and calls by which a process changes
+or asks for something of others of its account. The kernel's side is described in seccomp(2).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+# linux/audit.h, and asm/unistd.h: numbers of calls differ between these two.
+_ARCHITECTURES: Final = MappingProxyType({"x86_64": 0xC000003E, "aarch64": 0xC00000B7})
+_X32: Final = 0x40000000  # a bit in the numbers of another ABI on x86_64
+_NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = MappingProxyType(
+    {
+        "socket": (41, 198),
+        "sendto": (44, 206),
+        "sendmsg": (46, 211),
+        "sendmmsg": (307, 269),
+        "prlimit64": (302, 261),
+        "shmget": (29, 194),
+        "shmat": (30, 196),
+        "shmctl": (31, 195),
+        "semget": (64, 190),
+        "semop": (65, 193),
+        "semtimedop": (220, 192),
+        "semctl": (66, 191),
+        "msgget": (68, 186),
+        "msgsnd": (69, 189),
+        "msgrcv": (70, 188),
+        "msgctl": (71, 187),
+        "mq_open": (240, 180),
+        "mq_unlink": (241, 181),
+        "add_key": (248, 217),
+        "request_key": (249, 218),
+        "keyctl": (250, 219),
+        "bpf": (321, 280),
+        "perf_event_open": (298, 241),
+        "userfaultfd": (323, 282),
+        "io_uring_setup": (425, 425),
+        "io_uring_enter": (426, 426),
+        "io_uring_register": (427, 427),
+        "setxattr": (188, 5),
+        "lsetxattr": (189, 6),
+        "fsetxattr": (190, 7),
+        "removexattr": (197, 14),
+        "lremovexattr": (198, 15),
+        "fremovexattr": (199, 16),
+        "setxattrat": (463, 463),
+        "removexattrat": (466, 466),
+        "file_setattr": (469, 469),
+        "chmod": (90, None),
+        "fchmod": (91, 52),
+        "fchmodat": (268, 53),
+        "fchmodat2": (452, 452),
+        "chown": (92, None),
+        "fchown": (93, 55),
+        "lchown": (94, None),
+        "fchownat": (260, 54),
+    }
+)
+
+#: Calls that programs do without where a kernel lacks them.
+_MISSING: Final = (
+    *("io_uring_setup", "io_uring_enter", "io_uring_register", "userfaultfd", "bpf", "perf_event_open"),
+    *("add_key", "request_key", "keyctl", "mq_open", "mq_unlink"),
+    *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl"),
+    *("msgget", "msgsnd", "msgrcv", "msgctl"),
+)
+_UNSUPPORTED: Final = (
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
+    *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+)
+#: These change files that the process need not be able to open. Nothing is changed, and nothing is said:
+#: each copy of a file would end with an error.
+_WITHOUT_EFFECT: Final = (
+    *("chmod", "fchmod", "fchmodat", "fchmodat2"),
+    *("chown", "fchown", "lchown", "fchownat"),
+)
+
+_UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
+_STREAM, _DATAGRAM = 1, 2
+_SOCKET_TYPES: Final = 0xF  # the rest are flags
+_TCP, _UDP = 6, 17
+_FAST_OPEN: Final = 0x20000000  # of sendto and the like: connects without connect()
+
+# linux/seccomp.h and linux/filter.h
+_SET_MODE_FILTER: Final = 1
+_FOR_ALL_THREADS: Final = 1
+_ALLOW: Final = 0x7FFF0000
+_REFUSE: Final = 0x00050000  # with an errno in the low bits
+_LOAD: Final = 0x20
+_AND: Final = 0x54
+_EQUAL: Final = 0x15
+_ANY_BIT: Final = 0x45
+_AT_LEAST: Final = 0x35
+_RETURN: Final = 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_SECCOMP: Final = MappingProxyType({"x86_64": 317, "aarch64": 277})
+_SET_NO_NEW_PRIVS: Final = 38  # linux/prctl.h
+
+_Line = tuple[int, int, int, int]  # code, how many lines to skip if true and if not, operand
+
+
+class UnavailableError(Exception):
+    """The kernel lets this process give up no calls. The text says why, in words."""
+
+
+def check() -> None:
+    """Look whether calls can be given up on this host.
+
+    Raises
+    ------
+    UnavailableError
+        If not.
+    """
+    _machine()
+    if not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
+        raise UnavailableError("the kernel has no seccomp filters")
+
+
+def confine(*, udp: bool = False) -> None:
+    """Give up sockets other than Unix's and TCP's, and calls that reach beyond a process and its files.
+
+    Parameters
+    ----------
+    udp : bool
+        Whether UDP stays, which names of hosts are looked up by.
+
+    Raises
+    ------
+    UnavailableError
+        If the kernel cannot do that.
+    """
+    machine = _machine()
+    lines = _program(machine, udp)
+    code = b"".join(struct.pack("=HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(code)
+    program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
+    library = ctypes.CDLL(None, use_errno=True)
+    library.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if library.syscall(_SECCOMP[machine], _SET_MODE_FILTER, _FOR_ALL_THREADS, program) != 0:
+        raise UnavailableError(f"the kernel refuses a seccomp filter ({os.strerror(ctypes.get_errno())})")
+
+
+def _machine() -> str:
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
+        raise UnavailableError(f"the numbers of system calls on {machine} are not known here")
+    return machine
+
+
+def _program(machine: str, udp: bool) -> list[_Line]:
+    column = list(_ARCHITECTURES).index(machine)
+    answers = {
+        **{name: [_refuse(errno.ENOSYS)] for name in _MISSING},
+        **{name: [_refuse(errno.ENOTSUP)] for name in _UNSUPPORTED},
+        **{name: [_refuse(0)] for name in _WITHOUT_EFFECT},
+        "socket": _sockets(udp),
+        "sendto": _without_flag(3, _FAST_OPEN),
+        "sendmsg": _without_flag(2, _FAST_OPEN),
+        "sendmmsg": _without_flag(3, _FAST_OPEN),
+        "prlimit64": [_argument(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM), _allow()],  # 0: itself
+    }
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        _refuse(errno.EPERM),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_AT_LEAST, 0, 1, _X32),
+        _refuse(errno.EPERM),
+    ]
+    for name, answer in answers.items():
+        if (number := _NUMBERS[name][column]) is not None:
+            lines += [(_EQUAL, 0, len(answer), number), *answer]
+    return [*lines, _allow()]
+
+
+def _sockets(udp: bool) -> list[_Line]:
+    inet: list[_Line] = [
+        _argument(1),
+        (_AND, 0, 0, _SOCKET_TYPES),
+        *_if_equal(_STREAM, [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(_TCP, [_allow()])]),
+    ]
+    if udp:
+        found = [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(_UDP, [_allow()])]
+        inet += [_argument(1), (_AND, 0, 0, _SOCKET_TYPES), *_if_equal(_DATAGRAM, found)]
+    refused = _refuse(errno.EACCES)
+    return [
+        _argument(0),
+        *_if_equal(_UNIX, [_allow()]),
+        *_if_equal(_NETLINK, [_argument(2), *_if_equal(0, [_allow()]), refused]),  # addresses of this host
+        *_if_equal(_INET, [*inet, refused]),
+        *_if_equal(_INET6, [*inet, refused]),
+        refused,
+    ]
+
+
+def _without_flag(argument: int, flag: int) -> list[_Line]:
+    return [_argument(argument), (_ANY_BIT, 0, 1, flag), _refuse(errno.EACCES), _allow()]
+
+
+def _if_equal(value: int, then: list[_Line]) -> list[_Line]:
+    return [(_EQUAL, 0, len(then), value), *then]
+
+
+def _argument(number: int) -> _Line:
+    return _LOAD, 0, 0, _ARGUMENTS_AT + 8 * number  # the low half: what the kernel takes of an int
+
+
+def _refuse(code: int) -> _Line:
+    return _RETURN, 0, 0, _REFUSE | code
+
+
+def _allow() -> _Line:
+    return _RETURN, 0, 0, _ALLOW

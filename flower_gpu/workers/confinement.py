@@ -1,0 +1,196 @@
+"""Confinement: a worker keeps of this host only what the app of a message needs.
+
+The caller says what that is (:class:`Confinement`, in a variable of the worker's environment). The worker
+gives up the rest before any code of the app is imported (:func:`apply`), by Landlock and seccomp. The kernel
+holds it to that, with all that it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import site
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from flower_gpu import landlock, seccomp
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu import guard
+from flower_gpu.options import CONFINED_VARIABLE
+from flower_gpu.workers import socket_folder
+
+#: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
+#: holds keys and passwords, too.
+_SYSTEM: Final = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/run/opengl-driver"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/os-release"),
+    *("/etc/localtime", "/etc/timezone", "/etc/locale.alias", "/etc/locale.conf", "/etc/default/locale"),
+    *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/hosts", "/etc/host.conf", "/etc/resolv.conf"),
+    *("/etc/gai.conf", "/etc/protocols", "/etc/services", "/etc/mime.types", "/etc/fonts", "/etc/magic"),
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ca-certificates", "/etc/pki/tls/certs"),
+    *("/etc/pki/tls/cert.pem", "/etc/pki/ca-trust/extracted", "/etc/crypto-policies", "/etc/inputrc"),
+    *("/etc/OpenCL", "/etc/vulkan", "/etc/glvnd", "/etc/nvidia", "/etc/nvidia-container-runtime"),
+)
+_STATE_OF_KERNEL: Final = ("/proc", "/sys")
+_DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_SHARED_MEMORY: Final = "/dev/shm"
+_PATHS_OF_LIBRARIES: Final = ("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH")
+
+#: Folders that libraries write into, below the message's own.
+_OWN_FOLDERS: Final = MappingProxyType(
+    {
+        "HOME": "home",
+        "TMPDIR": "tmp",
+        "XDG_CACHE_HOME": "cache",
+        "TRITON_CACHE_DIR": "cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "cache/inductor",
+    }
+)
+#: What leads to other programs of the account.
+_LEFT_OUT: Final = (
+    *("SSH_AUTH_SOCK", "SSH_AGENT_PID", "GPG_AGENT_INFO", "DBUS_SESSION_BUS_ADDRESS", "XDG_RUNTIME_DIR"),
+    *("DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "DOCKER_HOST"),
+)
+
+_CAPABILITIES_VERSION: Final = 0x20080522  # linux/capability.h
+_DROP_FROM_BOUNDING_SET: Final = 24  # linux/prctl.h
+_MOST_CAPABILITIES: Final = 64
+#: Root goes on opening what belongs to others, where it can be opened at all.
+_KEPT_CAPABILITY: Final = 1  # CAP_DAC_OVERRIDE
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What the worker of a message keeps besides the libraries of the system and the Python environment."""
+
+    folder: str  # of this message alone: the one place where it writes
+    read: tuple[str, ...] = ()  # files and folders: the app's own, and data that the operator names
+    write: tuple[str, ...] = ()  # folders that the operator names
+    ports: tuple[int, ...] = ()  # to which it can connect by TCP
+
+    def environment(self) -> dict[str, str]:
+        """Return what tells a worker."""
+        return {CONFINED_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Confinement | None:
+        """Return what this worker was told; None where it is not confined."""
+        if not (text := environ.get(CONFINED_VARIABLE)):
+            return None
+        told = json.loads(text)
+        return cls(told["folder"], *(tuple(told[name]) for name in ("read", "write", "ports")))
+
+
+_applied: Confinement | None = None
+
+
+def of_this_process() -> Confinement | None:
+    """Return by what this process is confined; None where it is not."""
+    return _applied
+
+
+def apply(environ: Mapping[str, str]) -> None:
+    """Give up, in this worker and all that it starts, what its caller has not allowed.
+
+    Does nothing where the caller has not said that the worker is confined.
+
+    Raises
+    ------
+    ConfigError
+        If the kernel cannot do that.
+    """
+    global _applied
+    told = Confinement.from_environment(environ)
+    if told is None or _applied is not None:
+        return
+    for variable, name in _OWN_FOLDERS.items():
+        folder = Path(told.folder, name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[variable] = str(folder)
+    for variable in _LEFT_OUT:
+        os.environ.pop(variable, None)
+    rights = dict(_rights(told, environ))
+    try:
+        _drop_capabilities()
+        landlock.confine(rights, told.ports)
+        seccomp.confine(udp=bool(told.ports))
+    except (landlock.UnavailableError, seccomp.UnavailableError) as error:
+        raise ConfigError(f"--confine: {error}. The app was not run") from None
+    _applied = told
+
+
+def problem() -> str | None:
+    """Return why workers of this host cannot be confined at all; None where they can."""
+    try:
+        landlock.version()
+        seccomp.check()
+    except (landlock.UnavailableError, seccomp.UnavailableError) as error:
+        return str(error)
+    return None
+
+
+def not_refused() -> list[str]:
+    """Return what of the promise the kernel of this host does not keep: each in words, with what it takes."""
+    found = landlock.version()
+    missing = {
+        landlock.TRUNCATE_VERSION: "emptying files that it cannot open",
+        landlock.TCP_VERSION: "TCP connections",
+        landlock.SCOPES_VERSION: "signals to other processes, and abstract sockets of theirs",
+    }
+    return [
+        f"{what} (Linux {landlock.KERNELS[least]} or later)"
+        for least, what in missing.items()
+        if found < least
+    ]
+
+
+def python_paths() -> Iterator[str]:
+    """Yield the folders that this Python environment consists of."""
+    yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
+    yield from site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        yield site.getusersitepackages()
+    yield from (path for path in sys.path if Path(path).is_absolute())
+
+
+def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    for path in (*_SYSTEM, *python_paths(), *_library_paths(environ)):
+        yield path, landlock.READ
+    for path in _STATE_OF_KERNEL:
+        yield path, landlock.LOOK
+    for path in (*_DEVICES, *guard.granted(environ)):
+        yield path, landlock.DEVICE
+    for path in told.read:
+        yield path, landlock.READ
+    own_sockets = socket_folder.path()
+    for path in (told.folder, *told.write, _SHARED_MEMORY, *([own_sockets] if own_sockets else [])):
+        yield path, landlock.WRITE
+
+
+def _library_paths(environ: Mapping[str, str]) -> Iterator[str]:
+    for variable in _PATHS_OF_LIBRARIES:
+        yield from (path for path in environ.get(variable, "").split(os.pathsep) if Path(path).is_absolute())
+
+
+def _drop_capabilities() -> None:
+    """Leave root no rights but those of a file's owner."""
+    library = ctypes.CDLL(None, use_errno=True)
+    for number in range(_MOST_CAPABILITIES):
+        if number != _KEPT_CAPABILITY:
+            library.prctl(_DROP_FROM_BOUNDING_SET, number, 0, 0, 0)
+    header = struct.pack("=Ii", _CAPABILITIES_VERSION, 0)
+    left = ctypes.create_string_buffer(24)
+    library.capget(header, left)
+    effective, permitted, _, *upper = struct.unpack("=6I", left.raw)
+    kept = 1 << _KEPT_CAPABILITY
+    if upper[:2] != [0, 0] or (effective | permitted) & ~kept:
+        data = struct.pack("=6I", effective & kept, permitted & kept, 0, 0, 0, 0)
+        if library.capset(header, data) != 0:
+            error = ctypes.get_errno()
+            raise seccomp.UnavailableError(f"capabilities cannot be given up ({os.strerror(error)})")
