@@ -301,6 +301,8 @@ def test_a_run_completes_and_leaves_no_key(tmp_path: Path) -> None:
     assert code == 0, err
     assert "superlink, secure; logs in" in out
     assert re.search(r"│ +2 │ 0\.3333 │", out), out
+    registered = (run.run_folder / "register.log").read_text()
+    assert re.findall(r"^supernode-(\d) is node \d+$", registered, re.MULTILINE) == ["0", "1"]
     assert run.key_folders() == []
     assert not [
         path for path in tmp_path.rglob("*") if path.is_file() and b"PRIVATE KEY" in path.read_bytes()
