@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
@@ -158,6 +158,9 @@ GPU_IDS: Final = Kind("GPU numbers or UUIDs such as 0,1", "LIST", _filled)
 FOLDER: Final = Kind("a path", "DIR", _path, types=(str, Path))
 #: The processes that read it may run in another folder.
 ABSOLUTE_PATH: Final = Kind("a path", "DIR", lambda text: str(_path(text).resolve()))
+#: Like :data:`ABSOLUTE_PATH` and :data:`PORT`, and the option may be repeated.
+FOLDERS: Final = replace(ABSOLUTE_PATH, is_repeated=True)
+PORTS: Final = replace(PORT, metavar="PORT", is_repeated=True)
 TRUE_OR_FALSE: Final = Kind(
     "true or false",
     "true|false",
@@ -182,6 +185,7 @@ class Option:
     commands: tuple[str, ...] = ()  # that have it
     node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
     is_nodes: bool = False  # the node has the last word: the variable goes before the code
+    alone: str = ""  # the value of the option without one
     old_names: tuple[str, ...] = ()  # keywords and options that mean the same
     synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
     excludes: str = ""  # options with the same word exclude each other
@@ -274,6 +278,7 @@ def add_arguments(
         kind: dict[str, Any] = {"dest": name, "default": default}
         if option.words:
             kind |= {"choices": option.words, "type": option.kind}
+            kind |= {"nargs": "?", "const": option.alone} if option.alone else {}
         elif option.kind is not None and option.kind.is_repeated:
             kind |= {"metavar": option.kind.metavar, "type": option.kind, "action": "append", "default": []}
         elif option.kind is not None:

@@ -20,6 +20,7 @@ from flower_gpu.apps.app import ConfigValue, format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.calls.settings import GPUSettings, HostSettings, checked_environment
+from flower_gpu.cli import confine
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
@@ -63,6 +64,7 @@ _OPTIONS: Final = {
         FOLDER,
     ),
     **options_of("supernode"),
+    **confine.OPTIONS,
     "gpu_guard": GPU_GUARD,
     "max_concurrent": Option(
         "how many messages are handled at a time, also without a GPU (default: as many as come)",
@@ -71,7 +73,8 @@ _OPTIONS: Final = {
     ),
 }
 _GROUPS: Final = {
-    "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code says."
+    **confine.GROUPS,
+    "GPUs": "Which GPUs messages may use, and what each of them leases there, whatever the app's code says.",
 }
 _MORE: Final = {
     "gpu_ids": ": with --count, the first node uses the first, and so on round and round (default: every GPU "
@@ -108,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     env = environment(arguments, os.environ)
     _checked_node_config(arguments, env)
-    _tell_guard(arguments, env)
+    _tell_limits(arguments, env)
     commands.warm_up_in_background(env)
     os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
 
@@ -131,7 +134,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
         for number, key in enumerate(keys):
             print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
-    _tell_guard(arguments, env)
+    _tell_limits(arguments, env)
     with (
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
@@ -169,9 +172,18 @@ def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
     return node_keys.node_keys(arguments.keys, arguments.count)
 
 
-def _tell_guard(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
-    if not is_quiet(arguments) and (line := guard.describe(env)):
-        print(line, flush=True)
+def _tell_limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
+    if is_quiet(arguments):
+        return
+    for line in (guard.describe(env), *confine.describe(arguments)):
+        if line:
+            print(line, flush=True)
+
+
+def _key_files(arguments: argparse.Namespace) -> list[str]:
+    """Return the files that a SuperNode reads and its apps must not."""
+    _, given = without_option(arguments.flower, node_keys.OPTION)
+    return given if arguments.keys is None else [*given, str(arguments.keys)]
 
 
 def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) -> dict[str, ConfigValue]:
@@ -257,6 +269,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
     if arguments.gpu_guard is not None:
         env[GUARD_VARIABLE] = arguments.gpu_guard
     guard.check(env)
+    env.update(confine.environment(arguments, _key_files(arguments), env))
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each

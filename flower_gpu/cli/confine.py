@@ -1,0 +1,95 @@
+"""``--confine`` of ``flower-gpu supernode``, for operators who run apps that they have not written."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower import confine
+from flower_gpu.flower.confine import Allowed
+from flower_gpu.kinds import FOLDERS, PORTS, Option, flag, words
+from flower_gpu.workers import confinement
+
+_GROUP: Final = "confinement"
+_STRICT: Final = "strict"
+
+OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
+    {
+        "confine": Option(
+            "have the kernel keep apps from other files, TCP and processes; strict: or refuse to run where it "
+            "cannot do all of that",
+            words(_STRICT),
+            group=_GROUP,
+            alone="on",
+        ),
+        "data_dir": Option("folder that apps can read; may be repeated", FOLDERS, group=_GROUP),
+        "write_dir": Option("folder that apps can write to, too; may be repeated", FOLDERS, group=_GROUP),
+        "allow_connect": Option(
+            "TCP port to which apps can connect, on any host; may be repeated", PORTS, group=_GROUP
+        ),
+    }
+)
+GROUPS: Final = MappingProxyType(
+    {
+        _GROUP: "An app can read the system's libraries, the Python environment and its own files, and write into "
+        "a folder that is removed after the message: see docs/how-to/confine.md."
+    }
+)
+
+
+def environment(
+    arguments: argparse.Namespace, keys: Iterable[str], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what tells the processes of messages how apps are confined; nothing where they are not.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        With :data:`OPTIONS`.
+    keys : iterable of str
+        Files of the SuperNode that only it may read.
+    environ : mapping
+        Of the SuperNode.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used, or this host cannot do what is asked.
+    """
+    allowed = _allowed(arguments)
+    if arguments.confine is None:
+        if allowed != Allowed():
+            named = next(flag(name) for name in OPTIONS if getattr(arguments, name))
+            raise ConfigError(
+                f"{named} goes with --confine: without it apps can do all that this account can"
+            )
+        return {}
+    if reason := confinement.problem():
+        raise ConfigError(f"--confine: apps cannot be confined on this host: {reason}")
+    if arguments.confine == _STRICT and (missing := confinement.not_refused()):
+        raise ConfigError(
+            f"--confine=strict: the kernel of this host does not refuse {'; '.join(missing)}. Use another host, or "
+            "--confine, which does without"
+        )
+    allowed.check(keys, environ)
+    return allowed.environment()
+
+
+def describe(arguments: argparse.Namespace) -> list[str]:
+    """Return lines about how apps are confined, and what they still can do."""
+    if arguments.confine is None:
+        return []
+    allowed = _allowed(arguments)
+    also = [f"read {path}" for path in allowed.read] + [f"write {path}" for path in allowed.write]
+    also += [f"connect to port {port}" for port in allowed.ports]
+    return [
+        f"apps are confined{'; they may also ' if also else ''}{', '.join(also)}. What is not refused:",
+        *(f"  - {one}" for one in confine.not_enforced(allowed)),
+    ]
+
+
+def _allowed(arguments: argparse.Namespace) -> Allowed:
+    return Allowed(tuple(arguments.data_dir), tuple(arguments.write_dir), tuple(arguments.allow_connect))
