@@ -19,9 +19,9 @@ _STRICT: Final = "strict"
 OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
     {
         "confine": Option(
-            "have the kernel keep apps from other files, TCP and processes; strict: or refuse to run where it "
+            "have the kernel keep apps from other files, TCP and processes; strict: refuse to run where it "
             "cannot do all of that",
-            words(_STRICT),
+            words("on", _STRICT),
             group=_GROUP,
             alone="on",
         ),
@@ -34,8 +34,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
 )
 GROUPS: Final = MappingProxyType(
     {
-        _GROUP: "An app can read the system's libraries, the Python environment and its own files, and write into "
-        "a folder that is removed after the message: see docs/how-to/confine.md."
+        _GROUP: "An app can read the system's libraries, the Python environment and its own files, and write "
+        "into a folder that is removed after the message: see docs/how-to/confine.md."
     }
 )
 
@@ -71,8 +71,8 @@ def environment(
         raise ConfigError(f"--confine: apps cannot be confined on this host: {reason}")
     if arguments.confine == _STRICT and (missing := confinement.not_refused()):
         raise ConfigError(
-            f"--confine=strict: the kernel of this host does not refuse {'; '.join(missing)}. Use another host, or "
-            "--confine, which does without"
+            f"--confine=strict: this kernel does not refuse {'; '.join(missing)}. Use another host, "
+            "or --confine, which does without"
         )
     allowed.check(keys, environ)
     return allowed.environment()

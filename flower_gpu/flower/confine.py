@@ -87,7 +87,7 @@ class Allowed:
                     )
         for path in self.write:
             for place in confinement.python_paths():
-                if _is_in(place, path) or (_is_in(path, place) and Path(place) != Path("/usr")):
+                if _is_in(place, path) or _is_in(path, place):
                     raise ConfigError(
                         f"--write-dir {path_text(path)}: apps could change the Python environment in "
                         f"{path_text(place)}, which runs unconfined, too. Name another folder"
