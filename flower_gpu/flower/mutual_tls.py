@@ -60,10 +60,19 @@ class Identity:
         return context
 
 
-def use(environ: Mapping[str, str]) -> None:
-    """Have Flower's servers and clients of this process show an identity, and ask for one, if there is one.
+def use(environ: Mapping[str, str], *, with_server: bool = False) -> None:
+    """Have Flower's clients in this process show the identity of its environment, if there is one.
 
-    From then on no server of Flower's starts in this process without TLS, and no client connects without.
+    From then on no client of Flower's connects without TLS. In a process that runs code of an app, servers
+    are the app's own.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment.
+    with_server : bool
+        Whether this process is a server of Flower's: it starts none without TLS then, and its server asks
+        for certificates.
 
     Raises
     ------
@@ -72,11 +81,13 @@ def use(environ: Mapping[str, str]) -> None:
     """
     if not environ.get(VARIABLE):
         return
-    import uvicorn
     from flwr.supercore.protobuf.client import ProtobufClient
 
     identity = Identity(Path(environ[VARIABLE]))
-    _replace(uvicorn.Config, "load", functools.partial(_asking, identity))
+    if with_server:
+        import uvicorn
+
+        _replace(uvicorn.Config, "load", functools.partial(_asking, identity))
     _replace(ProtobufClient, "__init__", functools.partial(_showing, identity))
 
 

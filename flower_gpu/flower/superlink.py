@@ -22,7 +22,7 @@ def main() -> None:
     """Run Flower's SuperLink."""
     from flwr.superlink.cli import flower_superlink
 
-    mutual_tls.use(os.environ)
+    mutual_tls.use(os.environ, with_server=True)
     objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()

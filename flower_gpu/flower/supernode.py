@@ -61,7 +61,7 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
-    mutual_tls.use(os.environ)
+    mutual_tls.use(os.environ, with_server=True)
     least_s = value_of(POLL_VARIABLE, os.environ)
     if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.

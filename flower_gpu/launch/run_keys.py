@@ -11,7 +11,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import mutual_tls
 from flower_gpu.launch.authority import Authority
-from flower_gpu.launch.node_keys import NodeKey, node_keys
+from flower_gpu.launch.node_keys import NodeKey, keys_in
 from flower_gpu.workers import state_folder
 
 _PARENT: Final = "run-keys"
@@ -51,6 +51,13 @@ class RunKeys:
     def _identity(self, part: str) -> mutual_tls.Identity:
         return mutual_tls.Identity(self.folder / f"{part}.pem")
 
+    @classmethod
+    def _make(cls, folder: Path, clients: int) -> RunKeys:
+        (folder / "nodes").mkdir(mode=0o700)
+        keys = cls(folder, tuple(keys_in(folder / "nodes", clients)))
+        keys._write()
+        return keys
+
     def _write(self) -> None:
         authority = Authority()
         identities = (self.superlink, self.operator, *map(self.supernode, range(len(self.nodes))))
@@ -71,24 +78,22 @@ def made_for_run(clients: int) -> Iterator[RunKeys]:
     ConfigError
         If there is no folder for them.
     """
-    try:
-        parent = state_folder.made_state_dir() / _PARENT
-        with suppress(FileExistsError):
-            parent.mkdir(mode=0o700)
-        remove_left(parent)
-        folder, lock = _locked_folder(parent)
-    except OSError as error:
-        raise ConfigError(
-            f"--secure: no folder for the keys of the run: {error}. Set FLOWER_GPU_STATE_DIR to a folder "
-            "that this account can write to"
-        ) from error
-    try:
-        keys = RunKeys(folder, tuple(node_keys(folder / "nodes", clients)))
-        keys._write()
+    with ExitStack() as stack:
+        try:
+            parent = state_folder.made_state_dir() / _PARENT
+            with suppress(FileExistsError):
+                parent.mkdir(mode=0o700)
+            remove_left(parent)
+            folder, lock = _locked_folder(parent)
+            stack.callback(lock.close)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            keys = RunKeys._make(folder, clients)
+        except OSError as error:
+            raise ConfigError(
+                f"--secure cannot write the keys of the run: {error}. Set FLOWER_GPU_STATE_DIR to a folder "
+                "of this account on a disk that is not full"
+            ) from error
         yield keys
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.close()
 
 
 def remove_left(parent: Path) -> None:

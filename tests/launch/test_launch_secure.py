@@ -363,6 +363,29 @@ def test_keys_of_a_run_that_was_killed_with_its_guard_go_with_the_next_run(
         run.end()
 
 
+def test_keys_that_cannot_be_written_leave_none(tmp_path: Path) -> None:
+    """A full disk: what to do is said, and no half of the keys stays."""
+    program = (
+        "import resource, signal; from flower_gpu.launch.run_keys import made_for_run; "
+        "import cryptography.hazmat.primitives.asymmetric.ec, cryptography.hazmat.primitives.serialization; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600)); "
+        "made_for_run(1).__enter__()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=own_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert re.search(
+        r"ConfigError: --secure cannot write .*File too large.*FLOWER_GPU_STATE_DIR", done.stderr
+    )
+    assert list(tmp_path.glob("state/*/run-keys")) != []
+    assert list(tmp_path.glob("state/*/run-keys/*")) == []
+
+
 def test_there_is_no_server_and_no_client_without_tls(tmp_path: Path) -> None:
     """Whatever its options say: a process that has an identity starts none."""
     (tmp_path / "ca.crt").write_bytes(Authority().certificate)
@@ -373,7 +396,7 @@ from flwr.supercore.control import ControlHttpClient
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import mutual_tls
 
-mutual_tls.use(os.environ)
+mutual_tls.use(os.environ, with_server=True)
 for what in (
     lambda: uvicorn.Config(app=None).load(),
     lambda: ControlHttpClient.from_server_address("127.0.0.1:9", True, None, []),
