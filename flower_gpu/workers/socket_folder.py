@@ -4,6 +4,10 @@ multiprocessing makes sockets in a worker: in each DataLoader worker, for a Mana
 fork server of its own. Names in Linux's abstract namespace would leave no files, but they have no
 permissions: every account of the host can connect to them. A folder of mode 0700 keeps others out. It is
 removed by the process that sees the worker end: a worker may be killed at any time.
+
+Workers of the same account get to each other's sockets; multiprocessing asks for a key there, and unpickles
+what comes from those that have it. So each worker has a key of its own, which no other fork of its fork
+server has.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ _PARENT = "sockets"
 _NAMES = re.compile(r"\d+-\d+")
 _MAX_BYTES = 80  # an address has 107 at most, and multiprocessing puts a name of 18 behind this
 
+_KEY_BYTES = 32  # as multiprocessing's own
+
 # Open in a worker as long as it or a fork of it is there, and locked: the sign that the folder is in use.
 _lock = -1
 
@@ -34,9 +40,11 @@ _lock = -1
 def take() -> None:
     """Give this process, the first of its group, a folder, where it and its children make their sockets.
 
-    Without a folder that is safe, multiprocessing makes one of its own, which others cannot enter either.
+    And a key for them. Without a folder that is safe, multiprocessing makes one of its own, which others
+    cannot enter either.
     """
     global _lock
+    process.current_process().authkey = os.urandom(_KEY_BYTES)
     if sys.platform != "linux":
         return
     if _lock >= 0:  # inherited from the process that was forked

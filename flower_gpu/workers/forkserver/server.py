@@ -21,7 +21,7 @@ from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
-from flower_gpu.workers.forkserver import identity, libraries, sockets
+from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.workers.forkserver.forking import FEW_FORKS, READY, Loop, Session, Start, describe
 from flower_gpu.workers.forkserver.identity import Inherited
@@ -103,7 +103,7 @@ class Server:
                     sockets.send(session.connection, sockets.BUSY)
 
     def _has_ended(self) -> bool:
-        if self._sessions or self._orphans or self._learning.running is not None:
+        if self._callers() or self._orphans or self._learning.running is not None:
             self._last_use = time.monotonic()
         if not self._draining:
             idle_s = time.monotonic() - self._last_use
@@ -113,6 +113,10 @@ class Server:
             self._end_growth()
         working = any(session.pid >= 0 for session in self._sessions.values())
         return self._draining and not working and self._learning.running is None
+
+    def _callers(self) -> list[Session]:
+        """Return the connections that count: a process that may not be a caller holds no server up."""
+        return [session for session in self._sessions.values() if session.is_proven]
 
     def _accept(self) -> None:
         while True:  # all of them: only an accepted caller can be told to wait
@@ -136,6 +140,11 @@ class Server:
         descriptors: list[int] = []
         try:
             message, descriptors = sockets.receive(session.connection)
+            if not session.is_proven:
+                session.is_proven = message == sockets.CALLER and proof.is_given(descriptors)
+                if not session.is_proven:
+                    raise sockets.Gone("it may not be a caller")
+                return
             handle = getattr(self, f"_on_{message.get('op')}", None)
             if handle is None:
                 raise sockets.Gone("not an operation")
@@ -212,7 +221,7 @@ class Server:
         return {"learning": bool(self._learning.wanted())}
 
     def _on_status(self, session: Session, _: _Message, __: list[int]) -> _Answer:
-        others = [other for other in self._sessions.values() if other is not session]
+        others = [other for other in self._callers() if other is not session]
         return {
             "pid": os.getpid(),
             "version": __version__,
@@ -230,7 +239,7 @@ class Server:
         for other in list(self._sessions.values()):
             if other is not session and sockets.is_closed(other.connection):
                 self._forget(other)  # its process has ended just now
-        stopping = len(self._sessions) == 1 or not message.get("if_unused")
+        stopping = len(self._callers()) == 1 or not message.get("if_unused")
         if stopping:
             self._drain()
         return {"stopping": stopping, "pid": os.getpid()}
@@ -358,7 +367,7 @@ class Server:
                 os.write(write, json.dumps(error.libraries).encode())
                 return
             for fd, caller in callers.items():
-                self._sessions[fd] = Session(socket.socket(fileno=fd), caller, stays=True)
+                self._sessions[fd] = Session(socket.socket(fileno=fd), caller, is_proven=True, stays=True)
             self.open(socket.socket(fileno=listener))
             end_with_parent(None)
             os.write(write, b"null")

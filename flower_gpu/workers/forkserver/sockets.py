@@ -19,6 +19,7 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import proof
 from flower_gpu.workers.life import allowed_interrupts
 
 _MAX_MESSAGE = 65536  # bytes
@@ -32,6 +33,8 @@ _PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the long
 _LOOK_S = 1.0
 #: What a server tells callers that wait in line: it does not hang, it serves other callers first.
 BUSY: dict[str, Any] = {"busy": True}
+#: The first message of a connection. The descriptor of :mod:`proof` comes with it; there is no answer.
+CALLER: dict[str, Any] = {"caller": True}
 _KEPT_S = 7 * 24 * 3600.0
 # The files of a server; a name that begins with a dot is one that is being written.
 _OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+|libraries\.\d+\.[0-9a-f]+\.tmp)")
@@ -126,17 +129,20 @@ def is_server(pid: int) -> bool:
 
 
 def connect(name: str, timeout_s: float) -> socket.socket:
-    """Connect to the fork server ``name``.
+    """Connect to the fork server ``name``, and show it that this process may.
 
     Raises Gone if there is none.
+    Raises ConfigError if this process may not: it is confined.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(timeout_s)
         with _opened(folder()) as here:
-            connection.connect(f"{here}/{name}.socket")
-        if peer(connection)[1] != os.getuid():
-            raise Gone(f"the socket of fork server {name} is another user's")
+            connection.connect(f"/proc/self/fd/{here}/{name}.socket")
+            if peer(connection)[1] != os.getuid():
+                raise Gone(f"the socket of fork server {name} is another user's")
+            with proof.opened(here) as shown:
+                send(connection, CALLER, [shown])
     except OSError as error:
         connection.close()
         raise Gone(str(error)) from error
@@ -149,7 +155,8 @@ def connect(name: str, timeout_s: float) -> socket.socket:
 def listen(name: str) -> socket.socket:
     """Open the socket ``name`` and put it in the place of one that is there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    with _opened(folder()) as here:
+    with _opened(folder()) as descriptor:
+        here = f"/proc/self/fd/{descriptor}"
         temporary = f"{here}/.{name}.{os.getpid()}"
         with suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -191,8 +198,11 @@ def locked(name: str, deadline: float | None) -> Iterator[int]:
     A process that inherits the descriptor holds the lock, too.
 
     Raises TimeoutError if another process holds it until ``deadline`` (of ``time.monotonic``).
+    Raises ConfigError if this process is confined: what it starts would be confined as well.
     """
     path = folder() / f"{name}.lock"
+    with _opened(path.parent) as here, proof.opened(here):
+        pass
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -304,10 +314,10 @@ def receive_answer(connection: socket.socket, in_line: Callable[[], None] = lamb
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[str]:
-    """Name a folder in a few characters: a socket's address has 107 bytes at most."""
+def _opened(path: Path) -> Iterator[int]:
+    """Open a folder; by its descriptor it has a short name, and a socket's address has 107 bytes at most."""
     descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        yield f"/proc/self/fd/{descriptor}"
+        yield descriptor
     finally:
         os.close(descriptor)
