@@ -11,10 +11,12 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Self
 
 # asm-generic/unistd.h: the same numbers on all architectures.
 _CREATE_RULESET: Final = 444
@@ -35,7 +37,8 @@ _MAKE: Final = 1 << 7 | 1 << 8 | 1 << 9 | 1 << 10 | 1 << 12  # folders, files, s
 _MAKE_BLOCK: Final = 1 << 11
 _REFER: Final = 1 << 13  # version 2, Linux 5.19
 _TRUNCATE: Final = 1 << 14  # version 3, Linux 6.2
-_IOCTL_DEV: Final = 1 << 15  # version 5, Linux 6.10
+_IOCTL_DEV: Final = 1 << 15  # version 5
+_IOCTL_VERSION: Final = 5  # Linux 6.10
 _BIND_TCP: Final = 1 << 0
 _CONNECT_TCP: Final = 1 << 1
 _SCOPES: Final = 1 << 0 | 1 << 1  # abstract Unix sockets and signals
@@ -90,15 +93,123 @@ def version() -> int:
     return found
 
 
-def give_up(paths: Collection[str], but: Collection[str] = ()) -> None:
-    """Give up opening these files and all below them, and making device files anywhere.
+class Ruleset:
+    """What a process is about to give up, and where it keeps it. The kernel holds it under a descriptor.
+
+    It is made once and can restrict many processes, such as the forks of the one that made it. Whoever has
+    the descriptor can allow more: it is to be closed before other people's code runs.
+
+    Parameters
+    ----------
+    files : int
+        Rights to files and folders, given up everywhere but where :meth:`allow` gives them back. Those that
+        the kernel's version does not know are left out.
+    tcp : int, optional
+        The same for TCP ports.
+    scopes : int, optional
+        What is given up towards processes outside: signals, abstract sockets.
+
+    Raises
+    ------
+    UnavailableError
+        If the kernel cannot do that.
+    """
+
+    def __init__(self, files: int, *, tcp: int = 0, scopes: int = 0) -> None:
+        found = version()
+        files &= ~(0 if found >= TRUNCATE_VERSION else _TRUNCATE)
+        self._files = files & ~(0 if found >= _IOCTL_VERSION else _IOCTL_DEV)
+        self._tcp = tcp if found >= TCP_VERSION else 0
+        handled = struct.pack("=QQQ", self._files, self._tcp, scopes if found >= SCOPES_VERSION else 0)
+        with _explained():
+            self._descriptor = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
+
+    def allow(self, path: str, rights: int, *, follow: bool = False) -> None:
+        """Give rights to a file, or to a folder with all below it, back; nothing happens if there is none.
+
+        ``follow``: whether it may be a symbolic link.
+        """
+        # Gone meanwhile, or nobody's business here.
+        with _explained(), suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+            try:
+                rights &= self._files
+                if not stat.S_ISDIR(os.fstat(file).st_mode):
+                    rights &= _OF_A_FILE
+                _call(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
+            finally:
+                os.close(file)
+
+    def allow_beside(self, paths: Collection[str], rights: int, folder: str = "/") -> list[str]:
+        """Give rights to everything in a folder back, but to these paths.
+
+        Returns the folders that it looked through: what comes into them later is not allowed.
+        """
+        looked = [folder]
+        with _explained(), os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.path in paths or entry.is_symlink():  # what a link leads to has its own rule
+                    continue
+                if any(path.startswith(f"{entry.path}/") for path in paths):
+                    looked += self.allow_beside(paths, rights, entry.path)
+                else:
+                    self.allow(entry.path, rights)
+        return looked
+
+    def allow_connect(self, port: int) -> None:
+        """Give the right to connect to a TCP port, on any host, back."""
+        if self._tcp:
+            with _explained():
+                _call(_ADD_RULE, self._descriptor, _NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
+
+    def restrict_self(self) -> None:
+        """Restrict this process, and all that it starts, for good.
+
+        Without the right to administer the system this sets ``no_new_privs``: programs with a setuid bit run
+        as the user who starts them.
+
+        Raises
+        ------
+        UnavailableError
+            If the kernel cannot do that, or this process has other threads: they would stay as they are.
+        """
+        if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
+            raise UnavailableError(f"{threads - 1} other threads of the worker run already")
+        with _explained():
+            try:
+                _call(_RESTRICT_SELF, self._descriptor, 0)
+            except OSError as error:
+                if error.errno != errno.EPERM:
+                    raise
+                _library().prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+                _call(_RESTRICT_SELF, self._descriptor, 0)
+
+    def close(self) -> None:
+        """Let go of it; whoever is restricted stays so."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Rules by which all files can be opened but some."""
+
+    rules: Ruleset
+    folders: list[str]  # new files in these cannot be opened: there is a rule for each that was there
+
+
+def without(paths: Collection[str], but: Collection[str] = ()) -> Beside:
+    """Return rules for giving up these files and all below them, and making device files anywhere.
 
     Other files are opened, made, moved and removed as before. So are new ones, but for those that come later
-    into a folder that holds one of ``paths``, or into one above it: there is a rule for each file and folder
-    beside them.
-
-    Without the right to administer the system this sets ``no_new_privs``: programs with a setuid bit run as
-    the user who starts them.
+    into a folder that holds one of ``paths``, or into one above it.
 
     Parameters
     ----------
@@ -112,29 +223,24 @@ def give_up(paths: Collection[str], but: Collection[str] = ()) -> None:
     UnavailableError
         If the kernel cannot do that.
     """
-    has_ioctl = version() >= 5
-    opening = _READ_FILE | _WRITE_FILE | (_IOCTL_DEV if has_ioctl else 0)
-    handled = struct.pack("=Q", opening | _MAKE_CHAR | _MAKE_BLOCK | _REFER)
+    rules = Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)
     try:
-        rules = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-        try:
-            _allow_beside(rules, opening, "/", frozenset(paths))
-            for path in but:
-                _allow(rules, opening, path)
-            _allow(rules, _REFER, "/")
-            _restrict(rules)
-        finally:
-            os.close(rules)
-    except OSError as error:
-        raise UnavailableError(f"the kernel refuses Landlock's rules ({error.strerror})") from error
+        folders = rules.allow_beside(frozenset(paths), DEVICE)
+        for path in but:
+            rules.allow(path, DEVICE)
+        rules.allow("/", _REFER)
+    except BaseException:
+        rules.close()
+        raise
+    return Beside(rules, folders)
 
 
 def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     """Give up all files but these, TCP, and signals and abstract sockets of processes outside of this one.
 
     What the kernel's :func:`version` does not know stays as it is. Files are met by their names now: those
-    that are made later in one of these folders can be opened, too. As in :func:`give_up`, an account without
-    rights gives up programs with a setuid bit.
+    that are made later in one of these folders can be opened, too. An account without rights gives up
+    programs with a setuid bit.
 
     Parameters
     ----------
@@ -149,63 +255,30 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     UnavailableError
         If the kernel cannot do that.
     """
-    found = version()
-    files = WRITE | _MAKE_CHAR | _MAKE_BLOCK
-    files |= _IOCTL_DEV if found >= 5 else 0
-    if found < TRUNCATE_VERSION:
-        files &= ~_TRUNCATE
-    tcp = _BIND_TCP | _CONNECT_TCP if found >= TCP_VERSION else 0
-    handled = struct.pack("=QQQ", files, tcp, _SCOPES if found >= SCOPES_VERSION else 0)
+    files = WRITE | _MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV
+    with Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES) as rules:
+        for path, wanted in rights.items():
+            rules.allow(path, wanted, follow=True)
+        for port in ports:
+            rules.allow_connect(port)
+        rules.restrict_self()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
     try:
-        rules = _call(_CREATE_RULESET, handled, ctypes.c_size_t(len(handled)), 0)
-        try:
-            for path, wanted in rights.items():
-                _allow(rules, wanted & files, path, follow=True)
-            for port in ports if tcp else ():
-                _call(_ADD_RULE, rules, _NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
-            _restrict(rules)
-        finally:
-            os.close(rules)
+        yield
     except OSError as error:
         raise UnavailableError(f"the kernel refuses Landlock's rules ({error.strerror})") from error
 
 
-def _allow_beside(rules: int, rights: int, folder: str, paths: frozenset[str]) -> None:
-    """Allow all in a folder but these paths."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.path in paths or entry.is_symlink():  # what a link leads to has its own rule
-                continue
-            if any(path.startswith(f"{entry.path}/") for path in paths):
-                _allow_beside(rules, rights, entry.path, paths)
-            else:
-                _allow(rules, rights, entry.path)
-
-
-def _allow(rules: int, rights: int, path: str, *, follow: bool = False) -> None:
-    # Gone meanwhile, or nobody's business here.
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        file = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-        try:
-            if not stat.S_ISDIR(os.fstat(file).st_mode):
-                rights &= _OF_A_FILE
-            _call(_ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
-        finally:
-            os.close(file)
-
-
-def _restrict(rules: int) -> None:
-    try:
-        _call(_RESTRICT_SELF, rules, 0)
-    except OSError as error:
-        if error.errno != errno.EPERM:
-            raise
-        ctypes.CDLL(None).prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        _call(_RESTRICT_SELF, rules, 0)
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)  # once: it takes longer than the call of the kernel
 
 
 def _call(number: int, *args: object) -> int:
-    found: int = ctypes.CDLL(None, use_errno=True).syscall(number, *args)
+    found: int = _library().syscall(number, *args)
     if found < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -172,7 +172,8 @@ def apply(environ: Mapping[str, str]) -> None:
         _make_missing()
     try:
         _close(refused, files)
-        landlock.give_up(refused, files)
+        with landlock.without(refused, files).rules as rules:
+            rules.restrict_self()
     except landlock.UnavailableError as error:
         if value_of(GUARD_VARIABLE, environ) == "require":
             raise _required(str(error)) from None

@@ -119,7 +119,7 @@ def test_root_is_not_needed(run_script: Any) -> None:
         import os
         from flower_gpu import landlock
         os.setgid(65534), os.setuid(65534)
-        landlock.give_up(["/dev/zero", "/dev/full"], ["/dev/full"])
+        landlock.without(["/dev/zero", "/dev/full"], ["/dev/full"]).rules.restrict_self()
         open("/dev/full").close()
         try:
             open("/dev/zero")
