@@ -86,11 +86,11 @@ class Allowed:
                         f"{what}. {self._instead(path)}"
                     )
         for path in self.write:
-            for place in confinement.python_paths():
+            for place in (*confinement.SYSTEM, *confinement.python_paths()):
                 if _is_in(place, path) or _is_in(path, place):
                     raise ConfigError(
-                        f"--write-dir {path_text(path)}: apps could change the Python environment in "
-                        f"{path_text(place)}, which runs unconfined, too. Name another folder"
+                        f"--write-dir {path_text(path)}: apps could change programs or libraries in "
+                        f"{path_text(place)}, which others run, too. Name another folder"
                     )
 
     def _instead(self, path: str) -> str:

@@ -13,6 +13,7 @@ import os
 import site
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from flower_gpu.workers import socket_folder
 
 #: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
 #: holds keys and passwords, too.
-_SYSTEM: Final = (
+SYSTEM: Final = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/run/opengl-driver"),
     *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives", "/etc/os-release"),
     *("/etc/localtime", "/etc/timezone", "/etc/locale.alias", "/etc/locale.conf", "/etc/default/locale"),
@@ -95,6 +96,11 @@ def of_this_process() -> Confinement | None:
     return _applied
 
 
+def own_variables() -> frozenset[str]:
+    """Return the variables that are set and removed here for a worker that is confined."""
+    return frozenset() if _applied is None else frozenset((*_OWN_FOLDERS, *_LEFT_OUT))
+
+
 def apply(environ: Mapping[str, str]) -> None:
     """Give up, in this worker and all that it starts, what its caller has not allowed.
 
@@ -113,6 +119,7 @@ def apply(environ: Mapping[str, str]) -> None:
         folder = Path(told.folder, name)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ[variable] = str(folder)
+    tempfile.tempdir = None  # as a library may have found it
     for variable in _LEFT_OUT:
         os.environ.pop(variable, None)
     rights = dict(_rights(told, environ))
@@ -160,7 +167,7 @@ def python_paths() -> Iterator[str]:
 
 
 def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    for path in (*_SYSTEM, *python_paths(), *_library_paths(environ)):
+    for path in (*SYSTEM, *python_paths(), *_library_paths(environ)):
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK

@@ -12,6 +12,7 @@ from typing import Any
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks import cuda_answers
+from flower_gpu.workers import confinement
 from flower_gpu.workers.forkserver import identity
 
 # Set in each worker, or of no importance to a library.
@@ -90,7 +91,8 @@ class EnvironmentUse:
 
     def set_too_late(self) -> dict[str, str | None]:
         """Return the variables that have another value by now than the one libraries have read."""
-        return {name: os.environ.get(name) for name in self.differs_from(os.environ)}
+        ours = confinement.own_variables()
+        return {name: os.environ.get(name) for name in self.differs_from(os.environ) if name not in ours}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
         """Set in ``os.environ`` what the libraries set, except the variables in ``keep``."""
