@@ -84,6 +84,7 @@ _NODE_CONFIG = "--node-config"
 _PAUSE_S = 5.0  # before one that has ended is started again
 _EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
 _EARLY_ENDS = 3
+_TURNED_AWAY_PAUSE_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,6 +227,7 @@ class Node:
         self._began = 0.0
         self._again_at = 0.0
         self._early_ends = 0
+        self._is_turned_away = False
 
     def look(self, supervisor: Supervisor) -> None:
         """Start it if it does not run, and its pause is over."""
@@ -243,12 +245,23 @@ class Node:
 
     def _note_end(self, service: Service, now: float) -> None:
         self._service = None
+        was_turned_away = self._is_turned_away
+        self._is_turned_away = self._key is not None and node_keys.is_turned_away(service.tail(60))
+        if self._key is not None and self._is_turned_away:
+            # No reason to give up: sooner or later the key is registered, or its last connection forgotten.
+            self._again_at = now + _TURNED_AWAY_PAUSE_S
+            if not was_turned_away:
+                why = self._key.why_turned_away
+                print(
+                    f"{self._name} is not let in, and asks every {_TURNED_AWAY_PAUSE_S:g} s: {why}",
+                    flush=True,
+                )
+            return
         self._early_ends = self._early_ends + 1 if now - self._began < _EARLY_S else 0
         how = service.describe_end()
         if self._early_ends >= _EARLY_ENDS:
             raise _NeverStartsError(
                 f"{how}, {self._early_ends} times in a row. The end of {self._log}:\n{service.tail()}"
-                + (f"\n{self._key.how_to_be_let_in}" if self._key else "")
             )
         print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
         self._again_at = now + _PAUSE_S

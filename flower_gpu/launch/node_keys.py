@@ -27,6 +27,8 @@ OPTION: Final = "--auth-supernode-private-key"
 
 _MODE: Final = 0o600
 _NAME: Final = "supernode-{number}"
+# What Flower's SuperLink answers (flwr.supercore.error.catalog), and the SuperNode writes down.
+_TURNED_AWAY: Final = "Failed to activate SuperNode."
 # What `flwr supernode register` takes of the curves that OpenSSH's format has.
 _CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
 
@@ -56,12 +58,18 @@ class NodeKey:
         return f"flwr supernode register {path_text(self.public)}"
 
     @property
-    def how_to_be_let_in(self) -> str:
-        """What to do about a SuperLink that turns this node away."""
+    def why_turned_away(self) -> str:
+        """What it means that a SuperLink does not let this node in, and what to do."""
         return (
-            "A SuperLink with --enable-supernode-auth turns away a key that it was not told of. Its operator "
-            f"runs, with the file {self.public.name}: {self.register_command}"
+            "the SuperLink was not told of its key, or takes it for connected still, as for up to two "
+            "minutes after a SuperNode was killed. If the key is new, its operator runs: "
+            f"{self.register_command}"
         )
+
+
+def is_turned_away(log: str) -> bool:
+    """Tell by the end of a SuperNode's log whether it ended because the SuperLink does not let it in."""
+    return _TURNED_AWAY in log.rpartition("\n$ ")[2]  # each start writes such a line
 
 
 def node_keys(folder: Path, count: int) -> list[NodeKey]:
