@@ -1,0 +1,240 @@
+"""What a worker that is confined tries at the sockets of fork servers and of other workers.
+
+A worker of these tests can open everything but the state folder: there the sockets are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import process
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+from flower_gpu import landlock, run_in_worker
+from flower_gpu.workers import state_folder
+from flower_gpu.workers.forkserver import control, proof, sockets
+
+_IOCTL_ONLY = os.O_WRONLY | os.O_RDWR  # for open(2): neither reading nor writing
+_OPEN_BY_PIDFD = 438  # pidfd_getfd
+
+
+def confine() -> None:
+    """Give up the state folder, and processes outside."""
+    rights, here = {}, Path("/")
+    for part in state_folder.state_dir().parts[1:]:
+        beside = [entry for entry in here.iterdir() if entry.name != part and not entry.is_symlink()]
+        rights |= {str(entry): landlock.WRITE | landlock.DEVICE for entry in beside}
+        here /= part
+    landlock.confine(rights)
+
+
+def _file() -> Path:
+    return state_folder.state_dir() / proof.FILE
+
+
+def _own() -> Path:
+    path = Path(tempfile.mkdtemp()) / proof.FILE
+    path.touch(0o600)
+    return path
+
+
+def _opened(flags: int) -> Callable[[], list[int]]:
+    return lambda: [os.open(_file(), flags)]
+
+
+def _another_file() -> list[int]:
+    return [os.open(_own(), os.O_RDONLY)]
+
+
+def _reopened() -> list[int]:
+    return [os.open(f"/proc/self/fd/{os.open(_file(), os.O_PATH)}", os.O_RDONLY)]
+
+
+def _linked() -> list[int]:
+    link = Path(tempfile.mkdtemp()) / proof.FILE
+    link.hardlink_to(_file())
+    return [os.open(link, os.O_RDONLY)]
+
+
+def _moved() -> list[int]:
+    own = _own()
+    descriptor = os.open(own, os.O_RDONLY)
+    own.replace(_file())
+    return [descriptor]
+
+
+def _made_anew() -> list[int]:
+    _file().unlink()
+    return [os.open(_file(), os.O_RDONLY | os.O_CREAT, 0o600)]
+
+
+def _of_another_process(pid: int, number: int) -> list[int]:
+    return [os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY)]
+
+
+def _taken_from_another_process(pid: int, number: int) -> list[int]:
+    found = ctypes.CDLL(None, use_errno=True).syscall(_OPEN_BY_PIDFD, os.pidfd_open(pid), number, 0)
+    if found < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return [found]
+
+
+def _ways(holder: tuple[int, int]) -> dict[str, Callable[[], list[int]]]:
+    return {
+        "nothing": list,
+        "opened": _opened(os.O_RDONLY),
+        "opened for reading and writing": _opened(os.O_RDWR),
+        "opened by its path only": _opened(os.O_PATH),
+        "opened for ioctl only": _opened(_IOCTL_ONLY),
+        "opened by its path, then by that": _reopened,
+        "another file": _another_file,
+        "a memory file": lambda: [os.memfd_create(proof.FILE)],
+        "a folder": lambda: [os.open(tempfile.mkdtemp(), os.O_RDONLY)],
+        "two files": lambda: [*_another_file(), *_another_file()],
+        "of another process": lambda: _of_another_process(*holder),
+        "taken from another process": lambda: _taken_from_another_process(*holder),
+        "linked": _linked,
+        "a file of its own in the place": _moved,
+        "made anew": _made_anew,
+    }
+
+
+@contextmanager
+def _connected(name: str) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(30)
+        connection.connect(str(state_folder.state_dir() / f"{name}.socket"))
+        yield connection
+
+
+def _asked(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> str:
+    try:
+        sockets.send(connection, message, descriptors)
+        return str(sorted(sockets.receive_answer(connection)))
+    except sockets.Gone:
+        return "closed"
+
+
+def attempts(name: str, holder: tuple[int, int], *, confined: bool) -> dict[str, str]:
+    """Ask a fork server who it is, each time with something else to show; return what came of each.
+
+    ``holder``: a process that has the file open, and the number there.
+    """
+    if confined:
+        confine()
+    found = {}
+    for way, open_them in _ways(holder).items():
+        try:
+            shown = open_them()
+        except OSError as error:
+            found[way] = type(error).__name__
+            continue
+        with _connected(name) as connection, suppress(sockets.Gone):
+            sockets.send(connection, sockets.CALLER, shown)
+            found[way] = _asked(connection, {"op": "status"}, [])
+        for descriptor in shown:
+            os.close(descriptor)
+    return found
+
+
+def requests(name: str, record: dict[str, Any]) -> list[str]:
+    """Ask a fork server for each thing that callers ask for, from a process that is confined."""
+    confine()
+    inherited = record["inherited"]
+    start = {"name": "0" * 20, "idle_s": 60.0, "without": [], "preload": [["os:_exit", {}]]}
+    nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(7)]
+    here = os.open("/", os.O_PATH)
+    found = []
+    for message, descriptors in (
+        ({"op": "status"}, []),
+        ({"op": "stop"}, []),
+        ({"op": "stay"}, []),
+        ({"op": "learn", "names": ["json"], "kind": ""}, []),
+        ({"op": "open", "record": record, "now": True}, [here]),
+        ({"op": "fork"}, nothing),
+        ({"op": "preload", "start": start, "inherited": inherited}, [here, *nothing[:2]]),
+        (sockets.CALLER, [here]),
+    ):
+        with _connected(name) as connection:
+            found.append(_asked(connection, message, descriptors))
+    return found
+
+
+def hold_connections(name: str, started: str, until: str) -> None:
+    """Connect to a fork server again and again, say nothing, and wait."""
+    confine()
+    connections = [_connected(name) for _ in range(20)]
+    for connection in connections:
+        connection.__enter__()
+    Path(started).touch()
+    while not Path(until).exists():
+        os.sched_yield()
+
+
+def calls(*methods: str) -> list[Any]:
+    """Call in workers of this one as any app may."""
+    confine()
+    found: list[Any] = []
+    for method in methods:
+        try:
+            found.append(run_in_worker("tasks_confined:can_read_state", start_method=method))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def can_read_state() -> bool:
+    try:
+        return any(True for _ in os.scandir(state_folder.state_dir()))
+    except PermissionError:
+        return False
+
+
+def servers() -> list[str]:
+    confine()
+    return [status.name for status in control.status()]
+
+
+def open_files() -> dict[str, str]:
+    """Return what this worker has open, by descriptor."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the folder itself
+            found[link.name] = str(link.readlink())
+    return found
+
+
+def _key() -> bytes:
+    """Return what multiprocessing's own sockets ask for and show."""
+    return bytes(process.current_process().authkey)
+
+
+def listen(ready: str, until: str) -> str:
+    """Listen as multiprocessing does, for whoever has the key; say what came."""
+    with Listener(family="AF_UNIX", authkey=_key()) as listener:
+        listener._listener._socket.settimeout(60)  # type: ignore[attr-defined]
+        Path(ready + ".new").write_text(str(listener.address))
+        Path(ready + ".new").rename(ready)
+        try:
+            with listener.accept() as connection:
+                return str(connection.recv())
+        except Exception as error:
+            return type(error).__name__
+        finally:
+            Path(until).touch()
+
+
+def speak(address: str) -> str:
+    """Connect to a listener of another worker with the key that this one has."""
+    try:
+        with Client(address, authkey=_key()) as connection:
+            connection.send("something to unpickle")
+            return "sent"
+    except Exception as error:
+        return type(error).__name__
