@@ -19,6 +19,7 @@ from typing import Any
 
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
+from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
@@ -187,7 +188,8 @@ class Server:
             raise ValueError("fork without open")
         lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
         stdout, stderr = descriptors[4:6]
-        session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
+        if CONFINED_VARIABLE not in session.record["env"]:  # what such a worker writes is not to be read here
+            session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["inherited"]["environ"])
         self._calls += 1
@@ -289,7 +291,8 @@ class Server:
 
     def _take_imported(self, session: Session) -> None:
         """Read what a worker had to import; those that come for the same will wait until it is here."""
-        self._learning.take(session.imported, session.caller, session.record["kind"])
+        if session.imported >= 0:
+            self._learning.take(session.imported, session.caller, session.record["kind"])
 
     def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""
