@@ -110,19 +110,6 @@ def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
         assert other.call("tasks_forkserver:server") == server
 
 
-def test_connections_of_a_confined_worker_hold_no_server_up(tmp_path: Path) -> None:
-    started, until = tmp_path / "started", tmp_path / "until"
-    with Client() as hostile:
-        server = hostile.call("tasks_forkserver:server")
-        name = until_only(lambda status: status.pid == server).name
-        hostile.send("tasks_confined:hold_connections", name, str(started), str(until))
-        assert wait_until(started.exists, timeout_s=60)
-        status = only_server()
-        assert len(status.workers) == 1
-        until.touch()
-        assert hostile.receive() is None
-
-
 def test_a_call_of_a_confined_worker() -> None:
     """An app may call in workers: they are spawned, and confined like the worker that calls."""
     before = only_server().calls
