@@ -24,7 +24,9 @@ from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
 from flower_gpu.options import CONFINED_VARIABLE
-from flower_gpu.workers import socket_folder
+from flower_gpu.printable import path_text
+from flower_gpu.workers import socket_folder, state_folder
+from flower_gpu.workers.forkserver import proof
 
 #: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
 #: holds keys and passwords, too.
@@ -129,6 +131,12 @@ def apply(environ: Mapping[str, str]) -> None:
         seccomp.confine(udp=bool(told.ports))
     except (landlock.UnavailableError, seccomp.UnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
+    if proof.can_be_opened():
+        raise ConfigError(
+            f"--confine: the app could open what flower-gpu keeps in {path_text(state_folder.state_dir())}, "
+            "since that lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another one. The app "
+            "was not run"
+        )
     _applied = told
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from forkservers import Client, only_server, until_only
 from processes import SUPERVISED, is_running, wait_until
 
 from flower_gpu import landlock, run_in_worker
+from flower_gpu.calls import leased_worker
+from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.workers import state_folder
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.caller import run
+from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client, control, proof
 
 
@@ -195,6 +201,42 @@ def test_a_worker_cannot_speak_to_a_listener_of_another(method: str, tmp_path: P
         assert run_in_worker("tasks_confined:speak", ready.read_text(), **FORKSERVER) == "AuthenticationError"
         assert wait_until(over.exists, timeout_s=60)
         assert listening.receive() == "AuthenticationError"
+
+
+def test_nothing_is_preloaded_for_a_confined_worker(tmp_path: Path) -> None:
+    """A server would run functions of the app itself, where callers show their descriptors."""
+    call = Call(
+        "tasks_forkserver:server",
+        label="test",
+        preload=[("os:mkdir", {"path": str(tmp_path / "made")})],
+        confinement=Confinement(str(tmp_path / "own")),
+    )
+    with pytest.raises(WorkerStartError, match="no fork server with preloaded data"):
+        run(call, "forkserver")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_no_app_runs_where_it_could_read_the_state_folder(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator may have it in a folder that all apps can read, such as /dev/shm."""
+    own = Confinement(str(tmp_path / "own"), read=(str(Path(__file__).parent),))
+    call = Call(
+        "tasks_forkserver:server",
+        env=own.environment(),
+        setup=leased_worker.SETUP,
+        label="test",
+        confinement=own,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/dev/shm")
+        with (
+            forkservers.own_servers(light=True),
+            pytest.raises(ConfigError, match="Set FLOWER_GPU_STATE_DIR to another one"),
+        ):
+            run(call, method)
+    assert run(call, method)
 
 
 def test_the_file_was_removed(folder: Path) -> None:

@@ -290,6 +290,11 @@ def _connected(
     environ = inherited.environ
     if not call.preload:
         return kind.name(environ), _connect_or_start(kind, environ, deadline)
+    if call.confinement is not None:
+        raise WorkerStartError(
+            "there is no fork server with preloaded data for a worker that is confined: the server runs the "
+            "functions of preload= itself, and is not confined"
+        )
     preload = [(function, dict(kwargs)) for function, kwargs in call.preload]
     name = kind.name(environ, [preload, inherited.path, os.getcwd()])
     what = "preload " + ", ".join(function for function, _ in preload)

@@ -23,6 +23,8 @@ from flower_gpu.workers import state_folder
 #: The file, in the state folder. It is empty.
 FILE: Final = "callers"
 
+_FLAGS: Final = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
 # Held while the descriptor is open: a fork of this process by another thread would have it as well.
 _lock = threading.RLock()
 
@@ -33,10 +35,9 @@ def opened(folder: int) -> Iterator[int]:
 
     Raises ConfigError if this process may not read it.
     """
-    flags = os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with _lock:
         try:
-            descriptor = os.open(FILE, flags, 0o600, dir_fd=folder)
+            descriptor = os.open(FILE, _FLAGS, 0o600, dir_fd=folder)
         except PermissionError as error:
             path = path_text(state_folder.state_dir() / FILE)
             raise ConfigError(
@@ -47,6 +48,15 @@ def opened(folder: int) -> Iterator[int]:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def can_be_opened() -> bool:
+    """Tell whether this process may read the file: after it was confined it must not."""
+    try:
+        os.close(os.open(state_folder.state_dir() / FILE, _FLAGS, 0o600))
+    except OSError:
+        return False
+    return True
 
 
 def is_given(descriptors: Sequence[int]) -> bool:
