@@ -95,6 +95,12 @@ def environment(count: int, env: Mapping[str, str]) -> dict[str, str]:
     return {**env, VARIABLE: text}
 
 
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what :func:`prepare` reads of an environment."""
+    names = (VARIABLE, *(name for _, _, names in _KINDS for name in names))
+    return {name: environ[name] for name in names if name in environ}
+
+
 def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> None:
     """Do in a process that is about to fork what is too late, or slow, in the fork.
 

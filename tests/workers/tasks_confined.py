@@ -6,7 +6,9 @@ A worker of these tests can open everything but the state folder: there the sock
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import re
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -146,7 +148,6 @@ def attempts(name: str, holder: tuple[int, int], *, confined: bool) -> dict[str,
 def requests(name: str, record: dict[str, Any]) -> list[str]:
     """Ask a fork server for each thing that callers ask for, from a process that is confined."""
     confine()
-    inherited = record["inherited"]
     start = {"name": "0" * 20, "idle_s": 60.0, "without": [], "preload": [["os:_exit", {}]]}
     nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(7)]
     here = os.open("/", os.O_PATH)
@@ -156,9 +157,9 @@ def requests(name: str, record: dict[str, Any]) -> list[str]:
         ({"op": "stop"}, []),
         ({"op": "stay"}, []),
         ({"op": "learn", "names": ["json"], "kind": ""}, []),
-        ({"op": "open", "record": record, "now": True}, [here]),
+        ({"op": "open", "record": record, "now": True}, [here, nothing[0]]),
         ({"op": "fork"}, nothing),
-        ({"op": "preload", "start": start, "inherited": inherited}, [here, *nothing[:2]]),
+        ({"op": "preload", "start": start}, [here, *nothing[:3]]),
         (sockets.CALLER, [here]),
     ):
         with _connected(name) as connection:
@@ -208,6 +209,30 @@ def open_files() -> dict[str, str]:
         with suppress(FileNotFoundError):  # that of the folder itself
             found[link.name] = str(link.readlink())
     return found
+
+
+def values() -> list[str]:
+    """Return the values of callers' variables that this worker finds in its memory."""
+    found = set()
+    with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        for line in maps:
+            fields = line.split()
+            if "r" not in fields[1] or fields[-1] in ("[vvar]", "[vsyscall]", "[vvar_vclock]"):
+                continue
+            begin, end = (int(number, 16) for number in fields[0].split("-"))
+            memory.seek(begin)
+            with suppress(OSError):  # a page of a file that is shorter
+                for value in re.findall(_VALUE, memory.read(end - begin)):
+                    found.add(value.decode())
+    return sorted(value for value in found if value.endswith(ending(value.partition("+")[0])))
+
+
+_VALUE = rb"value-of-[a-z]+\+[0-9a-f]{16}"
+
+
+def ending(name: str) -> str:
+    """Return the end of a value that no memory holds by chance."""
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def _key() -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import forkservers
 import pytest
+import tasks_confined
 from forkservers import Client, only_server, until_only
 from processes import SUPERVISED, is_running, wait_until
 
@@ -21,7 +22,7 @@ from flower_gpu.workers import state_folder
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import run
 from flower_gpu.workers.confinement import Confinement
-from flower_gpu.workers.forkserver import client, control, proof
+from flower_gpu.workers.forkserver import client, control, identity, proof
 
 
 def _can_confine() -> bool:
@@ -101,8 +102,10 @@ def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
         server = other.call("tasks_forkserver:server")
         before = until_only(lambda status: not status.workers)
         record = {
-            "inherited": {"environ": dict(os.environ), "path": sys.path, "umask": 0o22},
-            "env": {},
+            "digests": identity.digests(os.environ, os.environ),
+            "threads": {},
+            "path": sys.path,
+            "is_confined": False,
             "setup": None,
             "label": "hostile",
             "kind": "",
@@ -152,6 +155,28 @@ def test_a_worker_has_nothing_of_its_server_open(method: str, folder: Path, tmp_
     }
     assert not left
     assert sum(what.startswith(own) for what in found.values()) == 1
+
+
+def test_a_worker_has_no_variables_of_other_callers(tmp_path: Path) -> None:
+    """Neither of one whose worker runs, nor of one that is gone: a fork has all that its server has read."""
+    started, until = tmp_path / "started", tmp_path / "until"
+
+    def value(name: str) -> str:
+        return f"value-of-{name}+{tasks_confined.ending(f'value-of-{name}')}"
+
+    first = run_in_worker("tasks_forkserver:server", **FORKSERVER)
+    with (
+        Client(env={"OF_ANOTHER": value("another")}) as other,
+        Client(env={"OF_CALLER": value("caller")}) as caller,
+    ):
+        with Client(env={"OF_EARLIER": value("earlier")}) as earlier:
+            assert earlier.call("tasks_forkserver:server") == first
+        other.send("tasks_forkserver:wait", str(started), str(until), env={"GIVEN": value("given")})
+        assert wait_until(started.exists, timeout_s=60)
+        found = caller.call("tasks_confined:values")
+        until.touch()
+        assert other.receive() == first
+    assert found == [value("caller")]
 
 
 def test_a_fork_of_a_caller_has_not_what_other_threads_show(tmp_path: Path) -> None:
@@ -255,10 +280,10 @@ def test_a_server_whose_only_connections_are_of_a_confined_process_ends(tmp_path
         started, until = tmp_path / "started", tmp_path / "until"
         server = run_in_worker("tasks_forkserver:server", **FORKSERVER)
         name = only_server().name
-        forkservers.leave()
         with Client(env={"FLOWER_GPU_START_METHOD": "spawn"}) as hostile:
             hostile.send("tasks_confined:hold_connections", name, str(started), str(until))
             assert wait_until(started.exists, timeout_s=60)
+            forkservers.leave()
             assert wait_until(lambda: not is_running(server), timeout_s=60)
             until.touch()
             hostile.receive()

@@ -86,12 +86,14 @@ class TestVariables:
         """What Flower makes of it at import is for its command line only: one server is good for all runs."""
         program = """
             import os, sys
+            from flower_gpu.workers.forkserver import identity
             from flower_gpu.workers.forkserver.fitness import EnvironmentUse
             use = EnvironmentUse()
             with use.noted():
                 from flwr.supercore.credential_store import file_credential_store
             assert str(file_credential_store.CREDENTIAL_FILE_PATH).startswith(os.environ["FLWR_HOME"])
-            print(use.differs_from({**os.environ, "FLWR_HOME": "another", "HOME": "another"}))
+            others = {**os.environ, "FLWR_HOME": "another", "HOME": "another"}
+            print(use.differs_from(identity.digests(others, others)))
             """
         env = {**os.environ, "FLWR_HOME": str(tmp_path)}
         line = [sys.executable, "-c", textwrap.dedent(program)]

@@ -20,7 +20,7 @@ from processes import is_running, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.workers.forkserver import client, control, sockets
+from flower_gpu.workers.forkserver import client, control, identity, sockets
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -50,8 +50,14 @@ def connect() -> socket.socket:
 
 
 def record(**fields: Any) -> dict[str, Any]:
+    seen = {"digests": identity.digests(os.environ, os.environ), "threads": {}, "path": sys.path}
+    return {**seen, "is_confined": False, "setup": None, "label": "test", "kind": "", **fields}
+
+
+def own() -> int:
+    """What only the worker reads."""
     inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
-    return {"inherited": inherited, "env": {}, "setup": None, "label": "test", "kind": "", **fields}
+    return sockets.memory_file({"inherited": inherited, "env": {}})
 
 
 def raw(data: bytes) -> Callable[[socket.socket], None]:
@@ -108,19 +114,18 @@ GARBAGE = {
     "in a folder": in_file(here),
     "text in a file": in_file(text),
     "open without a descriptor": message("open", record=record()),
-    "open without a record": message("open", here),
-    "open with text as record": message("open", here, record="text"),
-    "open with an incomplete record": message("open", here, record={}),
-    "open with a list as environment": message("open", here, record=record(inherited=[1, 2])),
-    "open with a number as path": message("open", here, record=record(inherited={"environ": {}, "path": 3})),
-    "open with a list in it": message(
-        "open", here, record=record(inherited={"environ": [], "path": [], "umask": 0})
-    ),
+    "open without a record": message("open", here, own),
+    "open with text as record": message("open", here, own, record="text"),
+    "open with an incomplete record": message("open", here, own, record={}),
+    "open with a list as environment": message("open", here, own, record=record(digests=[1, 2])),
+    "open with a number as path": message("open", here, own, record=record(path=3)),
+    "open with one descriptor": message("open", here, record=record()),
     "fork without open": message("fork", *[nothing] * 6),
     "reap without fork": message("reap"),
     "preload without anything": message("preload"),
-    "preload of nothing": message("preload", here, nothing, nothing),
-    "preload in nothing": message("preload", here, nothing, nothing, start=START, inherited=[]),
+    "preload of nothing": message("preload", here, nothing, nothing, own),
+    "preload in nothing": message("preload", here, nothing, nothing, start=START),
+    "preload with text": message("preload", here, nothing, nothing, text, start=START),
     "many descriptors": message("status", *[nothing] * 200),
 }
 
@@ -157,10 +162,10 @@ class TestGarbage:
         server = call()
         before = settled_descriptors(server)
         with connect_after(call) as connection:
-            message("open", here, record=record())(connection)
+            message("open", here, own, record=record())(connection)
             assert answer(connection) == {"fit": True}
             if twice:
-                message("open", here, record=record())(connection)
+                message("open", here, own, record=record())(connection)
                 assert answer(connection) is None
         assert call() == server
         assert wait_until(lambda: open_descriptors(server) == before), open_descriptors(server)
@@ -171,7 +176,7 @@ class TestGarbage:
         before = settled_descriptors(server)
         with connect_after(call) as connection:
             life, write = os.pipe()
-            message("open", here, record=record())(connection)
+            message("open", here, own, record=record())(connection)
             answer(connection)
             files = [lambda: os.dup(life), nothing, text, text, nothing, nothing]
             message("fork", *files)(connection)

@@ -18,7 +18,8 @@ from functools import cache
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.options import RUN_DIR_VARIABLE, value_of
+from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
+from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
@@ -149,14 +150,19 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
     offer = {
-        "inherited": asdict(inherited),
-        "env": dict(call.env),
+        # Values of variables are the worker's alone: all later forks have what the server has read.
+        "digests": identity.digests(inherited.environ, inherited.environ),
+        "threads": threads.variables(inherited.environ),
+        "path": inherited.path,
+        "is_confined": CONFINED_VARIABLE in call.env,
         "setup": call.setup,
         "label": call.label,
         "kind": _kind(call.names, inherited.environ),
     }
-    folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = own = -1
     try:
+        folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        own = sockets.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
         patience = time.monotonic() + LEARN_S
         tries, pause_s = 0, _FIRST_PAUSE_S
         while tries < _TRIES:
@@ -169,7 +175,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
                 continue
             now = time.monotonic() > patience
             message = {"op": "open", "now": now, "record": offer}
-            answer = _ask_or_end(connection, message, [folder], deadline)
+            answer = _ask_or_end(connection, message, [folder, own], deadline)
             if "fit" in answer:
                 _memory.stays.ask(name)
                 return Place(connection)
@@ -182,7 +188,8 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
             if "variables" in answer:
                 _remember(kind, answer)
     finally:
-        os.close(folder)
+        for descriptor in {folder, own} - {-1}:
+            os.close(descriptor)
     raise WorkerStartError(
         f"no fork server had what this process needs, after {_TRIES} tries. Use start_method='spawn'"
     )
@@ -300,12 +307,13 @@ def _connected(
     what = "preload " + ", ".join(function for function, _ in preload)
 
     def derive(lock: int) -> None:
-        message = {"op": "preload", "start": kind.start(name, preload), "inherited": asdict(inherited)}
+        message = {"op": "preload", "start": kind.start(name, preload)}
         with (
+            open(sockets.memory_file(asdict(inherited)), "rb") as own,
             program.said_ready(deadline, None, what) as ready,
             _connect_or_start(kind, environ, deadline) as base,
         ):
-            if not _ask_or_end(base, message, [folder, ready, lock], deadline):
+            if not _ask_or_end(base, message, [folder, ready, lock, own.fileno()], deadline):
                 raise Gone("the server with the libraries has ended")
 
     return name, _connect_or(derive, name, deadline)

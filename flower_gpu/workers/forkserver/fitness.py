@@ -79,20 +79,23 @@ class EnvironmentUse:
             for name in frameworks.read_at_import(sys.modules.keys() - modules):
                 self.read.setdefault(name, before.get(name))
 
-    def differs_from(self, environ: Mapping[str, str]) -> list[str]:
-        """Return the variables that the libraries would have found otherwise in ``environ``."""
+    def differs_from(self, digests: Mapping[str, str]) -> list[str]:
+        """Return the variables that the libraries would have found otherwise in another environment.
+
+        ``digests``: of its variables (:func:`flower_gpu.workers.forkserver.identity.digests`).
+        """
+        read = identity.digests(self.read, self.read)
+        # A caller that has imported the library itself has what the library sets.
+        changed = identity.digests({**self.read, **self.changed}, self.read)
         return sorted(
-            name
-            for name, value in self.read.items()
-            # A caller that has imported the library itself has what the library sets.
-            if (found := identity.seen(environ, name)) != identity.seen({name: value}, name)
-            and found != self.changed.get(name, value)
+            name for name in self.read if digests.get(name) not in (read.get(name), changed.get(name))
         )
 
     def set_too_late(self) -> dict[str, str | None]:
         """Return the variables that have another value by now than the one libraries have read."""
         ours = confinement.own_variables()
-        return {name: os.environ.get(name) for name in self.differs_from(os.environ) if name not in ours}
+        different = self.differs_from(identity.digests(os.environ, self.read))
+        return {name: os.environ.get(name) for name in different if name not in ours}
 
     def apply_changes(self, keep: Mapping[str, str]) -> None:
         """Set in ``os.environ`` what the libraries set, except the variables in ``keep``."""

@@ -54,15 +54,20 @@ class Session:
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1  # descriptor of the caller's working directory, or -1
     pid: int = -1  # the worker, or -1
+    own: int = -1  # memory file with what only the worker is to know
     imported: int = -1  # memory file in which the worker tells what it had to import, or -1
     stays: bool = False  # whether this is no call, but a process that may have some
 
     def close(self) -> None:
         """Let go of all descriptors."""
         self.connection.close()
-        for descriptor in {self.folder, self.imported} - {-1}:
+        for descriptor in self.files() - {-1}:
             os.close(descriptor)
-        self.folder = self.imported = -1
+        self.folder = self.own = self.imported = -1
+
+    def files(self) -> set[int]:
+        """Return its descriptors but for the connection; -1 for what is not there."""
+        return {self.folder, self.own, self.imported}
 
 
 class Loop:

@@ -113,6 +113,16 @@ def seen(environ: Mapping[str, str | None], name: str) -> str | None:
     return None if name == VISIBLE_DEVICES and value else value
 
 
+def digests(environ: Mapping[str, str | None], names: Iterable[str]) -> dict[str, str]:
+    """Return for variables what tells their values apart, and tells nobody what they are."""
+    found = ((name, seen(environ, name)) for name in names)
+    return {name: _digest(value) for name, value in found if value is not None}
+
+
+def _digest(value: str) -> str:
+    return hashlib.blake2b(os.fsencode(value), digest_size=16).hexdigest()
+
+
 def installed_folders(path: Iterable[str]) -> list[str]:
     """Return the entries of a ``sys.path`` with installed packages in them, not with a user's own modules."""
     return [entry for entry in path if isinstance(entry, str) and entry and _holds_packages(entry)]

@@ -19,7 +19,6 @@ from typing import Any
 
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
@@ -169,14 +168,14 @@ class Server:
             return {"wait": True}
         if session.folder >= 0:
             raise ValueError("open twice")
-        session.folder = descriptors.pop()
+        session.folder, session.own = descriptors
+        descriptors.clear()  # the session's now
         session.record = message["record"]
         if libraries.cuda_is_touched() or self._files.edited():
             self._drain()
             return {"unfit": True}
-        different = self._use.differs_from(session.record["inherited"]["environ"])
-        path = session.record["inherited"]["path"]
-        hidden = self._shadows.hidden(path, os.readlink(f"/proc/self/fd/{session.folder}"))
+        different = self._use.differs_from(session.record["digests"])
+        hidden = self._shadows.hidden(session.record["path"], os.readlink(f"/proc/self/fd/{session.folder}"))
         if different or hidden:
             return {"variables": different, "without": hidden}
         libraries.import_own(session.record["setup"])  # what runs around the tasks of its workers
@@ -188,10 +187,10 @@ class Server:
             raise ValueError("fork without open")
         lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
         stdout, stderr = descriptors[4:6]
-        if CONFINED_VARIABLE not in session.record["env"]:  # what such a worker writes is not to be read here
+        if not session.record["is_confined"]:  # what such a worker writes is not to be read here
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
-        threads.prepare(session.record["inherited"]["environ"])
+        threads.prepare(session.record["threads"])
         self._calls += 1
         work = partial(self._work, session, lines, stdout, stderr)
         try:
@@ -248,11 +247,11 @@ class Server:
 
     def _on_preload(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Derive a server that calls the user's functions."""
-        folder, ready, lock = descriptors
-        start, inherited = Start(**message["start"]), Inherited(**message["inherited"])
+        folder, ready, lock, own = descriptors
+        start = Start(**message["start"])
 
         def begin() -> None:
-            inherited.apply(folder)
+            Inherited(**sockets.read_memory_file(own)).apply(folder)
             os.close(folder)
             self._start, self._began, self._calls = start, time.time(), 0
             try:
@@ -265,18 +264,19 @@ class Server:
             self._files.note(identity.server_path())
             self.run(ready, lock)
 
-        return {"pid": self._derive({folder, ready, lock}, begin)}
+        return {"pid": self._derive({folder, ready, lock, own}, begin)}
 
     # Workers
 
     def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
         """Be a worker (in the fork)."""
-        imported, folder, record = session.imported, session.folder, session.record
+        imported, folder, record, file = session.imported, session.folder, session.record, session.own
         adopt_orphans()  # while this process lives, what it has started stays below it
-        self._leave_parent({imported, folder, stdout, stderr, *lines.opened()})
-        Inherited(**record["inherited"]).apply(folder)
+        self._leave_parent({imported, folder, file, stdout, stderr, *lines.opened()})
+        own = sockets.read_memory_file(file)
+        Inherited(**own["inherited"]).apply(folder)
         os.close(folder)
-        self._use.apply_changes(keep=record["env"])
+        self._use.apply_changes(keep=own["env"])
         cuda_answers.ask_cuda()
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
@@ -285,7 +285,7 @@ class Server:
         report = partial(self._learning.report, self._modules, imported)
         events.learn_from_forks()
         with events.imports_seen_by(events.ImportedModules(report).look):
-            child.forked(lines, stdout, stderr, record["env"], record["setup"], request, late)
+            child.forked(lines, stdout, stderr, own["env"], record["setup"], request, late)
         report()
         atexit._run_exitfuncs()
 
@@ -324,7 +324,7 @@ class Server:
         # Detached: or the objects would close the numbers once more, other files' by then.
         own = {self._listener.detach()}
         for session in self._sessions.values():
-            own |= {session.connection.detach(), session.folder, session.imported}
+            own |= {session.connection.detach(), *session.files()}
         if self._learning.running is not None:
             own.add(self._learning.running.report)
             self._learning.running = None

@@ -243,14 +243,28 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
     if len(data) <= _MAX_PACKET:
         _send_packet(connection, data, descriptors)
         return
+    file = _written(data)
+    try:
+        _send_packet(connection, json.dumps(_IN_FILE).encode(), [*descriptors, file])
+    finally:
+        os.close(file)
+
+
+def memory_file(message: Mapping[str, Any]) -> int:
+    """Write something into a new memory file, for :func:`read_memory_file`; return its descriptor."""
+    return _written(json.dumps(message, default=str).encode())
+
+
+def _written(data: bytes) -> int:
     file = os.memfd_create("flower-gpu-message", os.MFD_CLOEXEC)
     try:
         view = memoryview(data)
         while view:
             view = view[os.write(file, view) :]
-        _send_packet(connection, json.dumps(_IN_FILE).encode(), [*descriptors, file])
-    finally:
+    except BaseException:
         os.close(file)
+        raise
+    return file
 
 
 def _send_packet(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
@@ -278,7 +292,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     try:
         message = json.loads(data)
         if message == _IN_FILE:
-            message = json.loads(_content(descriptors.pop()))
+            message = read_memory_file(descriptors.pop())
         if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             raise ValueError
     except (ValueError, IndexError, OSError, RecursionError):
@@ -288,12 +302,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, list(descriptors)
 
 
-def _content(file: int) -> bytes:
+def read_memory_file(file: int) -> Any:
+    """Read what :func:`memory_file` has written, and close the file."""
     try:
         size = os.fstat(file).st_size
         if size > _MAX_FILE:
             raise ValueError(f"a message of {size} bytes")
-        return os.pread(file, size, 0)
+        return json.loads(os.pread(file, size, 0))
     finally:
         os.close(file)
 
