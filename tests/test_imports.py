@@ -93,6 +93,7 @@ ROOMS = (
     "gpu",
     "workers",
     "frameworks",
+    "gpu",
     "trace",
     "options",
     "kinds",
@@ -100,6 +101,7 @@ ROOMS = (
     "control_group",
     "files",
     "landlock",
+    "seccomp",
     "errors",
 )
 #: Tasks of workers are given by name, upward too: the task of a rank that handles one of Flower's messages.

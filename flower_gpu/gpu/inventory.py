@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from flower_gpu.gpu import guard, nvml
+from flower_gpu.gpu import device_files, nvml
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
 from flower_gpu.gpu.visible_devices import visible as visible
 from flower_gpu.gpu.visible_devices import with_uuid
@@ -269,7 +269,7 @@ def _new_card(session: nvml.Session, index: int) -> _Card:
             raise
         mig = False
     minor = session.minor_number(handle)
-    files = None if minor is None else guard.files_of_card(minor, session.bus_id(handle))
+    files = None if minor is None else device_files.of_card(minor, session.bus_id(handle))
     mode = session.persistence_mode(handle)
     return _Card(handle, session.uuid(handle), session.name(handle), mig, mode, minor, files)
 
@@ -306,7 +306,7 @@ def _files_of_mig(session: nvml.Session, card: _Card, handle: nvml.Handle) -> tu
     instances = session.mig_instances(handle)
     if card.minor is None or instances is None:
         return None
-    return guard.files_of_mig(card.minor, *instances)
+    return device_files.of_mig(card.minor, *instances)
 
 
 def _read(

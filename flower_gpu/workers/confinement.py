@@ -22,7 +22,7 @@ from typing import Final
 
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import guard_rules
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers import socket_folder, state_folder
@@ -179,7 +179,7 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK
-    for path in (*_DEVICES, *guard.granted(environ)):
+    for path in (*_DEVICES, *guard_rules.granted(environ)):
         yield path, landlock.DEVICE
     for path in told.read:
         yield path, landlock.READ

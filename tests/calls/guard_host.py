@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def main() -> None:
         "guard_tasks:make_device", "/dev/nvidia0", str(folder / "nvidia0"), gpu="never"
     )
     found["else"] = run_in_worker("guard_tasks:everything_else", str(folder), gpu="never")
+    found["rules left open"] = run_in_worker("guard_tasks:rulesets", gpu="never")
+    Path("/dev/new").touch()
+    found["new"] = run_in_worker("guard_tasks:opened", ["/dev/new"], gpu="never")
+    subprocess.run(["mount", "-t", "tmpfs", "none", "/mnt"], check=True)
+    Path("/mnt/new").touch()
+    found["mounted"] = run_in_worker("guard_tasks:opened", ["/mnt/new"], gpu="never")
+    subprocess.run(["mount", "--rbind", "/dev", "/mnt"], check=True)
+    found["elsewhere"] = run_in_worker(
+        "guard_tasks:opened", [path.replace("/dev", "/mnt") for path in paths], gpu="never"
+    )
     os.environ["FLOWER_GPU_GUARD"] = "off"
     found["off"] = run_in_worker("guard_tasks:opened", paths, gpu="never")
     os.environ["FLOWER_GPU_GUARD"] = "require"

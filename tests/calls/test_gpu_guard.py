@@ -14,9 +14,10 @@ import pytest
 from guard_host import METHODS
 from nvml_stub import Host
 
+import flower_gpu
 from flower_gpu import errors, landlock
 from flower_gpu.cli import main as cli
-from flower_gpu.gpu import guard
+from flower_gpu.gpu import device_files, guard
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -47,7 +48,7 @@ nvidiactl 1 8
 nvidia-uvm 1 11
 nvidia-caps/nvidia-cap1 1 5
 END
-mount --bind "$1/dev" /dev
+mount --move "$1/dev" /dev
 shift
 exec "$@"
 """
@@ -67,7 +68,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env = {
         **os.environ,
         **host.env,
-        "PYTHONPATH": str(tests),
+        "PYTHONPATH": os.pathsep.join([str(tests), str(Path(flower_gpu.__file__).parents[1])]),
         "FLOWER_GPU_STATE_DIR": str(folder / "state"),
         "FLOWER_GPU_LEDGER_DIR": str(folder / "ledger"),
         "FLOWER_GPU_SERVER_IDLE_S": "1",
@@ -104,6 +105,18 @@ class TestWorker:
     def test_everything_else_is_as_before(self, found: dict[str, Any]) -> None:
         assert found["else"] == "text"
 
+    def test_a_worker_has_no_rules_to_add_to(self, found: dict[str, Any]) -> None:
+        assert found["rules left open"] == 0
+
+    @pytest.mark.parametrize(("what", "path"), [("new", "/dev/new"), ("mounted", "/mnt/new")])
+    def test_what_is_new_since_the_last_call_is_open(
+        self, found: dict[str, Any], what: str, path: str
+    ) -> None:
+        assert found[what] == {way: [path] for way in ("here", "thread", "program", "link")}
+
+    def test_devices_are_refused_at_another_place_too(self, found: dict[str, Any]) -> None:
+        assert found["elsewhere"] == {"here": [], "thread": [], "program": [], "link": []}
+
     def test_off(self, found: dict[str, Any]) -> None:
         assert found["off"]["here"] == FILES
 
@@ -132,14 +145,14 @@ def test_root_is_not_needed(run_script: Any) -> None:
 
 def test_device_files_of_a_mig_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minors = tmp_path / "mig-minors"
-    monkeypatch.setattr(guard, "_MIG_MINORS", minors)
-    assert guard.files_of_mig(0, 1, 0) is None
+    monkeypatch.setattr(device_files, "_MIG_MINORS", minors)
+    assert device_files.of_mig(0, 1, 0) is None
     minors.write_text(
         "config 1\nmonitor 2\ngpu0/gi1/access 12\ngpu0/gi1/ci0/access 13\ngpu1/gi1/access 147\n"
     )
     caps = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
-    assert guard.files_of_mig(0, 1, 0) == ("/dev/nvidia0", *caps)
-    assert guard.files_of_mig(1, 1, 0) is None
+    assert device_files.of_mig(0, 1, 0) == ("/dev/nvidia0", *caps)
+    assert device_files.of_mig(1, 1, 0) is None
 
 
 @pytest.mark.parametrize(

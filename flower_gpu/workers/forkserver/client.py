@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
+from flower_gpu.gpu import guard_rules
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
@@ -153,6 +154,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
         # Values of variables are the worker's alone: all later forks have what the server has read.
         "digests": identity.digests(inherited.environ, inherited.environ),
         "threads": threads.variables(inherited.environ),
+        "guard": guard_rules.variables(inherited.environ),
         "path": inherited.path,
         "is_confined": CONFINED_VARIABLE in call.env,
         "setup": call.setup,

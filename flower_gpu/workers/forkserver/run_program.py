@@ -21,6 +21,7 @@ from typing import Any
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks import cuda_answers
+from flower_gpu.gpu import guard_rules
 from flower_gpu.workers import call, events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
@@ -163,6 +164,7 @@ class _RunServer:
             self._forget(line)
             return
         release_openmp_threads()
+        guard_rules.prepare({**os.environ, **sockets.peeked(line.connection).get("env", {})})
         try:
             line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
             self._loop.forked()
@@ -176,6 +178,7 @@ class _RunServer:
     def _work(self, line: _Line) -> None:
         """Be a worker (in the fork)."""
         self._loop.leave()
+        guard_rules.leave(but_next=True)
         self._connection.close()
         for other in self._lines:
             if other is not line:

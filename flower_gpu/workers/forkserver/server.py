@@ -19,6 +19,7 @@ from typing import Any
 
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
+from flower_gpu.gpu import guard_rules
 from flower_gpu.workers import events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
@@ -191,6 +192,7 @@ class Server:
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["threads"])
+        guard_rules.prepare(session.record.get("guard", {}))
         self._calls += 1
         work = partial(self._work, session, lines, stdout, stderr)
         try:
@@ -273,6 +275,7 @@ class Server:
         imported, folder, record, file = session.imported, session.folder, session.record, session.own
         adopt_orphans()  # while this process lives, what it has started stays below it
         self._leave_parent({imported, folder, file, stdout, stderr, *lines.opened()})
+        guard_rules.leave(but_next=True)
         own = sockets.read_memory_file(file)
         Inherited(**own["inherited"]).apply(folder)
         os.close(folder)
@@ -342,6 +345,7 @@ class Server:
         if pid == 0:
             try:
                 self._leave_parent(keep)
+                guard_rules.leave()  # code of the user's may run here
                 os.setsid()
                 begin()
             except BaseException:

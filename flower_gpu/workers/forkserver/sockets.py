@@ -302,6 +302,15 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, list(descriptors)
 
 
+def peeked(connection: socket.socket) -> dict[str, Any]:
+    """Return the message that waits, and leave it there; an empty one where only :func:`receive` can tell."""
+    try:
+        message = json.loads(connection.recv(_MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return message if isinstance(message, dict) else {}
+
+
 def read_memory_file(file: int) -> Any:
     """Read what :func:`memory_file` has written, and close the file."""
     try:

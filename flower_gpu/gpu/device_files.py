@@ -1,0 +1,132 @@
+"""Which files of a host are GPUs of NVIDIA: those of one GPU, and all that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from flower_gpu.options import GUARDED_VARIABLE
+
+_DEV: Final = Path("/dev")
+_DRM: Final = Path("/sys/class/drm")
+_PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
+_NVIDIA: Final = "0x10de"  # vendor in PCI's table of identifiers
+#: Lines such as "gpu0/gi1/ci0/access 13" (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
+_MIG_MINORS: Final = Path("/proc/driver/nvidia-caps/mig-minors")
+
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+
+CONTROL: Final = _DEV / "nvidiactl"
+MEMORY: Final = _DEV / "nvidia-uvm"
+#: Files that CUDA needs besides those of its GPUs.
+SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
+
+
+def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
+    """Return the device files of a card.
+
+    Parameters
+    ----------
+    minor : int
+        Its minor number, as the driver tells.
+    bus_id : str, optional
+        Its address, such as ``"00000000:3B:00.0"``; for its render node.
+    """
+    return (f"{_DEV}/nvidia{minor}", *(_render_nodes(bus_id) if bus_id else ()))
+
+
+def of_mig(minor: int, gpu_instance: int, compute_instance: int) -> tuple[str, ...] | None:
+    """Return the device files of a MIG device; None where the driver does not tell them.
+
+    Parameters
+    ----------
+    minor : int
+        The minor number of its card.
+    gpu_instance, compute_instance : int
+        Its instances' ids on that card.
+    """
+    try:
+        lines = _MIG_MINORS.read_text().splitlines()
+    except OSError:
+        return None
+    minors = dict(line.rsplit(maxsplit=1) for line in lines if line.strip())
+    instance = f"gpu{minor}/gi{gpu_instance}"
+    wanted = (f"{instance}/access", f"{instance}/ci{compute_instance}/access")
+    if not all(name in minors for name in wanted):
+        return None
+    caps = (f"{_DEV}/nvidia-caps/nvidia-cap{minors[name]}" for name in wanted)
+    return (f"{_DEV}/nvidia{minor}", *caps)
+
+
+def _render_nodes(bus_id: str) -> Iterator[str]:
+    domain, _, rest = bus_id.lower().partition(":")
+    folder = _PCI_DEVICES / f"{domain[-4:]}:{rest}" / "drm"  # NVML writes the domain with eight digits
+    with suppress(OSError):
+        yield from (f"{_DEV}/dri/{one.name}" for one in folder.iterdir())
+
+
+def of_host(environ: Mapping[str, str]) -> list[str]:
+    """Return the files and folders of this host by which GPUs of NVIDIA can be opened."""
+    found = [path for path in environ.get(GUARDED_VARIABLE, "").split(os.pathsep) if path]
+    for folder in device_folders():
+        with suppress(OSError), os.scandir(folder) as entries:
+            found += [entry.path for entry in entries if entry.name.startswith("nvidia")]
+        with suppress(OSError), os.scandir(folder / "dri") as entries:
+            found += [entry.path for entry in entries if _is_nvidias(entry.name)]
+    found += [str(mount.place) for mount in _second_mounts() if Path(mount.root).name.startswith("nvidia")]
+    return list(dict.fromkeys(found))
+
+
+def device_folders() -> Iterator[Path]:
+    """Yield ``/dev``, and where else the host's device files are mounted: a container may have them twice."""
+    yield _DEV
+    yield from (mount.place for mount in _second_mounts())
+
+
+@dataclass(frozen=True)
+class _Mount:
+    root: str  # what of its file system is there
+    place: Path
+
+
+def _second_mounts() -> Iterator[_Mount]:
+    """Yield the mounts of the host's device files, or of a part of them, outside of ``/dev``."""
+    with suppress(OSError):
+        own = _DEV.stat().st_dev
+        number = f"{os.major(own)}:{os.minor(own)}"
+        for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5)
+            fields, _, more = line.partition(" - ")
+            _, _, device, root, place, *_ = map(_unescaped, fields.split())
+            is_of_dev = device == number or more.startswith("devtmpfs ")
+            if is_of_dev and not Path(place).is_relative_to(_DEV):
+                yield _Mount(root, Path(place))
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), field)
+
+
+def _is_nvidias(name: str) -> bool:
+    try:
+        return (_DRM / name / "device" / "vendor").read_text().strip() == _NVIDIA
+    except OSError:
+        return False
+
+
+def numbers(paths: Iterable[str]) -> set[int]:
+    """Return the device numbers of these files, and of those in these folders."""
+    found = set()
+    for path in paths:
+        with suppress(OSError):
+            file = Path(path).stat()
+            if stat.S_ISDIR(file.st_mode):
+                found |= numbers(entry.path for entry in os.scandir(path))
+            elif stat.S_ISCHR(file.st_mode):
+                found.add(file.st_rdev)
+    return found
