@@ -65,7 +65,15 @@ class WorkerStartError(WorkerError):
 
 
 class WorkerTaskError(WorkerError):
-    """The task raised an exception that cannot be passed between processes."""
+    """The task raised an exception that cannot be passed between processes.
+
+    Attributes
+    ----------
+    error_type : str
+        ``module.Class`` of it.
+    """
+
+    error_type = ""
 
 
 class WorkerDiedError(WorkerError):

@@ -168,9 +168,9 @@ class _Watch:
             used.update(ranks.used())
         if not used:
             return
-        if self.lease.ticket:
+        if self.lease.ticket and confinement.of_this_process() is None:
             tickets.report(used, self.base_bytes)
-        else:  # of a rank: the worker that stands for all of them has the ticket
+        else:  # of a rank, for which the worker of all of them writes; or confined, for which the caller does
             events.send("gpu_used", used=used)
 
     def _ask_driver(self, reserved: list[int] | None) -> None:

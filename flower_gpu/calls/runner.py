@@ -281,16 +281,22 @@ class _Run:
         self.told = told = {}
         times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
 
+        bases: dict[int, int] = {}  # main memory that workers had when they started
+
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)
             if ticket is not None and method.is_own_process:
-                ticket.report_worker(pid, host.anonymous_bytes(pid))
+                bases[pid] = host.anonymous_bytes(pid)
+                ticket.report_worker(pid, bases[pid])
             trace.write("worker_started", **record)
 
         def on_event(event: dict[str, Any]) -> None:
             kind = str(event.get("event"))
             if kind in ("gpu_memory", "out_of_memory", "no_cuda"):
                 told[kind] = {key: event[key] for key in event if key != "event"}
+            elif kind == "gpu_used" and ticket is not None:  # of a confined worker
+                pid = record["pid"]
+                ticket.report_worker(pid, bases.get(pid, 0), _of_lease(event["used"], held))
             elif kind in _TIMES:
                 times[_TIMES[kind]] = time.time()
                 times.update({name: event[name] for name in times if name in event})
@@ -367,6 +373,16 @@ def _check_confined(settings: CallSettings) -> None:
             f"--confine: start_method={method!r} gives workers what their caller has. Leave it out, or use "
             "'forkserver' or 'spawn'"
         )
+
+
+def _of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
+    """Return what a worker says that it uses, as far as that can be: of GPUs of its lease, and not more."""
+    shares = held.shares if held is not None else ()
+    return {
+        share.uuid: min(used_bytes[share.uuid], share.total_bytes)
+        for share in shares
+        if share.uuid in used_bytes
+    }
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:

@@ -27,15 +27,16 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
-from flower_gpu.flower import message_call, mutual_tls
+from flower_gpu.flower import message_call, mutual_tls, plain_message
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.records import round_of
 from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.workers import outcomes
+from flower_gpu.workers import confinement, outcomes
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.transport.plain import PlainBytes
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
@@ -151,6 +152,7 @@ def _learn_imports(app: tuple[str, ...]) -> None:
 
 def load_and_run(
     where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
-) -> tuple[Message, RecordDict]:
+) -> tuple[Message, RecordDict] | PlainBytes:
     """Load an app and have it handle a message; runs in a worker."""
-    return message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
+    reply, state = message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
+    return (reply, state) if confinement.of_this_process() is None else plain_message.encode(reply, state)

@@ -21,7 +21,9 @@ from flower_gpu.errors import (
     shortened,
     text_of,
 )
+from flower_gpu.flower import plain_message
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.workers.transport.plain import PlainBytes
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"
@@ -31,7 +33,7 @@ IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
 
 
 def call(
-    task: Callable[..., tuple[Message, RecordDict]],
+    task: Callable[..., tuple[Message, RecordDict] | PlainBytes],
     args: tuple[Any, ...],
     message: Message,
     context: Context,
@@ -46,7 +48,8 @@ def call(
     Parameters
     ----------
     task : callable
-        ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run` does.
+        ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run` does; in a
+        confined worker as :func:`flower_gpu.flower.plain_message.encode` writes it.
     args : tuple
         Its first arguments.
     message, context
@@ -78,7 +81,7 @@ def call(
         label = f"{kind} of client {found.worker.name}"
         records = records_in(message, ArrayRecord).values()
         reply: Message
-        reply, state = run_call(
+        value = run_call(
             task,
             (*args, message, context, {key: getattr(TaskIdentity, key) for key in IDENTITY}),
             settings=found,
@@ -89,7 +92,14 @@ def call(
             server_round=round_of(message),
             workers=workers,
         )
+        if found.worker.confinement is not None:
+            reply, state = plain_message.decode(value, message)
+        else:
+            reply, state = value
     except FlowerGPUError as error:
+        for kind_passed in passed_on:  # from a confined worker only its name and text come
+            if getattr(error, "error_type", "") == f"{kind_passed.__module__}.{kind_passed.__qualname__}":
+                raise kind_passed(str(error)) from error
         if label not in str(error):
             error.args = (shortened(f"{label}: {error}"),)
         raise

@@ -203,13 +203,16 @@ class Ticket:
             os.read(self._wake, 4096)
         return True
 
-    def report_worker(self, pid: int, base_bytes: int) -> None:
-        """Report, for a worker that has just started, which process it is.
+    def report_worker(self, pid: int, base_bytes: int, used_bytes: Mapping[str, int] | None = None) -> None:
+        """Report, for a worker that has just started or cannot write here, which process it is.
 
         ``base_bytes``: main memory that it has by then, in common with the process that it is a fork of.
+        ``used_bytes``: what it uses of each GPU in its lease, by UUID.
         """
-        with suppress(OSError):  # the disk is full
-            os.pwrite(self.descriptor, _report_of(pid, {}, base_bytes), _REPORT_AT)
+        data = _report_of(pid, used_bytes or {}, base_bytes)
+        if len(data) <= _REPORT_BYTES:
+            with suppress(OSError):  # the disk is full
+                os.pwrite(self.descriptor, data, _REPORT_AT)
 
     def let_go(self) -> None:
         """Give up the lock; wait a moment for forks of a worker that have it, too: they are being killed."""

@@ -32,12 +32,13 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, FlowerGPUError
+from flower_gpu.flower import record_bytes
+from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import path_text
-from flower_gpu.simulation import record_files
-from flower_gpu.simulation.record_files import Buffer, Place, disk_error
+from flower_gpu.simulation.record_files import Place, disk_error
 from flower_gpu.simulation.states import StateStore
 
 INDEX_NAME: Final = "checkpoint.sqlite"
@@ -154,7 +155,7 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 raise _damaged(place.path, str(error)) from error
             if place is model:
-                found = _round_state(content, record_files.decode(data))
+                found = _round_state(content, record_bytes.decode(data))
         self._serial = serial
         self._states.saved(places)
         return found
@@ -352,7 +353,7 @@ def _model_parts(state: RoundState) -> list[Buffer]:
             records[f"{prefix}{server_round}"] = record
     for name, kept in (state.strategy_state or {}).items():
         records[f"{_STRATEGY}{name}"] = kept
-    return record_files.encode_parts(records)
+    return record_bytes.encode_parts(records)
 
 
 def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:

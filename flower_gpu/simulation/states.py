@@ -15,9 +15,9 @@ from typing import Final
 from flwr.app import RecordDict
 
 from flower_gpu.errors import FlowerGPUError
+from flower_gpu.flower import record_bytes
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import path_text
-from flower_gpu.simulation import record_files
 from flower_gpu.simulation.record_files import Place, disk_error
 
 _FILE: Final = re.compile(r"\d+-\d+\.state")
@@ -51,11 +51,11 @@ class StateStore:
             data = self.read(partition)
             if partition in self._memory:
                 self._memory.move_to_end(partition)
-        return record_files.decode(data) if data else RecordDict()
+        return record_bytes.decode(data) if data else RecordDict()
 
     def put(self, partition: int, state: RecordDict) -> None:
         """Store a state. If that fails, the earlier one stays."""
-        data = record_files.encode(state) if state else b""
+        data = record_bytes.encode(state) if state else b""
         with self._lock:
             if self._is_stored(partition, data):  # most messages leave a state as it was
                 return

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError, WorkerTimeoutError
+from flower_gpu.workers import checked_events, outcomes, own_calls, socket_folder
 from flower_gpu.workers import methods as start
-from flower_gpu.workers import outcomes, own_calls, socket_folder
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.events import Sink, note_imported, send, sending_to
 from flower_gpu.workers.life import Process, StopOrder, deferred_interrupts
@@ -26,6 +26,7 @@ from flower_gpu.workers.worker import Outcome
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 _CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
+_MOST_OF_EVENT = 1 << 20  # characters, from a confined worker
 _POLL_S = 0.05  # only where the kernel has no pidfd
 _SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
@@ -82,7 +83,12 @@ def run(
             worker.ask_where_it_is()
         with deferred_interrupts():
             exitcode = worker.end()
-        outcome = worker.outcome(call.label)
+        outcome = worker.outcome(call)
+    if worker.set_too_late is not None and call.confinement is not None:
+        # Its variables must not be those of a process that is not confined yet. A fresh interpreter imports
+        # libraries after the app has set them.
+        left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
+        return run(call, start.SPAWN, left_s, on_event, on_start, or_spawn, stopped_by=stopped_by)
     if worker.set_too_late is not None:
         start.remember_variables(call, worker.set_too_late, or_spawn=or_spawn)
         left_s = None if deadline is None else max(0.001, deadline - time.monotonic())
@@ -137,7 +143,7 @@ class _Worker:
         if self._pidfd >= 0:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
         for descriptor, on_data in (
-            (self._lines.events, Lines(on_event)),
+            (self._lines.events, Lines(on_event, None if call.confinement is None else _MOST_OF_EVENT)),
             (self._lines.stdout, echo(sys.stdout, self.tail)),
             (self._lines.stderr, echo(sys.stderr, self.tail)),
         ):
@@ -195,11 +201,11 @@ class _Worker:
                 stream.drain()
         return self._exitcode
 
-    def outcome(self, label: str) -> Outcome | None:
+    def outcome(self, call: Call) -> Outcome | None:
         """Read the result, or return None when the worker left none."""
         if not self._has_result or self._lines is None or self._prepared is None:
             return None
-        return outcomes.read(label, self._lines.reply, self._prepared.request)
+        return outcomes.read(call, self._lines.reply, self._prepared.request)
 
     def close(self) -> None:
         """Let go of every descriptor."""
@@ -248,7 +254,7 @@ class _Worker:
 def _started(call: Call, prepare: Callable[[], start.Prepared], on_event: Sink | None) -> Iterator[_Worker]:
     """Start a worker; whatever happens in the block, afterwards nothing of it is left."""
     worker = _Worker()
-    handle = _event_handler(worker, on_event)
+    handle = _event_handler(worker, on_event, is_checked=call.confinement is not None)
     try:
         for last in (False, False, True):
             with deferred_interrupts():
@@ -272,12 +278,14 @@ def _started(call: Call, prepare: Callable[[], start.Prepared], on_event: Sink |
                 worker.close()
 
 
-def _event_handler(worker: _Worker, on_event: Sink | None) -> Callable[[str], None]:
+def _event_handler(worker: _Worker, on_event: Sink | None, is_checked: bool) -> Callable[[str], None]:
     def handle(line: str) -> None:
         try:
             event = json.loads(line)
-        except ValueError:  # torn by a kill
+        except (ValueError, RecursionError):  # torn by a kill, or no event
             return
+        if isinstance(event, dict) and is_checked:
+            event = checked_events.checked(event)
         if not isinstance(event, dict):
             return
         if event.get("event") == "result":

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from flower_gpu import control_group
 from flower_gpu.errors import (
+    ConfigError,
     FlowerGPUError,
     InvalidResultError,
     WorkerDiedError,
@@ -29,6 +30,8 @@ from flower_gpu.errors import (
 )
 from flower_gpu.workers import transport
 from flower_gpu.workers.call import Call
+from flower_gpu.workers.transport import plain
+from flower_gpu.workers.transport.memory import sharing
 from flower_gpu.workers.worker import Outcome
 
 _CHUNK = 65536
@@ -183,19 +186,23 @@ class WorkerTraceback(Exception):  # noqa: N818 - a cause, never raised by itsel
         return f'\n"""\n{self.text}\n"""'
 
 
-def read(label: str, reply: int, request: int) -> Outcome:
-    """Read what a worker has left.
+def read(call: Call, reply: int, request: int) -> Outcome:
+    """Read what the worker of a call has left.
 
     ``reply, request``: the memory files of the call; the request is -1 if the worker had it by itself.
-    Raises WorkerError if that cannot be.
+    Raises WorkerError, or InvalidResultError, if that cannot be.
     """
+    if call.confinement is not None:
+        if request >= 0:
+            sharing.finished(request, False)
+        return plain.read_reply(reply)
     try:
         outcome: Outcome = transport.read_reply(reply, request)
     except WorkerError:
         raise
     except Exception as error:
         raise InvalidResultError(
-            f"{label} returned something that this process cannot rebuild "
+            f"{call.label} returned something that this process cannot rebuild "
             f"({type(error).__name__}: {error}). Return numpy arrays, numbers, strings, and lists or "
             "dicts of them"
         ) from error
@@ -214,8 +221,17 @@ def unwrap(call: Call, outcome: Outcome) -> Any:
             error = None
         if isinstance(error, Exception):
             raise error from cause
+    for kind in _OURS if call.confinement is not None else ():
+        if outcome.error_type == f"{kind.__module__}.{kind.__qualname__}":
+            raise kind(outcome.error_text) from cause
     name = outcome.error_type.removeprefix("builtins.")
-    raise WorkerTaskError(f"{call.label} raised {name}: {outcome.error_text}") from cause
+    failed = WorkerTaskError(f"{call.label} raised {name}: {outcome.error_text}")
+    failed.error_type = outcome.error_type
+    raise failed from cause
+
+
+#: What a confined worker's error becomes again, by its name and text.
+_OURS = (ConfigError, InvalidResultError)
 
 
 class _WithoutImports(pickle.Unpickler):

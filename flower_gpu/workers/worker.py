@@ -285,13 +285,15 @@ def run_task(
 
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
-    from flower_gpu.workers import transport
+    from flower_gpu.workers import confinement, transport
+    from flower_gpu.workers.transport import plain
 
+    write = transport.write_reply if confinement.of_this_process() is None else plain.write_reply
     try:
-        transport.write_reply(outcome, descriptor)
+        write(outcome, descriptor)
     except Exception as error:
         os.ftruncate(descriptor, 0)
-        transport.write_reply(_failure(_unsendable(error)), descriptor)
+        write(_failure(_unsendable(error)), descriptor)
 
 
 def _check_environment(env: Mapping[str, str]) -> None:

@@ -21,9 +21,9 @@ from flwr.supercore.differential_privacy import KEY_NORM_BIT
 from recorded_apps import Recorded, new_nodes, run_app
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower import record_bytes
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import kind_of, state_of
-from flower_gpu.simulation import record_files
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.states import StateStore
 
@@ -341,11 +341,11 @@ def test_values_of_all_kinds_are_as_before() -> None:
     before.kept = kept  # type: ignore[attr-defined]
     changed = first.changed()
     assert changed is not None and list(changed["attributes"]) == ["kept"]
-    written = record_files.encode(changed)
+    written = record_bytes.encode(changed)
     del changed
     state = state_of(after)
     assert state is not None
-    state.restore(record_files.decode(written))
+    state.restore(record_bytes.decode(written))
     found = after.kept  # type: ignore[attr-defined]
     assert repr(found) == repr(kept) and found["records"] == kept["records"]
     for name, array in kept["arrays"].items():

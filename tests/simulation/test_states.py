@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from record_strategies import contents, filled, number_of, record_dicts
 
 from flower_gpu.errors import FlowerGPUError
-from flower_gpu.simulation import record_files
+from flower_gpu.flower import record_bytes
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.record_files import disk_error
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.workers import transport
 
-SIZE = len(record_files.encode(filled(0)))
+SIZE = len(record_bytes.encode(filled(0)))
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -37,9 +37,9 @@ def names(folder: Path) -> list[str]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_records_come_back_from_bytes_as_they_were(records: RecordDict) -> None:
     before = contents(records)
-    found = record_files.decode(record_files.encode(records))
+    found = record_bytes.decode(record_bytes.encode(records))
     assert contents(found) == before
-    assert contents(record_files.decode(record_files.encode(found))) == before
+    assert contents(record_bytes.decode(record_bytes.encode(found))) == before
 
 
 @given(first=record_dicts, second=record_dicts)
@@ -57,11 +57,11 @@ def test_a_state_is_the_one_put_last(
 
 
 def test_bytes_of_something_else_are_refused() -> None:
-    data = record_files.encode(filled(1))
+    data = record_bytes.encode(filled(1))
     with pytest.raises(ValueError, match="no records"):
-        record_files.decode(b"something" * 10)
+        record_bytes.decode(b"something" * 10)
     with pytest.raises(ValueError, match="too early"):
-        record_files.decode(data[:-1])
+        record_bytes.decode(data[:-1])
 
 
 def test_a_list_that_flower_does_not_take_is_refused_and_the_old_state_stays(tmp_path: Path) -> None:

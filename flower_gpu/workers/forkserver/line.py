@@ -206,7 +206,7 @@ class Line:
             try:
                 watch = self._watched(call, request, reply, timeout_s, on_event, on_start, calls)
                 if watch.has_result:
-                    outcome = outcomes.read(call.label, reply, request)
+                    outcome = outcomes.read(call, reply, request)
             finally:
                 os.close(reply)
         finally:
