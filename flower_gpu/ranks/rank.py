@@ -1,4 +1,4 @@
-"""One rank: meets the others over a file in memory, runs the user's function, gives back its part."""
+"""One rank: meets the others over a file, runs the user's function, gives back its part."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.pytorch.rank_settings import RankSettings
+from flower_gpu.workers import socket_folder
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,15 @@ class Rendezvous:
 def meeting_place() -> Iterator[str]:
     """Yield the path of a new file that only processes of this account can open.
 
-    It has no name that could be taken, and is gone with its last process, however that ends. Ports that one
-    chooses for a store of its own, the usual way, may be taken by another client in the same instant.
+    In the folder for this worker's sockets, which goes with the worker, however that ends. Not a file without
+    a name: under the GPU guard no rank can look into another process. Ports that one chooses for a store of
+    its own, the usual way, may be taken by another client in the same instant.
     """
-    if hasattr(os, "memfd_create"):
-        try:
-            descriptor = os.memfd_create("flower-gpu-ranks")
-        except OSError as error:
-            raise WorkerError(f"cannot start ranks: {error}") from error
-        try:
-            yield f"/proc/{os.getpid()}/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-        return
-    folder = tempfile.mkdtemp(prefix="flower-gpu-ranks-")
+    parent = socket_folder.path()  # which may be a name that only this process can use
+    try:
+        folder = tempfile.mkdtemp(prefix="flower-gpu-ranks-", dir=parent and Path(parent).resolve())
+    except OSError as error:
+        raise WorkerError(f"cannot start ranks: {error}") from error
     try:
         yield os.path.join(folder, "store")  # noqa: PTH118
     finally:

@@ -333,3 +333,14 @@ def _start_a_program() -> int:
 
 def options() -> Any:
     return group.options()
+
+
+@distributed
+def guarded(weights: list[np.ndarray], config: dict[str, Any]) -> Any:
+    """Meet the others, and try to open a device."""
+    try:
+        Path(config["device"]).open().close()
+        is_refused = False
+    except PermissionError:
+        is_refused = True
+    return weights, int(total(1.0)), {"refused": total(float(is_refused))}

@@ -1,0 +1,23 @@
+"""Several ranks under the GPU guard: they find each other, and none of them has more than the call."""
+
+from __future__ import annotations
+
+import pytest
+
+from flower_gpu import GPUClient, run_in_worker
+from flower_gpu.gpu import guard
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem())),
+]
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
+def test_ranks_learn_and_cannot_open_a_device(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
+    weights = run_in_worker("ranks_tasks:first_weights")
+    client = GPUClient("ranks_tasks:guarded", num_gpus=2, start_method=start_method)
+    _, num_examples, metrics = client.fit(weights, {"device": "/dev/full"})
+    assert num_examples == 2  # one of each rank
+    assert metrics == {"refused": 2.0}
