@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import string
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -164,14 +165,17 @@ def test_a_worker_has_no_variables_of_other_callers(tmp_path: Path) -> None:
     def value(name: str) -> str:
         return f"value-of-{name}+{tasks_confined.ending(f'value-of-{name}')}"
 
+    def many(name: str) -> dict[str, str]:  # or the worker's own might lie in the place of all of them
+        return {f"OF_{name}_{one}": value(name + one) for one in string.ascii_lowercase}
+
     first = run_in_worker("tasks_forkserver:server", **FORKSERVER)
     with (
-        Client(env={"OF_ANOTHER": value("another")}) as other,
+        Client(env=many("another")) as other,
         Client(env={"OF_CALLER": value("caller")}) as caller,
     ):
-        with Client(env={"OF_EARLIER": value("earlier")}) as earlier:
+        with Client(env=many("earlier")) as earlier:
             assert earlier.call("tasks_forkserver:server") == first
-        other.send("tasks_forkserver:wait", str(started), str(until), env={"GIVEN": value("given")})
+        other.send("tasks_forkserver:wait", str(started), str(until), env=many("given"))
         assert wait_until(started.exists, timeout_s=60)
         found = caller.call("tasks_confined:values")
         until.touch()
