@@ -247,7 +247,7 @@ def test_what_cannot_be_written_is_an_error_and_the_states_are_as_before(
         assert [number_of(states.get(found)) for found in range(3)] == [0, 1, 2]
         """,
         str(tmp_path / "states"),
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     )
 
 

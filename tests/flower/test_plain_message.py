@@ -1,0 +1,116 @@
+"""A reply and a state come through bytes as they were, and bytes of anybody's are refused or are a reply."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_strategies import contents, record_dicts
+
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower import plain_message, record_bytes
+
+
+def asked() -> Message:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+    message = Message(RecordDict(), dst_node_id=7, message_type="train")
+    message.metadata.__dict__["_message_id"] = "asked"
+    return message
+
+
+def in_one_piece(plain: plain_message.PlainBytes) -> memoryview:
+    return memoryview(b"".join(plain.parts))
+
+
+@given(content=record_dicts, state=record_dicts)
+@settings(max_examples=60, derandomize=True)
+def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: RecordDict) -> None:
+    message = asked()
+    reply = Message(content, reply_to=message, ttl=50.0)
+    before = contents(content), contents(state)
+    found, kept = plain_message.decode(in_one_piece(plain_message.encode(reply, state)), message)
+    assert (contents(found.content), contents(kept)) == before
+    assert found.metadata.reply_to_message_id == message.metadata.message_id
+    assert (found.metadata.src_node_id, found.metadata.dst_node_id) == (7, message.metadata.src_node_id)
+    assert found.metadata.ttl == pytest.approx(50.0, abs=1.0)
+
+
+@pytest.mark.parametrize("reason", [None, "", "no data here"])
+def test_an_error_comes_as_it_was(reason: str | None) -> None:
+    message = asked()
+    plain = plain_message.encode(Message(Error(3, reason), reply_to=message), RecordDict())
+    found, kept = plain_message.decode(in_one_piece(plain), message)
+    assert (found.has_error(), found.error.code, found.error.reason) == (True, 3, reason)
+    assert not kept
+
+
+@given(data=st.data())
+@settings(max_examples=300, derandomize=True)
+def test_changed_bytes_are_refused_or_are_a_reply(data: st.DataObject) -> None:
+    message = asked()
+    state = RecordDict({"s": ConfigRecord({"a": 1, "b": [b"x", b"yz"]})})
+    plain = bytearray(in_one_piece(plain_message.encode(Message(state, reply_to=message, ttl=50.0), state)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        plain[data.draw(st.integers(0, len(plain) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.none() | st.integers(0, len(plain)))
+    try:
+        reply, kept = plain_message.decode(memoryview(bytes(plain[:cut])), message)
+    except InvalidResultError:
+        return
+    assert isinstance(reply, Message)
+    assert isinstance(kept, RecordDict)
+
+
+def _plain(described: Any, content: bytes = b"", state: bytes | None = None) -> memoryview:
+    head = json.dumps(described).encode()
+    state = record_bytes.encode(RecordDict()) if state is None else state
+    return memoryview(struct.pack("<QQQ", len(head), len(content), len(state)) + head + content + state)
+
+
+def _records(description: Any, rest: bytes = b"") -> bytes:
+    head = json.dumps(description).encode()
+    return struct.pack("<8sQ", b"fgrecs01", len(head)) + head + rest
+
+
+_FINE = {"error": None, "ttl": 5.0}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        {"a": "value of JSON"},
+        memoryview(b""),
+        memoryview(struct.pack("<QQQ", 1 << 63, 1 << 63, 1 << 63)),
+        _plain([]),
+        _plain({"error": None}),
+        _plain({"error": None, "ttl": -1}),
+        _plain({"error": None, "ttl": float("inf")}),
+        _plain({"error": ["3", "x"], "ttl": 5}),
+        _plain({"error": [3, ["x"]], "ttl": 5}),
+        _plain({"error": 3, "ttl": 5}),
+        _plain(_FINE, b"nothing"),
+        _plain(_FINE, _records({"a": 1})),
+        _plain(_FINE, _records([["a", "metrics", [["k", "text"]]]])),
+        _plain(_FINE, _records([["a", "metrics", [[["k"], 1]]]])),
+        _plain(_FINE, _records([["a", "configs", [["k", {"x": 1}]]]])),
+        _plain(_FINE, _records([["a", "configs", [["k", {"bytes": -5}]]]], b"12345678")),
+        _plain(_FINE, _records([["a", "arrays", [["k", "float32", [2], "numpy.ndarray", 1 << 60]]]])),
+        _plain(_FINE, _records([["a", "arrays", [["k", 5, "x", {}, 0]]]])),
+        _plain(_FINE, _records([["a", "arrays", [["k", "float32", ["x"], "numpy.ndarray", 0]]]])),
+        _plain(
+            _FINE, _records([["a", "arrays", [["k", "float32", [-3], "numpy.ndarray", -8]]]], b"12345678")
+        ),
+        _plain(_FINE, struct.pack("<8sQ", b"fgrecs01", 60_000) + b"[" * 60_000),
+        _plain(_FINE, record_bytes.encode(RecordDict()), b"nothing"),
+    ],
+)
+def test_what_is_no_reply_is_refused(data: Any) -> None:
+    with pytest.raises(InvalidResultError, match="left no reply that can be read"):
+        plain_message.decode(data, asked())

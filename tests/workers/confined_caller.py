@@ -1,0 +1,61 @@
+"""A program that runs one call in a confined worker, and tells what it unpickled meanwhile.
+
+``python confined_caller.py TASK METHOD confined|free ARGUMENTS``, with the arguments as a Python literal.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+seen: list[str] = []
+
+
+class Recording(pickle.Unpickler):
+    def load(self) -> Any:
+        seen.append("Unpickler.load")
+        return super().load()
+
+
+def recorded(name: str, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen.append(name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def main() -> None:
+    pickle.loads, pickle.load = recorded("loads", pickle.loads), recorded("load", pickle.load)
+    pickle.Unpickler = Recording  # type: ignore[misc]
+    sys.addaudithook(lambda event, args: seen.append(str(args)) if event == "pickle.find_class" else None)
+
+    from flower_gpu.calls.runner import run_call
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.flower.confine import Allowed, for_message
+
+    task, method, kind, arguments = sys.argv[1:]
+    sys.path.insert(0, str(Path(__file__).parent))
+    settings = CallSettings.resolve({"start_method": method, "timeout_s": 100.0})
+    found: dict[str, Any] = {}
+    with for_message(Allowed(), [str(Path(__file__).parent)]) as confinement:
+        try:
+            found["value"] = run_call(
+                f"confined_tasks:{task}",
+                ast.literal_eval(arguments),
+                settings=settings.confined(confinement if kind == "confined" else None),
+                kind="train",
+                by_name=True,
+            )
+        except Exception as error:
+            found["error"], found["text"] = type(error).__name__, str(error)
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({**found, "unpickled": seen, "peak_kib": peak_kib}))
+
+
+main()

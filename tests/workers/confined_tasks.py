@@ -1,0 +1,109 @@
+"""Tasks of confined workers that write what no honest one does. Imported in the worker only."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+from flower_gpu.workers import events, worker
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.marker,)
+
+
+class BombError(Exception):
+    """Likewise."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, self.args
+
+
+def value(given: Any) -> Any:
+    return given
+
+
+def raises(marker: str) -> None:
+    raise BombError(marker)
+
+
+def raises_ours(name: str) -> None:
+    from flower_gpu import errors
+
+    raise getattr(errors, name)("as it is said there")
+
+
+def returns_object(marker: str) -> Bomb:
+    return Bomb(marker)
+
+
+def leaves(data: bytes, size: int | None = None) -> None:
+    """Leave these bytes in the place of the reply."""
+
+    def leave(_: object, descriptor: int) -> None:
+        os.pwrite(descriptor, data, 0)
+        if size is not None:
+            os.ftruncate(descriptor, size)
+
+    worker.leave_reply = leave
+
+
+def leaves_pickle(marker: str, shape: str) -> None:
+    """Leave a pickle in the forms of other replies."""
+    bomb = pickle.dumps(Bomb(marker))
+    if shape == "bare":
+        return leaves(bomb)
+    if shape == "error":
+        head = pickle.dumps(worker.Outcome(error_type="x.Y", error_pickle=bomb))
+        return leaves(struct.pack("<8sQ", b"fgplain1", len(head)) + head)
+    from flower_gpu.workers import transport
+
+    def leave(_: object, descriptor: int) -> None:
+        transport.write_reply(worker.Outcome(value=Bomb(marker)), descriptor)
+
+    worker.leave_reply = leave
+    return None
+
+
+def sends(*told: dict[str, Any]) -> str:
+    """Send events, and then return something."""
+    for event in told:
+        sink = events._sink_of_process
+        assert sink is not None
+        sink(event)
+    return "done"
+
+
+def writes_lines(*lines: bytes) -> str:
+    """Write these bytes into every pipe that this worker has, but for its output."""
+    for each in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(each.name)
+        try:
+            is_pipe = descriptor > 2 and stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        except OSError:
+            continue
+        if is_pipe:
+            for line in lines:
+                try:
+                    os.write(descriptor, line)
+                except OSError:
+                    break
+    return "done"
+
+
+def writes_much(size: int) -> str:
+    """Write one line of so many bytes into the pipe of events."""
+    sink = events._sink_of_process
+    assert sink is not None
+    sink({"event": "x" * size})
+    return "done"
