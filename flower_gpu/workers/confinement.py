@@ -98,6 +98,11 @@ def of_this_process() -> Confinement | None:
     return _applied
 
 
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Tell whether this worker is confined, or should have been."""
+    return _applied is not None or CONFINED_VARIABLE in environ
+
+
 def own_variables() -> frozenset[str]:
     """Return the variables that are set and removed here for a worker that is confined."""
     return frozenset() if _applied is None else frozenset((*_OWN_FOLDERS, *_LEFT_OUT))

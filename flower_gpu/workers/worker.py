@@ -286,9 +286,13 @@ def run_task(
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
     from flower_gpu.workers import confinement, transport
-    from flower_gpu.workers.transport import plain
 
-    write = transport.write_reply if confinement.of_this_process() is None else plain.write_reply
+    write = transport.write_reply
+    if confinement.is_wanted(os.environ):  # also where it could not be had: the caller expects it
+        # Not elsewhere: what each worker had to import is imported by fork servers, anew.
+        from flower_gpu.workers.transport import plain
+
+        write = plain.write_reply
     try:
         write(outcome, descriptor)
     except Exception as error:

@@ -29,6 +29,7 @@ from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
 from flower_gpu.workers.native import release_openmp_threads
+from flower_gpu.workers.transport import plain  # noqa: F401 - each confined worker needs it
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
