@@ -196,7 +196,10 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
             (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
-            descriptors = child.Descriptors(life_read, events_write, reply, prepared.request, call.held)
+            shared = transport.shared_by(prepared.request)
+            descriptors = child.Descriptors(
+                life_read, events_write, reply, prepared.request, call.held, shared
+            )
             process = prepared.method.start(call, prepared, descriptors, stdout_write, stderr_write)
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error

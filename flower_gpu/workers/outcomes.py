@@ -194,7 +194,7 @@ def read(call: Call, reply: int, request: int) -> Outcome:
     """
     if call.confinement is not None:
         if request >= 0:
-            sharing.finished(request, False)
+            sharing.finished(request)
         return plain.read_reply(reply)
     try:
         outcome: Outcome = transport.read_reply(reply, request)

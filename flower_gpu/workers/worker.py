@@ -44,6 +44,7 @@ class Descriptors:
     reply: int  # memory file for the result
     request: int = -1  # memory file with the task and its arguments; -1 where a fork has them already
     held: int = -1  # what the worker keeps open for its whole life; -1 for nothing
+    shared: int = -1  # memory file with arguments that other workers have, too; -1 for none
 
     def opened(self) -> tuple[int, ...]:
         """Return those that there are."""
@@ -74,7 +75,7 @@ def spawned() -> NoReturn:
     def load() -> tuple[Any, ...]:
         from flower_gpu.workers import transport
 
-        request: tuple[Any, ...] = transport.read_request(descriptors.request)
+        request: tuple[Any, ...] = transport.read_request(descriptors.request, descriptors.shared)
         return request
 
     env = {name: os.environ[name] for name in record["env"]}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flwr.common import Array, ArrayRecord
 
+from flower_gpu.flower import arrays  # noqa: F401 - how records travel
 from flower_gpu.workers import transport
 
 
@@ -26,14 +27,19 @@ def arrived_from(value: Any) -> Any:
     request, reply = transport.create("flower-gpu-request"), transport.create("flower-gpu-reply")
     try:
         transport.write_request(value, request)
+        shared = transport.shared_by(request)
+        if shared >= 0:
+            shared = os.dup(shared)  # a fork lets go of its parent's
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                transport.write_reply(transport.read_request(request), reply)
+                transport.write_reply(transport.read_request(request, shared), reply)
                 code = 0
             finally:
                 os._exit(code)
+        if shared >= 0:
+            os.close(shared)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         return transport.read_reply(reply, request)
     finally:

@@ -16,6 +16,7 @@ from array_records import arrived_from, record
 from flwr.common import Array, ArrayRecord
 
 from flower_gpu import run_in_worker
+from flower_gpu.gpu import guard
 from flower_gpu.workers import transport
 from flower_gpu.workers.transport import memory
 
@@ -106,16 +107,17 @@ def test_workers_cannot_change_what_they_share() -> None:
     assert kept == model
 
 
-def test_nothing_is_shared_with_workers_that_cannot_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem()))
+def test_workers_under_the_gpu_guard_share_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWER_GPU_GUARDED", "/dev/full")
     model = record()
-
-    def unreachable(*args: Any) -> int:
-        raise PermissionError
-
-    monkeypatch.setattr(memory, "open_of", unreachable)  # in forks as well, which play the workers
-    for _ in range(4):
-        assert arrived_from(model) == model
-    assert shared_files() == 0
+    for method in ("forkserver", "spawn"):
+        found = [
+            run_in_worker(array_tasks.files, ArrayRecord(dict(model)), start_method=method, gpu="never")
+            for _ in range(3)
+        ]
+        assert "flower-gpu-shared" in found[-1][0]
+        assert len({value for _, value in found}) == 1
 
 
 def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_a_worker_that_starts_after_the_next_model_was_written() -> None:
         for _ in range(3):
             assert arrived_from(ArrayRecord(dict(second))) == second
         assert shared_files() == 2
-        assert transport.read_request(request) == first
+        assert transport.read_request(request, os.dup(transport.shared_by(request))) == first
     finally:
         os.close(request)
         transport._leave_request()

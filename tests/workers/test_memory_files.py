@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import descriptors
 
 from flower_gpu.errors import WorkerError
 from flower_gpu.workers import transport
@@ -82,20 +81,6 @@ def test_what_cannot_be_mapped(file: int) -> None:
         memory.Map(-1, SIZE)
     with pytest.raises(OSError, match="cannot map"):
         memory.Map(file, 1 << 60)
-
-
-def test_another_file_of_another_process(file: int) -> None:
-    before = descriptors()
-    expected = memory.identity(file)
-    other = memory.create("test-memory")
-    try:
-        with pytest.raises(FileNotFoundError, match="another file"):
-            memory.open_of(os.getpid(), other, expected)
-    finally:
-        os.close(other)
-    with pytest.raises(OSError):
-        memory.open_of(os.getpid(), other, expected)
-    assert descriptors() == before
 
 
 def test_views_that_outlive_everything() -> None:

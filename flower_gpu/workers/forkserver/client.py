@@ -98,9 +98,8 @@ class Place:
         Raises Gone if the server has ended in the meantime, or hangs.
         """
         descriptors = [lines.life, lines.events, lines.reply, lines.request, stdout, stderr]
-        if lines.held >= 0:
-            descriptors.append(lines.held)
-        answer = ask(self.connection, {"op": "fork"}, descriptors)
+        more = {name: found for name in ("held", "shared") if (found := getattr(lines, name)) >= 0}
+        answer = ask(self.connection, {"op": "fork", "more": list(more)}, [*descriptors, *more.values()])
         if "error" in answer:
             raise WorkerStartError(f"cannot start a worker: {answer['error']}")
         worker = ForkedWorker(answer["pid"], self.connection)

@@ -264,13 +264,16 @@ class Line:
     ) -> Watch:
         if self._calls and self._env != call.env:
             self.retire()
+        more = {"held": call.held, "shared": transport.shared_by(request)}
+        more = {name: descriptor for name, descriptor in more.items() if descriptor >= 0}
         message = {
             "label": call.label,
             "env": dict(call.env),
             "setup": call.setup,
             "stays": self._calls + 1 < calls,
+            "more": list(more),
         }
-        descriptors = [request, reply, *([call.held] if call.held >= 0 else [])]
+        descriptors = [request, reply, *more.values()]
         for last in (False, False, True):
             watch: Watch | None = None
             try:

@@ -365,11 +365,13 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> tuple[
     """Do one call; tell whether another one may come, None if this one has no result, and its CPU seconds."""
     global _may_stay
     _may_stay = bool(message["stays"])
-    request, reply, *held = descriptors  # what else came is held open until the end of the call
-    child.keep_for_caller(held[0] if held else -1)
+    request, reply, *others = descriptors
+    more = dict(zip(message["more"], others, strict=True))
+    child.keep_for_caller(more.get("held", -1))  # open until the end of the call
+    shared = more.get("shared", -1)
     sys.argv[:] = ["-c", f"flower-gpu: {message['label']}"]
     os.environ.update(message["env"])
-    load = partial(transport.read_request, request)
+    load = partial(transport.read_request, request, shared)
     outcome = child.run_task(message["env"], message["setup"], load, send)
     if outcome is None:
         return None, None
@@ -380,7 +382,7 @@ def _do(message: Mapping[str, Any], descriptors: list[int], send: Any) -> tuple[
             stream.flush()
         except (AttributeError, OSError, ValueError):  # the task has closed or replaced it
             stays = False
-    for descriptor in descriptors:
+    for descriptor in {*descriptors} - {shared}:
         os.close(descriptor)
     # After an error much may be different from what the next client expects to find.
     return stays and outcome.error_type is None and not _has_to_leave, outcome.cpu_s

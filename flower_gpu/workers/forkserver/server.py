@@ -183,11 +183,13 @@ class Server:
         libraries.import_own(session.record["setup"])  # what runs around the tasks of its workers
         return {"fit": True}
 
-    def _on_fork(self, session: Session, _: _Message, descriptors: list[int]) -> _Answer:
+    def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Fork a worker with its ends of the lines to the caller."""
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
-        lines = child.Descriptors(*descriptors[:4], *descriptors[6:7])
+        lines = child.Descriptors(
+            *descriptors[:4], **dict(zip(message.get("more", ()), descriptors[6:], strict=True))
+        )
         stdout, stderr = descriptors[4:6]
         if not session.record["is_confined"]:  # what such a worker writes is not to be read here
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
@@ -284,7 +286,7 @@ class Server:
         cuda_answers.ask_cuda()
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
-        request = partial(transport.read_request, lines.request)
+        request = partial(transport.read_request, lines.request, lines.shared)
         late = self._use.set_too_late
         report = partial(self._learning.report, self._modules, imported)
         events.learn_from_forks()

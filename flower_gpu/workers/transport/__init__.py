@@ -15,20 +15,18 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from flower_gpu.errors import WorkerError, WorkerStartError
+from flower_gpu.errors import WorkerError
 from flower_gpu.workers.transport import memory, regions
 from flower_gpu.workers.transport.memory import create as create
 from flower_gpu.workers.transport.memory import sharing
 from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
 
-# Magic; size of the file, bytes of the pickle, number of regions; whether the worker that wrote this could
-# open its caller's descriptors. Of a file that the caller has open, which the worker can try that with:
-# pid and descriptor, and for a shared model its identity. The checksum of this and of what follows, which is
-# the regions and the pickle; then come the bytes of the regions.
-_HEADER = struct.Struct("<8sQQQQ5Q")
+# Magic; size of the file, bytes of the pickle, number of regions. The checksum of this and of what follows,
+# which is the regions and the pickle; then come the bytes of the regions.
+_HEADER = struct.Struct("<8sQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _REGION = struct.Struct("<QQQQ")  # where it is, what it is, offset, size
-_MAGIC = b"flwrgpu2"
+_MAGIC = b"flwrgpu3"
 
 _ALIGNMENT = 64  # a cache line
 _MAPPED_BYTES = 1 << 20  # results with less beside their pickle are copied, which is cheaper than a map
@@ -51,41 +49,44 @@ def write_request(value: Any, descriptor: int) -> None:
     head = regions.dumps_by_value(value, parts)
     shared = sharing.place([part.shareable for part in parts.all if part.shareable is not None])
     if shared is None:
-        _write_file(descriptor, head, parts, origin=(os.getpid(), descriptor, 0, 0, 0))
+        _write_file(descriptor, head, parts)
     else:
         parts.refer_to(shared)
-        _write_file(descriptor, head, parts, origin=(os.getpid(), shared.descriptor, *shared.identity))
+        _write_file(descriptor, head, parts)
         sharing.hold(shared, descriptor)
     memory.seal_size(descriptor)
 
 
-def read_request(descriptor: int) -> Any:
+def read_request(descriptor: int, shared: int = -1) -> Any:
     """Read, in its worker, what :func:`write_request` wrote. Nothing is copied.
 
-    Raises WorkerError if the file does not hold a complete request.
-    Raises WorkerStartError if the model that the caller's workers share cannot be opened.
+    ``shared``: the file that :func:`shared_by` returned in the caller, which is closed here; -1 for none.
+    Raises WorkerError if the files do not hold a complete request.
     """
     global _given
     index = _read_index(descriptor)
     files = {}
     if index.has(HERE):
         files[HERE] = _File(descriptor, index, HERE, shared=True)
-    pid, number, *identity = index.origin
-    found = -1
     try:
-        try:
-            found = memory.open_of(pid, number, identity if any(identity) else memory.identity(descriptor))
-        except OSError as error:
-            if index.has(IN_SHARED):
-                raise WorkerStartError(f"the worker cannot open the model that it shares: {error}") from error
         if index.has(IN_SHARED):
-            files[IN_SHARED] = _File(found, index, IN_SHARED)
+            if shared < 0:
+                raise WorkerError(_FOREIGN)
+            files[IN_SHARED] = _File(shared, index, IN_SHARED)
         given = files[HERE].map if HERE in files else None
-        _given = _Given(descriptor, memory.identity(descriptor), found >= 0, given)
+        _given = _Given(descriptor, memory.identity(descriptor), given)
         return _load(index, files)
     finally:
-        if found >= 0:
-            os.close(found)
+        if shared >= 0:
+            os.close(shared)
+
+
+def shared_by(request: int) -> int:
+    """Return the descriptor of the file, with a model that several calls have, that a request is read with.
+
+    -1 for none. The worker gets it with the call: under the GPU guard it can open none of this process.
+    """
+    return sharing.descriptor_of(request)
 
 
 def write_reply(value: Any, descriptor: int) -> None:
@@ -104,7 +105,7 @@ def write_reply(value: Any, descriptor: int) -> None:
     except Exception:
         head = regions.dumps_by_value(value, parts)
     parts.copy_what_would_hold_too_much()
-    _write_file(descriptor, head, parts, reached=given is not None and given.reached)
+    _write_file(descriptor, head, parts)
     memory.seal(descriptor)
     _leave_request()
 
@@ -117,7 +118,7 @@ def read_reply(descriptor: int, request: int = -1) -> Any:
     """
     index = _read_index(descriptor)
     if request >= 0:
-        sharing.finished(request, index.reached)
+        sharing.finished(request)
     files = {}
     for where, file in ((HERE, descriptor), (IN_REQUEST, request)):
         if index.has(where):
@@ -131,8 +132,6 @@ def _write_file(
     descriptor: int,
     head: bytes,
     parts: Parts,
-    origin: tuple[int, ...] = (0, 0, 0, 0, 0),
-    reached: bool = False,
 ) -> None:
     offset = _HEADER.size + _CHECKSUM.size + _REGION.size * len(parts.all) + len(head)
     for part in parts.all:
@@ -140,7 +139,7 @@ def _write_file(
             part.offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
             offset = part.offset + part.view.nbytes
     table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
-    header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all), reached, *origin)
+    header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all))
     checksum = _CHECKSUM.pack(_checksum(header, table, head))
     memory.write(descriptor, b"".join((header, checksum, table, head)), 0)
     for part in parts.all:
@@ -166,8 +165,6 @@ class _Index:
 
     head: bytes
     entries: list[_Entry]
-    reached: bool
-    origin: tuple[int, ...]
 
     def has(self, where: int) -> bool:
         return any(entry.where == where for entry in self.entries)
@@ -177,7 +174,7 @@ def _read_index(descriptor: int) -> _Index:
     start = os.pread(descriptor, _INDEX_BYTES, 0)  # mostly all of it
     try:
         header = start[: _HEADER.size]
-        magic, size, head_size, count, reached, *origin = _HEADER.unpack(header)
+        magic, size, head_size, count = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise WorkerError(_FOREIGN)
         if size != os.fstat(descriptor).st_size:
@@ -193,7 +190,7 @@ def _read_index(descriptor: int) -> _Index:
     if checksum != _checksum(header, table, head):
         raise WorkerError(_FOREIGN)
     entries = [_Entry(*fields) for fields in _REGION.iter_unpack(table)]
-    return _Index(head, entries, bool(reached), tuple(origin))
+    return _Index(head, entries)
 
 
 class _File:
@@ -248,7 +245,6 @@ class _Given:
 
     descriptor: int
     identity: tuple[int, int, int]
-    reached: bool
     map: memory.Map | None
 
 

@@ -119,19 +119,6 @@ class Map:
         return offset if 0 <= offset <= self.size - size else None
 
 
-def open_of(pid: int, descriptor: int, expected: Sequence[int]) -> int:
-    """Open, for reading, a memory file that another process of this user holds open.
-
-    Raises OSError if it cannot be opened: not Linux, no ``/proc``, another PID namespace, the process is
-    gone, or has something else there.
-    """
-    found = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if identity(found) != tuple(expected):
-        os.close(found)
-        raise FileNotFoundError(f"descriptor {descriptor} of process {pid} is another file")
-    return found
-
-
 def _mmap(address: int | None, size: int, flags: int, descriptor: int) -> int:
     found: int | None = _libc().mmap(
         address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, ctypes.c_long(0)
@@ -200,8 +187,7 @@ class SharedFile:
 class Sharing:
     """What this process shares with its workers: the model of one round.
 
-    A worker opens the file by the number of the caller's descriptor, since it is started with a fixed set of
-    its own. Each worker tells in its reply whether it could; nothing is shared before one could.
+    Nothing is shared before it is sent for the second time.
     """
 
     def __init__(self) -> None:
@@ -210,7 +196,6 @@ class Sharing:
         self._seen: dict[int, int] = {}
         # By the descriptor of the request, with that file's identity: the number is used again.
         self._calls: dict[int, tuple[tuple[int, int, int], SharedFile]] = {}
-        self._reachable = False
         self._expected = False  # the last model was sent more than once: the next one will be
 
     def place(self, buffers: Sequence[bytes]) -> SharedFile | None:
@@ -223,8 +208,6 @@ class Sharing:
         with self._lock:
             self._let_go()
             repeated = self._repeated(buffers)
-            if not self._reachable:
-                return None
             current = self._current
             if current is not None and any(current.offset_of(buffer) is not None for buffer in buffers):
                 # What else is in the request is this client's own, unless it comes again as well.
@@ -245,10 +228,15 @@ class Sharing:
         with self._lock:
             self._calls[request] = identity(request), shared
 
-    def finished(self, request: int, reached: bool) -> None:
-        """Take note that a worker is gone, and whether it could reach the caller's descriptors."""
+    def descriptor_of(self, request: int) -> int:
+        """Return the file that this request refers to; -1 for none."""
         with self._lock:
-            self._reachable = reached
+            found = self._calls.get(request)
+            return found[1].descriptor if found is not None and _is_open(request, found[0]) else -1
+
+    def finished(self, request: int) -> None:
+        """Take note that a worker is gone."""
+        with self._lock:
             self._calls.pop(request, None)
             self._let_go()
 
