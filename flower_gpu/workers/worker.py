@@ -288,7 +288,7 @@ def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
     from flower_gpu.workers import confinement, transport
 
-    write = transport.write_reply
+    write: Callable[[Outcome, int], None] = transport.write_reply
     if confinement.is_wanted(os.environ):  # also where it could not be had: the caller expects it
         # Not elsewhere: what each worker had to import is imported by fork servers, anew.
         from flower_gpu.workers.transport import plain
