@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def train(message: Message, context: Context) -> Message:
         note["is_in_ledger"] = lease.id in holders
         note["descriptor_is_ticket"] = _is_ticket(child.held(), lease)
         note["alone"] = lease.alone
+    if device := os.environ.get("LEASED_APP_DEVICE"):
+        note["opened"] = _opened(device)
     with Path(os.environ["LEASED_APP_NOTES"]).open("a") as file:
         file.write(json.dumps(note) + "\n")
     if str(partition) in config["too-much"].split() and lease is not None and not lease.alone:
@@ -46,3 +49,19 @@ def _is_ticket(descriptor: int, lease: Lease) -> bool | None:
     if descriptor < 0:  # a call in the caller's own process, which has the ticket itself
         return None
     return os.fstat(descriptor).st_ino == Path(lease.ticket).stat().st_ino
+
+
+def _opened(device: str) -> dict[str, bool]:
+    """Try to open a device, here and in a program, as if it were the lease's."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    for name in ("FLOWER_GPU_GUARD", "FLOWER_GPU_DEVICES", "FLOWER_GPU_GUARDED"):
+        os.environ.pop(name, None)
+    try:
+        Path(device).open().close()
+        here = True
+    except PermissionError:
+        here = False
+    return {
+        "here": here,
+        "program": subprocess.run(["cat", "/dev/null", device], check=False).returncode == 0,
+    }
