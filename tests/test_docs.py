@@ -58,6 +58,17 @@ def test_files_of_tests_and_benchmarks_that_are_named_exist(page: Path) -> None:
         assert (REPOSITORY / "benchmarks" / name / "__main__.py").exists(), f"{page.name} names {name}"
 
 
+def test_each_attack_has_a_test_or_says_that_it_has_none() -> None:
+    table = read("docs/explanation/security.md").partition("\n## Attacks\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    for *_, tests in rows:
+        named = re.findall(r"`(tests/[^`]+)`", tests)
+        assert named or tests.strip() == "no test", tests
+        for path in named:
+            assert (REPOSITORY / path).exists(), path
+
+
 def test_what_scripts_within_tests_and_pages_import_exists() -> None:
     """No linter looks into a string."""
     files = [*PAGES, *(REPOSITORY / "tests").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]

@@ -34,8 +34,8 @@ OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
 )
 GROUPS: Final = MappingProxyType(
     {
-        _GROUP: "An app can read the system's libraries, the Python environment and its own files, and write "
-        "into a folder that is removed after the message: see docs/how-to/confine.md."
+        _GROUP: "For apps that you have not written. An app can read the system's libraries, the Python\n"
+        "environment and its own files, and write into a folder that is removed after the message."
     }
 )
 

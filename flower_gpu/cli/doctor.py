@@ -57,6 +57,7 @@ def checks() -> Mapping[str, Check]:
         "gpu": partial(gpus.gpus, found),
         "visible": partial(gpus.visible, found),
         "GPU guard": gpus.gpu_guard,
+        "confinement": gpus.app_confinement,
         "policy": partial(gpus.calls, found),
         "torch": partial(cuda.torch, found),
         "flower": environment.flower,

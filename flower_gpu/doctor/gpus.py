@@ -14,6 +14,7 @@ from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES
 from flower_gpu.leases.request import format_bytes
+from flower_gpu.workers import confinement
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1", "NoDevFiles")  # how people and batch systems write that there is to be none
@@ -71,6 +72,17 @@ def gpu_guard() -> Iterator[Found]:
     else:
         todo = "nothing, if no app can be hostile; else see docs/explanation/security.md"
         yield "note", f"apps can use any GPU of this host: {reason}", todo
+
+
+def app_confinement() -> Iterator[Found]:
+    """Check whether ``flower-gpu supernode --confine`` can confine apps on this host."""
+    if reason := confinement.problem():
+        todo = "nothing, if you know the apps that you run; else see docs/how-to/confine.md"
+        yield "note", f"apps cannot be confined (flower-gpu supernode --confine): {reason}", todo
+    elif missing := confinement.not_refused():
+        yield "note", f"--confine does not refuse {'; '.join(missing)}", "a newer kernel, for --confine=strict"
+    else:
+        yield "ok", "flower-gpu supernode --confine=strict can confine apps"
 
 
 def _untold(gpu: GPU, name: str) -> Iterator[Found]:

@@ -1,0 +1,120 @@
+"""Confined workers find what an ordinary app needs, and their folder goes with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until
+
+from flower_gpu.calls.runner import run_call
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import ConfigError, WorkerTaskError
+from flower_gpu.flower.confine import Allowed, for_message
+from flower_gpu.workers import confinement, state_folder
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(confinement.problem() is not None, reason=f"no confinement: {confinement.problem()}"),
+]
+
+TASKS = str(Path(__file__).parent)
+
+Confined = Callable[..., Any]
+
+
+@pytest.fixture(params=["forkserver", "spawn"])
+def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Confined:
+    """Run a task of confinement_tasks in a confined worker."""
+    monkeypatch.syspath_prepend(TASKS)
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/somewhere")
+    return lambda task, *args, **allowed: call(task, *args, start_method=request.param, **allowed)
+
+
+def call(task: str, *args: Any, start_method: str = "forkserver", gpus: int = 1, **allowed: Any) -> Any:
+    settings = CallSettings.resolve({"start_method": start_method, "num_gpus": gpus, "gpu": "never"})
+    with for_message(Allowed(**allowed), [TASKS]) as found:
+        return run_call(
+            f"confinement_tasks:{task}", args, settings=settings.confined(found), kind="train", by_name=True
+        )
+
+
+def folders() -> list[Path]:
+    return list((state_folder.state_dir() / "confined").iterdir())
+
+
+def test_folders_of_the_message_are_its_own_and_are_removed(confined: Confined) -> None:
+    found = confined("variables")
+    own = Path(found["HOME"]).parent
+    assert own.parent == state_folder.state_dir() / "confined"
+    assert all(Path(path).is_relative_to(own) for path in found.values() if path)
+    assert (found["tempfile"], found["agent"]) == (found["TMPDIR"], None)
+    assert not own.exists()
+
+
+def test_what_the_operator_names_can_be_read_or_written(confined: Confined, tmp_path: Path) -> None:
+    data, results = tmp_path / "data", tmp_path / "results"
+    for folder in (data, results):
+        folder.mkdir()
+        (folder / "file").write_text("of the operator")
+    (tmp_path / "x").write_text("not for apps")
+    paths = {"read": (str(data),), "write": (str(results),)}
+    assert confined("reads", str(data / "file"), **paths) == "of the operator"
+    assert confined("writes", str(results / "new"), **paths) == "done"
+    assert (results / "new").read_text() == "written by an app"
+    for task, path in (("writes", data / "new"), ("reads", tmp_path / "x"), ("reads", data / ".." / "x")):
+        with pytest.raises(WorkerTaskError, match="PermissionError"):
+            confined(task, str(path), **paths)
+
+
+def test_one_port_can_be_connected_to_and_no_other(confined: Confined) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as named, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = (named.getsockname()[1],)
+        assert confined("connects", *ports, ports=ports) == "done"
+        assert confined("opens_udp", ports=ports) == "done"
+        for task, port in (("connects", (other.getsockname()[1],)), ("opens_udp", ())):
+            with pytest.raises(WorkerTaskError, match="PermissionError"):
+                confined(task, *port, ports=ports if port else ())
+
+
+def test_an_app_can_use_processes_and_programs(confined: Confined) -> None:
+    assert confined("computes_in_processes") == [[1, 4, 9], {"a": 1}, "from a program\n"]
+
+
+def test_a_data_loader_has_workers(confined: Confined) -> None:
+    assert confined("loads_data") == [float(number) for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"gpus": 2}, "one GPU at most"), ({"start_method": "inline"}, "what their caller has")]
+    + [({"start_method": method}, "what their caller has") for method in ("in-process", "fork")],
+)
+def test_what_cannot_be_confined_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        call("variables", **options)
+
+
+def test_the_folder_of_a_message_whose_process_was_killed_goes_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:]; from test_confinement import call; call('waits', 'theirs')"
+    )
+    line = [sys.executable, "-c", program, TASKS, str(Path(TASKS).parent)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        assert caller.stdout.readline() == "waits\n"
+        (left,) = folders()
+        monkeypatch.syspath_prepend(TASKS)
+        call("variables")
+        assert folders() == [left], "that of a living process stays"
+        os.kill(caller.pid, signal.SIGKILL)
+    until(lambda: call("variables") is not None and not folders(), "the folder is removed")
