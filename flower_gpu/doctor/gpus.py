@@ -80,7 +80,8 @@ def app_confinement() -> Iterator[Found]:
         todo = "nothing, if you know the apps that you run; else see docs/how-to/confine.md"
         yield "note", f"apps cannot be confined (flower-gpu supernode --confine): {reason}", todo
     elif missing := confinement.not_refused():
-        yield "note", f"--confine does not refuse {'; '.join(missing)}", "a newer kernel, for --confine=strict"
+        text = f"--confine does not refuse {'; '.join(missing)}"
+        yield "note", text, "nothing, or a newer kernel, which --confine=strict requires"
     else:
         yield "ok", "flower-gpu supernode --confine=strict can confine apps"
 

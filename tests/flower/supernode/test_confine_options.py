@@ -104,7 +104,8 @@ def test_what_is_not_refused_is_said_at_the_start(home: Path, more: str) -> None
 _OLDER = """
 import ctypes, struct, sys
 from flower_gpu import seccomp
-lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | int(sys.argv[1])), (0x06, 0, 0, 0x7fff0000)]
+refused = 0x50000 | int(sys.argv[1])
+lines = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, refused), (0x06, 0, 0, 0x7fff0000)]
 code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
 libc = ctypes.CDLL(None)
 libc.prctl(38, 1, 0, 0, 0)
