@@ -87,3 +87,20 @@ def everything_else(folder: str) -> str:
     Path("/dev/shm", f"flower-gpu-guard-{os.getpid()}").unlink()
     subprocess.run("true", check=True)
     return (two / "one" / "link").read_text()
+
+
+def nested() -> dict[str, object]:
+    """Start workers within a worker."""
+    from flower_gpu import run_in_worker
+    from flower_gpu.errors import WorkerStartError
+
+    found: dict[str, object] = {"auto": run_in_worker("guard_tasks:seven")}
+    try:
+        found["forkserver"] = run_in_worker("guard_tasks:seven", start_method="forkserver")
+    except WorkerStartError as error:
+        found["forkserver"] = str(error)
+    return found
+
+
+def seven() -> int:
+    return 7

@@ -126,6 +126,37 @@ class TestWorker:
 
 @needs_landlock
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+@needs_landlock
+@pytest.mark.timeout(180)
+def test_a_guarded_worker_starts_no_fork_server_for_others(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia9"
+    device.touch()
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    done = subprocess.run(
+        [sys.executable, "-c", _NESTED],
+        env={**os.environ, "FLOWER_GPU_GUARDED": str(device), "FLOWER_GPU_STATE_DIR": str(state)}
+        | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["auto"] == 7
+    assert "a worker under the GPU guard starts no fork server" in found["forkserver"]
+    assert found["servers"] == []
+
+
+_NESTED = """
+import json, guard_tasks
+from flower_gpu import run_in_worker
+from flower_gpu.workers.forkserver import control
+found = run_in_worker("guard_tasks:nested", start_method="spawn", gpu="never")
+print(json.dumps({**found, "servers": [str(one) for one in control.status()]}))
+"""
+
+
 def test_root_is_not_needed(run_script: Any) -> None:
     done = run_script(
         """

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.gpu import guard_rules
+from flower_gpu.gpu import device_files, guard_rules
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
@@ -325,6 +325,11 @@ def _connect_or_start(kind: _Kind, environ: Mapping[str, str], deadline: float |
     name = kind.name(environ)
 
     def start(lock: int) -> None:
+        if guard_rules.is_wanted(os.environ) and device_files.of_host(os.environ):
+            raise WorkerStartError(
+                "a worker under the GPU guard starts no fork server: all of the account's workers would be "
+                "kept to the GPUs of this one. Use start_method='spawn' within workers"
+            )
         program.start(kind.start(name), environ, deadline, lock)
 
     return _connect_or(start, name, deadline)
