@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,13 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     text_of,
 )
+from flower_gpu.gpu import guard
 from flower_gpu.leases import host, lease
 from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
+    CONFINED_VARIABLE,
     DEADLINE_VARIABLE,
     RANKS_VARIABLE,
     START_METHOD_VARIABLE,
@@ -260,6 +263,8 @@ class _Run:
                 "Use 'auto' or 'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
             )
         self.method = method
+        if reason := guard.why_none(gpu_env, has_worker=method.is_own_process):
+            leasing.say_once(f"{self.label}: no GPU guard: {reason}", logging.INFO)
         count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
         env = {**threads.environment(count, settings.env), **gpu_env}
         around: AbstractContextManager[None] = nullcontext()
@@ -275,6 +280,9 @@ class _Run:
             env.update(_for_ranks(settings, num_gpus))
         if confinement is not None:
             env.update(confinement.environment())
+        elif CONFINED_VARIABLE in os.environ:
+            # A worker that a confined one starts is confined with it. Between these two all is one app's.
+            env[CONFINED_VARIABLE] = ""
         if held is not None:
             record["lease" if held.shares else "cores_lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.

@@ -69,6 +69,8 @@ def gpu_guard() -> Iterator[Found]:
     reason = guard.problem()
     if reason is None:
         yield "ok", guard.describe() or "workers can be kept from GPUs that are not of their lease"
+        if outside := guard.outside_of_workers():
+            yield "note", outside, "nothing, if you know the apps that you run"
     else:
         todo = "nothing, if no app can be hostile; else see docs/explanation/security.md"
         yield "note", f"apps can use any GPU of this host: {reason}", todo

@@ -96,7 +96,10 @@ class Allowed:
     def _instead(self, path: str) -> str:
         if path in (*self.read, *self.write):
             return "Name a folder that holds data alone"
-        return "It is a folder of the Python environment: take it out of PYTHONPATH, or install what is in it"
+        return (
+            "Python looks for modules there (PYTHONPATH, or the working folder under python -m): take it "
+            "out, and install what is in it"
+        )
 
 
 _OURS: Final = "what flower-gpu keeps of this account"

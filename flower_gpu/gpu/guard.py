@@ -62,6 +62,39 @@ def describe(environ: Mapping[str, str] = os.environ) -> str:
     return f"GPU guard: the kernel keeps workers to the GPUs of their lease (Landlock {landlock.version()})"
 
 
+def outside_of_workers(environ: Mapping[str, str] = os.environ) -> str:
+    """Return a line for where processes other than workers import an app; empty where there is no GPU."""
+    line = describe(environ)
+    if not line or problem(environ):
+        return line
+    return (
+        "the GPU guard is for workers: code that a plain flwr-clientapp imports, and calls inline or in "
+        "process, can use any GPU of this host; flower-gpu supernode and simulate run apps in workers only"
+    )
+
+
+def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
+    """Return why a call has no guard; empty where it has one, or none is wanted or there is nothing to guard.
+
+    Parameters
+    ----------
+    told : mapping
+        What :func:`environment` returned for the call.
+    has_worker : bool
+        Whether it runs in a worker of its own.
+    """
+    files = told.get(DEVICES_VARIABLE)
+    if (
+        files is None
+        or (has_worker and files != guard_rules.EVERYTHING)
+        or not device_files.of_host(os.environ)
+    ):
+        return ""
+    if not has_worker:
+        return "it runs in its caller's own process"
+    return "the driver does not tell the device files of its GPU"
+
+
 def check(environ: Mapping[str, str]) -> None:
     """Look whether there is a guard where the operator requires one.
 

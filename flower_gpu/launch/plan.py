@@ -11,6 +11,7 @@ from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import COMMANDS, OPERATOR_COMMANDS, SERVER_COMMANDS, CommandFolder
+from flower_gpu.gpu import guard
 from flower_gpu.kinds import flag
 from flower_gpu.launch import environment, ports
 from flower_gpu.launch.gpu_check import check as check_gpus
@@ -101,7 +102,8 @@ def make_plan(options: LaunchOptions) -> Plan:
     if options.secure:
         _check_secure(options, fast_start)
     plan = Plan(options, app, clients, overrides, fast_start)
-    return replace(plan, remarks=check_gpus(plan, os.environ))
+    unguarded = guard.outside_of_workers(os.environ)
+    return replace(plan, remarks=(*check_gpus(plan, os.environ), *([unguarded] if unguarded else [])))
 
 
 def _check_secure(options: LaunchOptions, fast_start: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from flower_gpu import errors, run_in_worker
+from flower_gpu.gpu import guard
 
 METHODS = ("forkserver", "spawn", "fork")
 
@@ -38,6 +41,16 @@ def main() -> None:
     found["elsewhere"] = run_in_worker(
         "guard_tasks:opened", [path.replace("/dev", "/mnt") for path in paths], gpu="never"
     )
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flwr.flower_gpu")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for _ in range(2):
+        run_in_worker("guard_tasks:seven", gpu="never", start_method="in-process")
+    found["said"] = [re.sub("^.*?: ", "call: ", line) for line in said if "guard:" in line]
+    found["outside of workers"] = guard.outside_of_workers()
     os.environ["FLOWER_GPU_GUARD"] = "off"
     found["off"] = run_in_worker("guard_tasks:opened", paths, gpu="never")
     os.environ["FLOWER_GPU_GUARD"] = "require"

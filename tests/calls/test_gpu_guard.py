@@ -120,6 +120,10 @@ class TestWorker:
     def test_off(self, found: dict[str, Any]) -> None:
         assert found["off"]["here"] == FILES
 
+    def test_it_is_said_where_there_is_none(self, found: dict[str, Any]) -> None:
+        assert found["said"] == ["call: no GPU guard: it runs in its caller's own process"]
+        assert "a plain flwr-clientapp imports" in str(found["outside of workers"])
+
     def test_required_where_there_is_no_worker(self, found: dict[str, Any]) -> None:
         assert "this call has no worker of its own" in found["without a worker"]
 

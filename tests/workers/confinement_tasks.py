@@ -60,6 +60,16 @@ def computes_in_processes() -> list[Any]:
     return [squares, found, subprocess.run(line, capture_output=True, text=True, check=True).stdout]
 
 
+def asks_another_worker(path: str) -> list[str]:
+    from flower_gpu import run_in_worker
+
+    try:
+        run_in_worker("confinement_tasks:reads", path, start_method="spawn")
+    except OSError as error:
+        return [str(run_in_worker(complex, 1, 2, start_method="spawn")), type(error).__name__]
+    return ["was read"]
+
+
 def loads_data() -> list[float]:
     import torch
     from torch.utils.data import DataLoader, TensorDataset

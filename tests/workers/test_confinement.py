@@ -88,6 +88,10 @@ def test_an_app_can_use_processes_and_programs(confined: Confined) -> None:
     assert confined("computes_in_processes") == [[1, 4, 9], {"a": 1}, "from a program\n"]
 
 
+def test_a_worker_of_a_worker_is_confined_and_returns_what_it_likes(confined: Confined) -> None:
+    assert confined("asks_another_worker", "/etc/shadow") == ["(1+2j)", "PermissionError"]
+
+
 def test_a_data_loader_has_workers(confined: Confined) -> None:
     assert confined("loads_data") == [float(number) for number in range(8)]
 
