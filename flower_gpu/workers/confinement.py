@@ -100,7 +100,7 @@ def of_this_process() -> Confinement | None:
 
 def is_wanted(environ: Mapping[str, str]) -> bool:
     """Tell whether this worker is confined, or should have been."""
-    return _applied is not None or CONFINED_VARIABLE in environ
+    return _applied is not None or bool(environ.get(CONFINED_VARIABLE))
 
 
 def own_variables() -> frozenset[str]:

@@ -82,7 +82,10 @@ def remove_left() -> None:
     """Remove the folders of workers that have ended when nobody was left to see it."""
     if (parent := _parent()) is None:
         return
-    for path in list(parent.iterdir()):
+    found: list[Path] = []
+    with suppress(PermissionError):  # this worker is confined, and so are those that it starts
+        found = list(parent.iterdir())
+    for path in found:
         if _NAMES.fullmatch(path.name):
             with suppress(OSError):  # in use, or gone
                 _remove_unused(path)
