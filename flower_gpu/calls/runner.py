@@ -12,12 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from flower_gpu import files, trace
-from flower_gpu.calls import environment, leased_worker, leasing, out_of_memory
+from flower_gpu.calls import confined_calls, environment, leased_worker, leasing, out_of_memory
 from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
 from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
 from flower_gpu.errors import (
-    ConfigError,
     GPUOutOfMemoryError,
     LeaseTimeoutError,
     WorkerDiedError,
@@ -30,7 +29,6 @@ from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
-    CONFINED_VARIABLE,
     DEADLINE_VARIABLE,
     RANKS_VARIABLE,
     START_METHOD_VARIABLE,
@@ -119,7 +117,7 @@ def run_call(
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
-    _check_confined(settings)
+    confined_calls.check(settings)
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
@@ -278,11 +276,7 @@ class _Run:
         num_gpus = self.settings.gpu.request.count
         if num_gpus > 1 and method.is_own_process:
             env.update(_for_ranks(settings, num_gpus))
-        if confinement is not None:
-            env.update(confinement.environment())
-        elif CONFINED_VARIABLE in os.environ:
-            # A worker that a confined one starts is confined with it. Between these two all is one app's.
-            env[CONFINED_VARIABLE] = ""
+        env.update(confined_calls.environment(confinement))
         if held is not None:
             record["lease" if held.shares else "cores_lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
@@ -304,7 +298,9 @@ class _Run:
                 told[kind] = {key: event[key] for key in event if key != "event"}
             elif kind == "gpu_used" and ticket is not None:  # of a confined worker
                 pid = record["pid"]
-                ticket.report_worker(pid, bases.get(pid, 0), _of_lease(event["used"], held))
+                ticket.report_worker(
+                    pid, bases.get(pid, 0), confined_calls.used_of_lease(event["used"], held)
+                )
             elif kind in _TIMES:
                 times[_TIMES[kind]] = time.time()
                 times.update({name: event[name] for name in times if name in event})
@@ -358,39 +354,6 @@ class _Run:
                     **_traceback(error),
                 )
         return self.once(gpu_env, ticket, held)
-
-
-def _check_confined(settings: CallSettings) -> None:
-    """Refuse what cannot be had by workers that are confined.
-
-    Raises
-    ------
-    ConfigError
-        If so.
-    """
-    if settings.worker.confinement is None:
-        return
-    if settings.gpu.request.count > 1:
-        raise ConfigError(
-            "--confine: a call gets one GPU at most, since the ranks of several talk to each other by TCP. "
-            "Ask for one (num-gpus=1), or run apps that need several without --confine"
-        )
-    method = settings.worker.start_method
-    if method not in ("auto", start.FORKSERVER.name, start.SPAWN.name):
-        raise ConfigError(
-            f"--confine: start_method={method!r} gives workers what their caller has. Leave it out, or use "
-            "'forkserver' or 'spawn'"
-        )
-
-
-def _of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
-    """Return what a worker says that it uses, as far as that can be: of GPUs of its lease, and not more."""
-    shares = held.shares if held is not None else ()
-    return {
-        share.uuid: min(used_bytes[share.uuid], share.total_bytes)
-        for share in shares
-        if share.uuid in used_bytes
-    }
 
 
 def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import calls_tasks
@@ -48,6 +49,17 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
 
 
 _HERE = ("in-process", "inline")
+
+
+def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:
+    """Run one call in a confined worker that can also write into these folders."""
+    from flower_gpu.calls.runner import run_call
+    from flower_gpu.calls.settings import CallSettings
+    from flower_gpu.flower.confine import Allowed, for_message
+
+    settings = CallSettings.resolve(options)
+    with for_message(Allowed(write=tuple(write)), [str(Path(__file__).parents[1])]) as confinement:
+        return run_call(task, args, settings=settings.confined(confinement), kind="train", by_name=True)
 
 
 def run_in_threads(*calls: tuple[str, list[Any], dict[str, Any]]) -> list[Any]:
@@ -156,6 +168,7 @@ _COMMANDS = {
     function.__name__: function
     for function in (
         run,
+        run_confined,
         run_in_threads,
         fit,
         app,

@@ -1,0 +1,60 @@
+"""A confined worker has its lease as any other, and can neither give it up nor write into its ticket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calls_host import GIB, CallsHost
+
+from flower_gpu.calls.confined_calls import used_of_lease
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.workers import confinement
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(confinement.problem() is not None, reason=f"no confinement: {confinement.problem()}"),
+]
+
+
+def start(host: CallsHost, *steps: list[Any], **options: Any) -> Any:
+    """Have a client make a call in a confined worker."""
+    caller = host.start()
+    folders = [str(host.folder), host.env["NVML_STUB_DIR"]]
+    caller.tell("run_confined", "calls_tasks:follow", steps, write=folders, gpu_memory="4GiB", **options)
+    return caller
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_what_it_uses_is_in_its_ticket_and_its_lease_lasts_as_long_as_it(
+    calls_host: CallsHost, method: str
+) -> None:
+    steps = (["unlock"], ["take", 2.0], calls_host.tell("here"), calls_host.wait("go"))
+    caller = start(calls_host, *steps, start_method=method)
+    calls_host.reached("here")
+    state = calls_host.until(
+        lambda state: any(one["used"].get(calls_host.uuid, 0) >= 2 * GIB for one in state["holders"])
+    )
+    [holder] = state["holders"]
+    assert holder["parts"] == {calls_host.uuid: 4 * GIB}
+    assert holder["used"][calls_host.uuid] <= 3 * GIB
+    calls_host.go("go")
+    assert caller.answer()["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
+    calls_host.until_free()
+
+
+def test_it_gets_more_when_it_has_run_out_of_memory(calls_host: CallsHost) -> None:
+    caller = start(calls_host, ["take", 6.0])
+    assert caller.answer()["answers"] == ["0.0"]
+    events = calls_host.events()
+    assert "out_of_memory" in events
+    assert events.count("lease_granted") == 2
+    calls_host.until_free()
+
+
+def test_what_it_says_is_believed_of_its_own_gpus_and_up_to_their_size() -> None:
+    share = Share(index=0, uuid="GPU-1", name="a", memory_bytes=GIB, cap_bytes=GIB, total_bytes=16 * GIB)
+    lease = Lease(id="x", shares=(share,), ticket=str(Path("/somewhere")))
+    assert used_of_lease({"GPU-1": 99 * GIB, "GPU-2": 1}, lease) == {"GPU-1": 16 * GIB}
+    assert used_of_lease({"GPU-2": 1}, lease) == used_of_lease({"GPU-1": 1}, None) == {}
