@@ -32,6 +32,7 @@ from flower_gpu.launch.authority import Authority
 from flower_gpu.launch.node_keys import NodeKey, node_keys
 from flower_gpu.launch.run_keys import made_for_run
 from flower_gpu.launch.superlink import supernode_command
+from flower_gpu.workers.forkserver.identity import script_folders
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -111,6 +112,7 @@ def own_environment(folder: Path) -> dict[str, str]:
         "FLOWER_GPU_STATE_DIR": str(folder / "state"),
         "FLOWER_GPU_LEDGER_DIR": str(folder / "state"),
         "FLOWER_GPU_SERVER_IDLE_S": "10",
+        "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
     }
 
 

@@ -370,7 +370,7 @@ def test_an_index_with_any_other_byte_is_told_or_means_the_same(
 WRITER = """
 import itertools, os, random, select, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from checkpoint_rounds import change_states, check_complete, round_state
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.states import StateStore
@@ -439,7 +439,12 @@ for _ in range(5):
     least += rounds
     assert last >= least
 """
-    run_script(WRITER + script, str(tmp_path / "checkpoint"), str(Path(__file__).parent))
+    run_script(
+        WRITER + script,
+        str(tmp_path / "checkpoint"),
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+    )
 
 
 def test_between_any_two_lines_the_folder_holds_the_round_or_the_one_before(tmp_path: Path) -> None:
@@ -508,4 +513,9 @@ assert any("continue from the checkpoint, which is that of the round before" in 
 write(5)
 assert check_complete(folder) == 5
 """
-    run_script(WRITER + script, str(tmp_path / "checkpoint"), str(Path(__file__).parent))
+    run_script(
+        WRITER + script,
+        str(tmp_path / "checkpoint"),
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
+    )

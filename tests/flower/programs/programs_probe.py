@@ -49,7 +49,9 @@ def tell() -> int:
         ),
         "marked": b"PROBE_MARK=1" in Path("/proc/self/environ").read_bytes().split(b"\0"),
     }
-    Path(target).write_text(json.dumps(found))
+    written = Path(f"{target}.{os.getpid()}")
+    written.write_text(json.dumps(found))
+    written.rename(target)
     match how:
         case "wait":
             time.sleep(600)

@@ -48,6 +48,7 @@ class Probe:
     ) -> Program | None:
         """Start the program that tells what it has."""
         self.told = self.folder / "told"
+        self.told.unlink(missing_ok=True)  # of an earlier program
         argv = [name, str(self.told), how]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
         return Program(argv, *started) if started else None
