@@ -58,10 +58,9 @@ def decode(data: Any, message: Message) -> tuple[Message, RecordDict]:
         error, ttl = described["error"], described["ttl"]
         if type(ttl) not in (int, float) or not math.isfinite(ttl) or ttl <= 0:
             raise ValueError("no time to live")
-        if error is None:
-            reply = Message(_records(content), reply_to=message, ttl=ttl)
-        else:
-            reply = Message(_error(*error), reply_to=message, ttl=ttl)
+        reply = Message(_records(content) if error is None else _error(*error), reply_to=message)
+        # Not as an argument: what is left of the message's own time is less by now, which Flower would log.
+        reply.metadata.ttl = min(ttl, reply.metadata.ttl)
         return reply, _records(state)
     except Exception as error:
         # Whatever an app may have written there: Flower's records raise what they like.

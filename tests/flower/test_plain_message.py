@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from typing import Any
 
@@ -39,6 +40,19 @@ def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: Recor
     assert found.metadata.reply_to_message_id == message.metadata.message_id
     assert (found.metadata.src_node_id, found.metadata.dst_node_id) == (7, message.metadata.src_node_id)
     assert found.metadata.ttl == pytest.approx(50.0, abs=1.0)
+
+
+def test_a_reply_that_travelled_long_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    message = asked()
+    plain = in_one_piece(plain_message.encode(Message(RecordDict(), reply_to=message), RecordDict()))
+    message.metadata.ttl -= 5.0  # so much time has gone by
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    try:
+        reply, _ = plain_message.decode(plain, message)
+    finally:
+        logging.getLogger("flwr").removeHandler(caplog.handler)
+    assert not caplog.records
+    assert reply.metadata.ttl <= message.metadata.ttl
 
 
 @pytest.mark.parametrize("reason", [None, "", "no data here"])
