@@ -41,7 +41,7 @@ def _file() -> Path:
 
 
 def _own() -> Path:
-    path = Path(tempfile.mkdtemp()) / proof.FILE
+    path = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / proof.FILE
     path.touch(0o600)
     return path
 
@@ -59,7 +59,7 @@ def _reopened() -> list[int]:
 
 
 def _linked() -> list[int]:
-    link = Path(tempfile.mkdtemp()) / proof.FILE
+    link = Path(tempfile.mkdtemp(dir=os.environ["TMPDIR"])) / proof.FILE
     link.hardlink_to(_file())
     return [os.open(link, os.O_RDONLY)]
 
@@ -97,7 +97,7 @@ def _ways(holder: tuple[int, int]) -> dict[str, Callable[[], list[int]]]:
         "opened by its path, then by that": _reopened,
         "another file": _another_file,
         "a memory file": lambda: [os.memfd_create(proof.FILE)],
-        "a folder": lambda: [os.open(tempfile.mkdtemp(), os.O_RDONLY)],
+        "a folder": lambda: [os.open(tempfile.mkdtemp(dir=os.environ["TMPDIR"]), os.O_RDONLY)],
         "two files": lambda: [*_another_file(), *_another_file()],
         "of another process": lambda: _of_another_process(*holder),
         "taken from another process": lambda: _taken_from_another_process(*holder),

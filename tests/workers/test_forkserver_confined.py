@@ -49,6 +49,11 @@ def folder() -> Iterator[Path]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def _own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture
 def holder(folder: Path) -> Iterator[tuple[int, int]]:
     """This process, which has the file open as a caller has it for a moment."""
