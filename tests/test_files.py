@@ -66,11 +66,14 @@ def test_a_file_that_nobody_has_any_more_is_closed_by_the_process_that_opened_it
     number = int(first)
     child = os.fork()
     if not child:
-        with open(path, "rb") as same_number:  # the fork has not the file, so this one gets its number
-            ok = same_number.fileno() == number
-            del first
-            ok = ok and os.fstat(number).st_ino == path.stat().st_ino
-        os._exit(0 if ok else 1)
+        status = 1
+        try:
+            with open(path, "rb") as other:  # the fork has not the file, so another one may get its number
+                os.dup2(other.fileno(), number)
+                del first
+                status = 0 if os.fstat(number).st_ino == path.stat().st_ino else 1
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
     second = files.opened(path, os.O_RDWR)
     assert not files.try_lock(second)
