@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import stat
 import threading
 import time
@@ -144,6 +145,24 @@ def locked(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         descriptor.close()
+
+
+def locked_folder(path: Path) -> int:
+    """Make an empty folder that only this account can enter, and lock it; return a descriptor of it.
+
+    So others can tell a folder in use from what a killed process has left, which may be removed by anybody
+    who can lock it. Forks have the descriptor, too.
+    """
+    while True:
+        shutil.rmtree(path, ignore_errors=True)  # of an earlier process with this name
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):  # removed by somebody else before it was locked
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if still_has_name(descriptor, path):
+                return descriptor
+            os.close(descriptor)
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:

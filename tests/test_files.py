@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,3 +124,31 @@ def test_an_own_folder_is_no_link_and_nobody_else_can_write_to_it(tmp_path: Path
     assert not files.is_own_folder(folder)
     with pytest.raises(FileNotFoundError):
         files.is_own_folder(tmp_path / "missing")
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    done = threading.Event()
+
+    def remove_when_unlocked() -> None:
+        while not done.is_set():
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    if files.try_lock(descriptor):
+                        shutil.rmtree(path, ignore_errors=True)
+                finally:
+                    os.close(descriptor)
+
+    remover = threading.Thread(target=remove_when_unlocked)
+    remover.start()
+    try:
+        for _ in range(200):
+            descriptor = files.locked_folder(path)
+            (path / "file").touch()
+            assert files.still_has_name(descriptor, path)
+            os.close(descriptor)
+    finally:
+        done.set()
+        remover.join()

@@ -24,6 +24,7 @@ from flower_gpu.cli import confine
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower.flwr_clientapp import OWN_ENVIRONMENT
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import node_keys, ports
@@ -283,6 +284,11 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         env[GUARD_VARIABLE] = arguments.gpu_guard
     guard.check(env)
     env.update(confine.environment(arguments, _key_files(arguments), env))
+    if arguments.confine is not None and OWN_ENVIRONMENT in arguments.flower:
+        raise ConfigError(
+            f"--confine and {OWN_ENVIRONMENT} cannot be had together: an app's packages would be installed "
+            "by code of its choice. Install what apps need into the SuperNode's environment"
+        )
     if arguments.max_concurrent is not None:
         env[slots.VARIABLE] = str(slots.make(arguments.max_concurrent))
     if nodes > 1 and not env.get(CONCURRENCY_VARIABLE):  # so many workers share the cores: fewer threads each

@@ -147,12 +147,10 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
             parent.mkdir(mode=0o700)
         _remove_left(parent)
         path = parent / f"{os.getpid()}-{os.urandom(6).hex()}"
-        path.mkdir(mode=0o700)
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = files.locked_folder(path)
     except OSError as error:
         raise ConfigError(f"no folder can be made for a message: {error}") from error
     try:
-        files.try_lock(lock)
         yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
     finally:
         _remove(path)

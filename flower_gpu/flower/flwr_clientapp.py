@@ -33,7 +33,8 @@ _CLIENTAPP: Final = "flower_gpu.flower.clientapp"
 #: What handles a message.
 TASK: Final = f"{_CLIENTAPP}:main"
 _NAME = "flwr-clientapp"
-_OWN_ENVIRONMENT = "--allow-runtime-dependency-installation"
+#: Flower's option by which an app's packages are installed for it.
+OWN_ENVIRONMENT: Final = "--allow-runtime-dependency-installation"
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -41,10 +42,10 @@ def main() -> None:
     """Handle one message; exits with the status of Flower's own command."""
     arguments = sys.argv[1:]
     with_lease = takes_lease(os.environ)
-    if _OWN_ENVIRONMENT in arguments and CONFINE_VARIABLE in os.environ:
-        print(f"flower-gpu: --confine and {_OWN_ENVIRONMENT} cannot be had together", file=sys.stderr)
+    if OWN_ENVIRONMENT in arguments and CONFINE_VARIABLE in os.environ:
+        print(f"flower-gpu: --confine and {OWN_ENVIRONMENT} cannot be had together", file=sys.stderr)
         sys.exit(1)
-    if _OWN_ENVIRONMENT in arguments:
+    if OWN_ENVIRONMENT in arguments:
         _run_here(arguments, with_lease, "the app's environment is built at run time")
     if not client.is_supported():
         _run_here(arguments, with_lease, "this platform has no fork server")

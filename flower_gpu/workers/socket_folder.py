@@ -12,7 +12,6 @@ server has.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -57,7 +56,7 @@ def take() -> None:
         with suppress(FileExistsError):
             parent.mkdir(mode=0o700)
         path = parent / _own_name(os.getpid())
-        _lock = _locked(path)
+        _lock = files.locked_folder(path)
         name = str(path)
         if len(os.fsencode(name)) > _MAX_BYTES:
             name = f"/proc/{os.getpid()}/fd/{_lock}"
@@ -106,20 +105,6 @@ def _parent() -> Path | None:
     with suppress(OSError):
         return path if files.is_own_folder(path, forbidden=0o077) else None
     return None
-
-
-def _locked(path: Path) -> int:
-    """Make an empty folder and lock it; return the descriptor."""
-    while True:
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier process with this id
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # taken away by remove_left, before it was locked
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if files.still_has_name(descriptor, path):
-                return descriptor
-            os.close(descriptor)
 
 
 def _own_name(pid: int) -> str:

@@ -50,6 +50,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_call: None) -> It
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    # PyTorch's compiler makes its folder as soon as it is imported, in whatever thread that is, and keeps it.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
     # Forks share that of this process, which an earlier test may have left: what they leak would be there
     # until this process ends.
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]

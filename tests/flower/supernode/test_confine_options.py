@@ -56,6 +56,7 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
         ("--data-dir {home}/data", "--data-dir goes with --confine"),
         ("--allow-connect 443", "--allow-connect goes with --confine"),
         ("--confine --data-dir {home}/nothing", "there is no such folder"),
+        ("--confine -- --allow-runtime-dependency-installation", "cannot be had together"),
         ("--confine --write-dir {home}/keys/node", "there is no such folder"),
         ("--confine --data-dir {home}", "what Flower keeps of this account"),
         ("--confine --data-dir /", "Name a folder that holds data alone"),
