@@ -21,9 +21,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.recording import RecordedRun, recorded_run
-from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import ConfigError, WorkerStartError
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.strategy_state import OURS
@@ -35,19 +34,16 @@ from flower_gpu.simulation import determinism, machine, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
 from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.host import Host, Work
 from flower_gpu.simulation.in_worker import AppReference, seed_of
-from flower_gpu.simulation.messages import MessageHandler
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.recycling import Recycling
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.simulation_result import SimulationResult
-from flower_gpu.simulation.slots import LeaseTurns, Slot
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
-from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.own_calls import borrowed
-from flower_gpu.workers.threads import cores, planned_threads
+from flower_gpu.workers.threads import cores
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
@@ -185,25 +181,34 @@ def simulate(
     if names and folder is None and log_dir is None:
         raise ConfigError("trackers follow the trace in the run's folder: log_dir=None makes no folder")
     env: dict[str, str] = dict(options.get("env") or {})
-    decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
-    gpus = workers.gpus()
     of_all: dict[str, str] = {}
     if deterministic:
         determinism.check_interpreter()
-        determinism.check_gpus(settings.gpu.on_oom, gpus, decision.uuids)
-        machine.check_same(before, machine.described(gpus), is_strict=not keep_going)
         of_all = determinism.variables({**os.environ, **env}, before.get("threads", 1))
+    of_calls: CallOptions = {**options, "env": {**env, **of_all}}
     is_strict = deterministic and not keep_going
     if verify_recycling and calls_per_worker == 1:
         raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
-    leases = workers.most_leases(settings, decision.uuids)
-    concurrency = workers.concurrency(settings, leases, max_workers, num_supernodes)
-    variables = workers.variables(concurrency, {**env, **of_all}, settings.host.num_cpus)
-    count = planned_threads({**os.environ, **variables})
+    host = Host(
+        Work(
+            name,
+            client,
+            of_calls,
+            num_supernodes,
+            seed,
+            max_workers,
+            calls_per_worker,
+            verify_recycling,
+            deterministic,
+            is_strict,
+        )
+    )
+    if deterministic:
+        machine.check_same(before, machine.described(host.gpus), is_strict=is_strict)
     # What a run that goes on must have in common with the run before.
     identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
     if deterministic:
-        identity |= {"deterministic": True, "threads": count}
+        identity |= {"deterministic": True, "threads": host.threads}
     memory_limit_bytes = memory_bytes(state_memory, "state_memory")
     recorded: RecordedRun | None = None
     followers = tracking.Tracking(names)
@@ -212,18 +217,18 @@ def simulate(
         if folder is None and log_dir is not None:
             config = {
                 "deterministic": deterministic,
-                "threads": count,
+                "threads": host.threads,
                 **identity,
                 "app_folder": where,
                 "run_config": values,
-                "max_workers": concurrency,
+                "max_workers": host.concurrency,
                 "calls_per_worker": calls_per_worker,
                 "verify_recycling": verify_recycling,
                 "order": order,
                 "state_memory_bytes": memory_limit_bytes,
                 "options": {option: _plain(value) for option, value in options.items()},
                 "cores": cores(),
-                **machine.described(gpus),
+                **machine.described(host.gpus),
             }
             folder = ResultFolder.create(Path(log_dir), config)
         if folder is not None:
@@ -266,69 +271,37 @@ def simulate(
                 is_tracked=followers.is_on,
             )
         )
-        report.recorder.concurrency = concurrency
-        durations = workers.durations(name, num_supernodes, settings, gpus, decision.uuids)
-        stack.callback(durations.save)
-        is_longest_first = order == LONGEST and concurrency > 1  # with one worker no order is faster
-        if is_longest_first:
-            report.recorder.expected_s = lambda kind, ids: durations.expected_s(
+        report.recorder.concurrency = host.concurrency
+        stack.callback(host.close)
+        handler = host.open(nodes)
+        durations = None
+        if order == LONGEST and host.concurrency > 1:  # with one worker no order is faster
+            durations = host.durations
+            report.recorder.expected_s = lambda kind, ids: host.durations.expected_s(
                 [(kind, nodes.find(node_id)) for node_id in ids]
             )
-        of_server = workers.run_server_settings(name, client, settings, variables)
-        workers.learn_beside(of_server, settings)
-        run_server = RunServer(of_server)
-        turns = LeaseTurns(None if settings.gpu.request.is_auto else leases or None)
-        cores_of_run = workers.core_leases(settings, concurrency, name)
-        of_calls = {**options, "env": variables}
-        if not gpus:
-            of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
-        recycling = Recycling(
-            calls_per_worker,
-            verifies=verify_recycling or (deterministic and calls_per_worker != 1),
-            on_gpu=decision.on_gpu,
-            first=concurrency,
-            is_strict=is_strict,
-        )
-        handler = MessageHandler(
-            client,
-            nodes,
-            of_calls,
-            name,
-            seed,
-            lambda: Slot(run_server, turns, cores_of_run),
-            recycling,
-            durations,
-            is_deterministic=deterministic,
-            is_strict=is_strict,
-        )
         grid = LocalGrid(
             Run.create_empty(run_id),
             nodes,
             handler,
-            concurrency,
+            host.concurrency,
             checkpoints,
             state,
-            has_spare=max_workers is None and not leases,
-            durations=durations if is_longest_first else None,
+            has_spare=host.has_spare,
+            durations=durations,
             sums_in_order=deterministic,
             is_strict=is_strict,
         )
         # Last in, first out: workers end at once, then the threads that wait for them.
-        stack.callback(cores_of_run.close)
-        stack.callback(handler.close)
         stack.callback(grid.close)
-        stack.callback(run_server.close)
+        stack.callback(host.end_workers)
         stack.callback(lambda: report.facts.update(handler.facts()))
         workers.seed_server(seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(values))
         recorded_grid = RecordedGrid(grid, report.recorder)
         if isinstance(server, str):
             server = _loaded(server, where)
-        if workers.loads_data(settings):
-            try:
-                run_server.process()
-            except WorkerStartError as error:  # so the run ends here, and not each client's call
-                raise ConfigError(f"preload: {error}") from error
+        host.load_data()
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves

@@ -1,0 +1,156 @@
+"""What a host does for a run: messages to virtual nodes are handled in its workers, with its leases."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.clientapp import ClientApp
+
+from flower_gpu.calls import leasing
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import ConfigError, WorkerStartError
+from flower_gpu.options import CallOptions
+from flower_gpu.simulation import determinism, workers
+from flower_gpu.simulation.durations import Durations
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.messages import MessageHandler
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.recycling import Recycling
+from flower_gpu.simulation.slots import LeaseTurns, Slot
+from flower_gpu.workers.forkserver.run_server import RunServer
+from flower_gpu.workers.threads import planned_threads
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a host must know of a run. It can be pickled.
+
+    Attributes
+    ----------
+    name : str
+        The app's.
+    app : AppReference or ClientApp
+        What handles messages.
+    options : CallOptions
+        Of each call.
+    num_supernodes : int
+        How many virtual nodes there are.
+    max_workers, calls_per_worker, verify_recycling, seed
+        As :func:`flower_gpu.simulate` has them.
+    is_deterministic : bool
+        Whether algorithms must give the same bits each time.
+    is_strict : bool
+        Whether what another run would not have ends this one.
+    """
+
+    name: str
+    app: AppReference | ClientApp
+    options: CallOptions
+    num_supernodes: int
+    seed: int
+    max_workers: int | None = None
+    calls_per_worker: int | None = None
+    verify_recycling: bool = False
+    is_deterministic: bool = False
+    is_strict: bool = False
+
+
+class Host:
+    """The host that this process is on, for one run.
+
+    Parameters
+    ----------
+    work : Work
+        What is to be done.
+
+    Attributes
+    ----------
+    gpus : list of GPU
+        Its GPUs that can be used.
+    concurrency : int
+        How many messages it handles at a time, at most.
+    has_spare : bool
+        Whether one more is of use while messages are short.
+    threads : int
+        Of each worker's libraries.
+    durations : Durations
+        What messages take here.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._settings = settings = CallSettings.resolve(work.options)
+        env = dict(work.options.get("env") or {})
+        self.gpus = workers.gpus()
+        self._decision = leasing.decide(settings.gpu, None, {**os.environ, **settings.worker.env})
+        if work.is_deterministic:
+            determinism.check_gpus(settings.gpu.on_oom, self.gpus, self._decision.uuids)
+        self._leases = workers.most_leases(settings, self._decision.uuids)
+        self.concurrency = workers.concurrency(settings, self._leases, work.max_workers, work.num_supernodes)
+        self.has_spare = work.max_workers is None and not self._leases
+        self._variables = workers.variables(self.concurrency, env, settings.host.num_cpus)
+        self.threads = planned_threads({**os.environ, **self._variables})
+        self._opened = ExitStack()
+
+    def open(self, nodes: VirtualNodes) -> MessageHandler:
+        """Get ready for the messages to these nodes; returns what handles them, in any number of threads."""
+        work, settings = self._work, self._settings
+        self.durations: Durations = workers.durations(
+            work.name, work.num_supernodes, settings, self.gpus, self._decision.uuids
+        )
+        self._opened.callback(self.durations.save)
+        of_server = workers.run_server_settings(work.name, work.app, settings, self._variables)
+        workers.learn_beside(of_server, settings)
+        self._run_server = run_server = RunServer(of_server)
+        turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
+        cores_of_run = workers.core_leases(settings, self.concurrency, work.name)
+        of_calls: dict[str, Any] = {**work.options, "env": self._variables}
+        if not self.gpus:
+            of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
+        recycling = Recycling(
+            work.calls_per_worker,
+            verifies=work.verify_recycling or (work.is_deterministic and work.calls_per_worker != 1),
+            on_gpu=self._decision.on_gpu,
+            first=self.concurrency,
+            is_strict=work.is_strict,
+        )
+        handler = MessageHandler(
+            work.app,
+            nodes,
+            of_calls,
+            work.name,
+            work.seed,
+            lambda: Slot(run_server, turns, cores_of_run),
+            recycling,
+            self.durations,
+            is_deterministic=work.is_deterministic,
+            is_strict=work.is_strict,
+        )
+        self._opened.callback(cores_of_run.close)
+        self._opened.callback(handler.close)
+        return handler
+
+    def load_data(self) -> None:
+        """Load what calls find loaded, where there is something to load.
+
+        Raises
+        ------
+        ConfigError
+            If that fails: so the run ends here, and not each client's call.
+        """
+        if workers.loads_data(self._settings):
+            try:
+                self._run_server.process()
+            except WorkerStartError as error:
+                raise ConfigError(f"preload: {error}") from error
+
+    def end_workers(self) -> None:
+        """Have all workers end at once; threads that wait for one go on."""
+        self._run_server.close()
+
+    def close(self) -> None:
+        """Let go of all that is held. No thread handles messages any more."""
+        self._opened.close()
