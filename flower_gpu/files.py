@@ -12,12 +12,13 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _LOCK_WAIT_S = 10.0  # a lock is held for a few ms; a process that was stopped may hold it for ever
+_REMOVAL_S = 1.0  # a folder that is removed is locked meanwhile
 
 
 @contextmanager
@@ -154,15 +155,41 @@ def locked_folder(path: Path) -> int:
     who can lock it. Forks have the descriptor, too.
     """
     while True:
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier process with this name
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
         with suppress(FileNotFoundError):  # removed by somebody else before it was locked
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if still_has_name(descriptor, path):
-                return descriptor
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                lock(descriptor, time.monotonic() + _REMOVAL_S)
+            except TimeoutError:  # a child of an earlier process with this name is still there
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                if still_has_name(descriptor, path):
+                    for left in path.iterdir():
+                        remove(left)
+                    return descriptor
             os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def remove_unlocked_folders(paths: Iterable[Path], remove: Callable[[Path], object] = shutil.rmtree) -> None:
+    """Remove those folders of ``locked_folder`` whose processes have ended without doing it."""
+    for path in paths:
+        with suppress(OSError):  # gone meanwhile
+            descriptor = opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                # Whoever makes a folder of the same name waits for the lock.
+                if try_lock(descriptor) and still_has_name(descriptor, path):
+                    remove(path)
+            finally:
+                descriptor.close()
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:

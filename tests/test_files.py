@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -133,13 +131,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Pat
 
     def remove_when_unlocked() -> None:
         while not done.is_set():
-            with suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    if files.try_lock(descriptor):
-                        shutil.rmtree(path, ignore_errors=True)
-                finally:
-                    os.close(descriptor)
+            files.remove_unlocked_folders([path])
 
     remover = threading.Thread(target=remove_when_unlocked)
     remover.start()

@@ -24,7 +24,6 @@ from flower_gpu.cli import confine
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import node_slots as slots
-from flower_gpu.flower.flwr_clientapp import OWN_ENVIRONMENT
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import node_keys, ports
@@ -277,6 +276,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         If an option or variable cannot be used.
     """
     from flower_gpu.flower import commands
+    from flower_gpu.flower.flwr_clientapp import OWN_ENVIRONMENT
 
     check(arguments.flower)
     env = checked_environment(given_calls(arguments), base)

@@ -145,7 +145,7 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
         parent = state_folder.made_state_dir() / _PARENT
         with suppress(FileExistsError):
             parent.mkdir(mode=0o700)
-        _remove_left(parent)
+        files.remove_unlocked_folders(list(parent.iterdir()), _remove)
         path = parent / f"{os.getpid()}-{os.urandom(6).hex()}"
         lock = files.locked_folder(path)
     except OSError as error:
@@ -155,18 +155,6 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
     finally:
         _remove(path)
         os.close(lock)
-
-
-def _remove_left(parent: Path) -> None:
-    """Remove folders whose process was killed."""
-    for path in list(parent.iterdir()):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if files.try_lock(descriptor):
-                    _remove(path)
-            finally:
-                os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -83,7 +83,8 @@ def made_for_run(clients: int) -> Iterator[RunKeys]:
             parent = state_folder.made_state_dir() / _PARENT
             with suppress(FileExistsError):
                 parent.mkdir(mode=0o700)
-            remove_left(parent)
+            # Of runs that were killed, with all that could have removed them.
+            files.remove_unlocked_folders(list(parent.iterdir()))
             folder, lock = _locked_folder(parent)
             stack.callback(lock.close)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -96,24 +97,12 @@ def made_for_run(clients: int) -> Iterator[RunKeys]:
         yield keys
 
 
-def remove_left(parent: Path) -> None:
-    """Remove the keys of runs that were killed, with all that could have removed them."""
-    for path in list(parent.iterdir()):
-        with suppress(OSError):  # gone meanwhile
-            descriptor = files.opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if files.try_lock(descriptor):
-                    shutil.rmtree(path)
-            finally:
-                descriptor.close()
-
-
 def _locked_folder(parent: Path) -> tuple[Path, files.Descriptor]:
     """Make a folder and lock it."""
     while True:
         path = parent / f"{os.getpid()}-{os.urandom(4).hex()}"
         path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # removed by remove_left, before it was locked
+        with suppress(FileNotFoundError):  # removed by another run before it was locked
             descriptor = files.opened(path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if files.still_has_name(descriptor, path):

@@ -84,19 +84,7 @@ def remove_left() -> None:
     found: list[Path] = []
     with suppress(PermissionError):  # this worker is confined, and so are those that it starts
         found = list(parent.iterdir())
-    for path in found:
-        if _NAMES.fullmatch(path.name):
-            with suppress(OSError):  # in use, or gone
-                _remove_unused(path)
-
-
-def _remove_unused(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        if files.try_lock(descriptor):
-            shutil.rmtree(path)
-    finally:
-        os.close(descriptor)
+    files.remove_unlocked_folders(path for path in found if _NAMES.fullmatch(path.name))
 
 
 def _parent() -> Path | None:
