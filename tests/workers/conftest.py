@@ -43,7 +43,10 @@ def first_call() -> None:
 
 @pytest.fixture
 def run(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, first_call: None
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    first_call: None,
 ) -> Iterator[Run]:
     """Trace the calls of a test, and check after it that nothing of them is left."""
     folder, temporary = tmp_path / "run", tmp_path / "temporary"
@@ -52,8 +55,8 @@ def run(
     monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(folder))
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    # PyTorch's compiler makes its folder as soon as it is imported, in whatever thread that is, and keeps it. One
-    # folder for all tests: each other one would have a fork server of its own, of 300 MB.
+    # PyTorch's compiler makes its folder as soon as it is imported, in any thread, and keeps the folder.
+    # All tests share one: another folder is another environment, with a fork server of 300 MB of its own.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "torchinductor"))
     # Forks share that of this process, which an earlier test may have left: what they leak would be there
     # until this process ends.
