@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -211,8 +212,19 @@ class _ByName(pickle.Pickler):
 
 class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, parts: Parts) -> None:
-        self.dispatch_table = _bound_to(parts, cloudpickle.Pickler.dispatch_table)
+        table = {**cloudpickle.Pickler.dispatch_table, CodeType: _code_by_value}
+        self.dispatch_table = _bound_to(parts, table)
         super().__init__(file, protocol=5, buffer_callback=parts.take)
+
+
+def _code_by_value(code: CodeType) -> tuple[Any, ...]:
+    # cloudpickle leaves the file's name out from version 3.1.3 on: a traceback would not say where a line is.
+    make, fields = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return _code_in, (code.co_filename, make, fields)
+
+
+def _code_in(filename: str, make: Callable[..., CodeType], fields: tuple[Any, ...]) -> CodeType:
+    return make(*fields).replace(co_filename=filename)
 
 
 def _bound_to(parts: Parts, others: Mapping[Any, Any]) -> Mapping[Any, Any]:
