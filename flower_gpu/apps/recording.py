@@ -71,7 +71,7 @@ class RecordedRun:
             host=platform.node(),
             cores=cores(),
             version=flower_gpu.__version__,
-            gpus=_gpus(),
+            gpus=told_gpus(),
         )
         # The first look is what was there before the run, the last what is there after it.
         if look_at_gpus(self._folder):
@@ -129,7 +129,8 @@ def recorded_run(
             run.end()
 
 
-def _gpus() -> list[dict[str, Any]]:
+def told_gpus() -> list[dict[str, Any]]:
+    """Return the GPUs of this host, as a trace tells of them."""
     reserve = reserve_bytes(os.environ)
     return [
         {

@@ -111,6 +111,12 @@ _OPTIONS: Final = {
         kinds.words(_ORDER, "sent"),
         group="workers",
     ),
+    "ray_address": Option(
+        "handle messages on all hosts of a Ray cluster: auto, HOST:PORT or ray://HOST:PORT (default: on this "
+        "machine)",
+        replace(kinds.TEXT, metavar="ADDRESS"),
+        group="workers",
+    ),
     "preload": Option(
         "function that loads data, called once, with these arguments, where workers are forked from: all of "
         "them find what it keeps in its module; may be repeated",
@@ -239,6 +245,7 @@ def _run(arguments: argparse.Namespace) -> int:
         state_memory=arguments.state_memory,
         keep_going=arguments.keep_going,
         deterministic=arguments.deterministic,
+        ray_address=arguments.ray_address,
         trackers=list(chain(*arguments.tracker)) or None,
         preload=preload,
         **calls,

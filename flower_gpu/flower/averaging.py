@@ -5,12 +5,14 @@ sums are the only large arrays. A reply can be freed as soon as it was added.
 
 Floats add up to other bits in another order. Where that matters, replies come in the order of their nodes,
 and each block of consecutive nodes has a sum of its own; the blocks' sums are added up in the order of the
-blocks (:class:`InBlocks`). So whoever has the nodes of a block can form its sum, on another machine as well.
+blocks (:class:`InBlocks`). So whoever has the nodes of a block can form its sum, on another machine as well
+(:class:`SummedElsewhere`).
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -51,7 +53,7 @@ class RunningMean:
         self._zeros = _Zeros()
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
 
-    def fits(self, record: Mapping[str, Array]) -> bool:
+    def fits(self, record: Mapping[str, object]) -> bool:
         """Return whether a record has the same keys as those before."""
         return self._count == 0 or record.keys() == self._sums.keys()
 
@@ -87,6 +89,39 @@ class RunningMean:
                 raise InvalidResultError(f"array {key!r} of {source} {error}") from None
         self._block_weight += weight
         self._count += 1
+
+    def merge(self, other: RunningMean, source: str) -> None:
+        """Add the sums of another mean, as those of one block; the other mean is used up.
+
+        Parameters
+        ----------
+        other : RunningMean
+            Of one block, whose records have the same keys, if any.
+        source : str
+            Whose they are, for messages.
+
+        Raises
+        ------
+        InvalidResultError
+            If an array cannot be averaged with those before.
+        """
+        for key, theirs in other._sums.items():
+            try:
+                if self._count == 0:
+                    self._sums[key] = theirs
+                else:
+                    self._sums[key].merge(theirs)
+            except _CannotBeAddedError as error:
+                raise InvalidResultError(f"array {key!r} of {source} {error}") from None
+        self.total_weight += other._block_weight
+        self._count += other._count
+
+    def keys(self) -> Mapping[str, object]:
+        """Return the arrays' names; none as long as nothing was added."""
+        return self._sums
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_scratch": np.empty(0, np.uint8), "_zeros": _Zeros()}
 
     def _end_block(self) -> None:
         """Add the sums of a block to those of the blocks before it."""
@@ -161,6 +196,16 @@ class _Sum:
             summed = self._sum[start : start + chunk.size]
             np.add(summed, scaled, out=summed)
 
+    def merge(self, other: _Sum) -> None:
+        self._look_at(other._dtype)
+        if not other._is_integer:
+            self._is_integer = False
+        theirs = other._sum.reshape(other._shape, order=other._order)
+        summed = self._broadcast(theirs).ravel(self._order)
+        if not self._sum.flags.writeable:  # it came from another machine
+            self._sum = self._sum.copy()
+        np.add(self._sum, summed, out=self._sum)
+
     def end_block(self, zeros: _Zeros) -> None:
         if self._earlier is None:
             self._earlier, self._sum = self._sum, zeros.take(self._sum.size, self._sum.dtype)
@@ -169,7 +214,7 @@ class _Sum:
         self._sum.fill(0)
 
     def mean(self, total_weight: float) -> NDArray[Any]:
-        summed = self._sum
+        summed = self._sum if self._sum.flags.writeable else self._sum.copy()
         if self._earlier is not None:
             summed = np.add(self._earlier, self._sum, out=self._earlier)
         mean: NDArray[Any] = np.divide(summed, total_weight, out=summed)
@@ -257,19 +302,34 @@ class SummedReplies:
         )
         self.rest.append(rest)
 
+    def merge(self, other: SummedReplies, source: str) -> None:
+        """Add replies that were summed elsewhere, as one block; these are used up."""
+        self.rest += other.rest
+        if self.misfit:
+            return
+        keys = other.mean.keys()
+        if other.misfit:
+            self._has_misfit(other.misfit)
+        elif keys and not self.mean.fits(keys):
+            self._has_misfit(f"The replies of {source} have other arrays than those before.")
+        else:
+            self.mean.merge(other.mean, source)
+
+    def _has_misfit(self, text: str) -> None:
+        self.misfit = text
+        self.mean = RunningMean()  # nobody needs the sums any more
+
     def _sum(self, content: RecordDict, source: str, block: int | None) -> None:
         records = list(records_of(content, ArrayRecord).values())
         weight = weight_of(content, self._weighted_by_key)
         if len(records) != 1:
-            self.misfit = f"The reply of {source} has {len(records)} ArrayRecords instead of one."
+            self._has_misfit(f"The reply of {source} has {len(records)} ArrayRecords instead of one.")
         elif weight is None:
-            self.misfit = f"The reply of {source} has no single number {self._weighted_by_key!r}."
+            self._has_misfit(f"The reply of {source} has no single number {self._weighted_by_key!r}.")
         elif not self.mean.fits(records[0]):
-            self.misfit = f"The reply of {source} has other arrays than those before."
+            self._has_misfit(f"The reply of {source} has other arrays than those before.")
         else:
             self.mean.add(records[0], weight, source, block)
-            return
-        self.mean = RunningMean()  # nobody needs the sums any more
 
     def _names_of(self, record: ArrayRecord) -> ArrayRecord:
         keys = tuple(record)
@@ -331,6 +391,16 @@ class InBlocks:
     def close(self) -> None:
         """Want no more replies."""
         self._replies.close()
+
+
+class SummedElsewhere(ABC):
+    """Replies that are summed where they are made: their sums come, and not they themselves."""
+
+    @abstractmethod
+    def sums(
+        self, weighted_by_key: str, *, keeps_integers: bool
+    ) -> Generator[tuple[str, SummedReplies], None, None]:
+        """Send the messages, and yield sums of replies, each with the name of where it was formed."""
 
 
 def place(reply: Message) -> tuple[int, int, str]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from logging import INFO
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -18,14 +18,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from flower_gpu import frameworks
-from flower_gpu.flower.averaging import InBlocks
+from flower_gpu.flower.averaging import InBlocks, SummedElsewhere
 from flower_gpu.flower.strategy_state import OURS, StrategyState
 
 #: State of random number generators, made of what JSON has.
 RandomState = dict[str, Any]
 
-#: Sends the messages of a round; returns the replies, all at once or as they come.
-Receive = Callable[[Iterable[Message]], Iterable[Message]]
+#: Sends the messages of a round; returns the replies, all at once or as they come, or their sums.
+Receive = Callable[[Iterable[Message]], Iterable[Message] | SummedElsewhere]
 
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -75,10 +75,28 @@ class StreamingGrid(Protocol):
         ...
 
 
+@runtime_checkable
+class SummingGrid(Protocol):
+    """What a grid has besides where messages are handled on several hosts.
+
+    ``sums_elsewhere`` tells that replies can be summed there.
+    """
+
+    sums_elsewhere: bool
+
+    def summed(
+        self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
+    ) -> SummedElsewhere:
+        """Return what sends messages and brings the sums of their replies, of nodes in order if need be."""
+        ...
+
+
 def replies_to_sum(
     grid: StreamingGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool
-) -> Generator[Message, None, None] | InBlocks:
-    """Send messages; returns the replies as they come, or in order and in blocks."""
+) -> Generator[Message, None, None] | InBlocks | SummedElsewhere:
+    """Send messages; returns the replies as they come, in order and in blocks, or their sums."""
+    if isinstance(grid, SummingGrid):
+        return grid.summed(messages, timeout, in_order=in_order)
     replies = grid.stream(messages, timeout=timeout, in_order=in_order)
     return InBlocks(replies, grid.block_of) if in_order else replies
 
@@ -225,7 +243,8 @@ class _Rounds:
         messages = self._strategy.configure_train(server_round, self._arrays, config, self._grid)
         replies = self._receive(messages)
         try:
-            arrays, metrics = self._strategy.aggregate_train(server_round, replies)
+            # Sums are for our own strategy, which asked for them.
+            arrays, metrics = self._strategy.aggregate_train(server_round, cast(Any, replies))
         finally:
             if isinstance(replies, _Closeable):  # after an error nobody waits for the others
                 replies.close()

@@ -32,7 +32,7 @@ from flwr.serverapp.strategy import Result
 from numpy.typing import NDArray
 
 from flower_gpu.flower import rounds, streaming
-from flower_gpu.flower.averaging import InBlocks, RunningMean, place, weight_of
+from flower_gpu.flower.averaging import InBlocks, RunningMean, SummedElsewhere, place, weight_of
 from flower_gpu.flower.evaluate import GPUEvaluate, isolated
 from flower_gpu.flower.records import records_of
 from flower_gpu.workers.call import Task
@@ -141,7 +141,7 @@ class FedAvg(_MessageFedAvg):
         return []
 
     def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
+        self, server_round: int, replies: Iterable[Message] | SummedElsewhere
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Average the replies by number of examples; integer arrays stay integer.
 
@@ -151,7 +151,8 @@ class FedAvg(_MessageFedAvg):
             The round.
         replies : iterable of Message
             If it is no sequence, each one is freed before the next is asked for, except with
-            ``exact_order``, where the grid has to bring them in blocks for that.
+            ``exact_order``, where the grid has to bring them in blocks for that. A grid of several hosts
+            brings sums.
 
         Returns
         -------
@@ -165,6 +166,8 @@ class FedAvg(_MessageFedAvg):
         InvalidResultError
             If arrays of the same name do not go together.
         """
+        if isinstance(replies, SummedElsewhere):
+            return streaming.aggregate(self, replies, keeps_integers=True)
         is_ordered = not self.exact_order or isinstance(replies, InBlocks)
         if is_ordered and not isinstance(replies, Sequence):
             return streaming.aggregate(self, replies, keeps_integers=True)
@@ -184,7 +187,7 @@ class FedAvg(_MessageFedAvg):
 
     def _receive(
         self, grid: rounds.StreamingGrid, timeout: float, messages: Iterable[Message]
-    ) -> Iterable[Message]:
+    ) -> Iterable[Message] | SummedElsewhere:
         """Send the messages of a round; returns the replies as ``aggregate_train`` wants them."""
         if not self._takes_streams():
             assert isinstance(grid, Grid)

@@ -22,10 +22,10 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import FedAvg, Strategy
 
-from flower_gpu.flower.averaging import InBlocks, SummedReplies, in_order_of_sending
+from flower_gpu.flower.averaging import InBlocks, SummedElsewhere, SummedReplies, in_order_of_sending
 
 #: Replies that are asked for one by one, and that can be given up.
-Coming = Generator[Message, None, None] | InBlocks
+Coming = Generator[Message, None, None] | InBlocks | SummedElsewhere
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
@@ -43,8 +43,8 @@ class ComingReplies(Sequence[Message]):
     ----------
     replies : generator of Message
         As they come.
-    to_sum : generator or InBlocks, optional
-        The same for whoever sums them, where that is to be in order.
+    to_sum : generator, InBlocks or SummedElsewhere, optional
+        The same for whoever sums them, where that is to be in order or elsewhere.
     """
 
     def __init__(self, replies: Generator[Message, None, None], to_sum: Coming | None = None) -> None:
@@ -78,15 +78,17 @@ class ComingReplies(Sequence[Message]):
         return coming if coming is None else self._to_sum or coming
 
 
-def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: bool) -> Aggregated:
+def aggregate(
+    strategy: FedAvg, replies: Iterable[Message] | SummedElsewhere, *, keeps_integers: bool
+) -> Aggregated:
     """Average replies one by one, with what a strategy says of them; each is freed before the next comes.
 
     Parameters
     ----------
     strategy : FedAvg
         Checks and logs the replies, and aggregates their metrics.
-    replies : iterable of Message
-        As they come, or in blocks.
+    replies : iterable of Message, or SummedElsewhere
+        As they come, in blocks, or as sums.
     keeps_integers : bool
         Whether the mean of integers is rounded; else it is a float64, as in Flower.
 
@@ -103,6 +105,12 @@ def aggregate(strategy: FedAvg, replies: Iterable[Message], *, keeps_integers: b
         If arrays of the same name do not go together; it is a ValueError.
     """
     summed = SummedReplies(strategy.weighted_by_key, keeps_integers=keeps_integers)
+    if isinstance(replies, SummedElsewhere):
+        with closing(replies.sums(strategy.weighted_by_key, keeps_integers=keeps_integers)) as sums:
+            for source, part in sums:
+                summed.merge(part, source)
+                del part
+        replies = ()
     for reply in replies:
         summed.add(reply, replies.block_of(reply) if isinstance(replies, InBlocks) else None)
         del reply  # it must not stay in memory while the next one is waited for
@@ -129,6 +137,8 @@ def streamed_strategies() -> Iterator[None]:
     @wraps(original)
     def aggregate_train(self: FedAvg, server_round: int, replies: Iterable[Message]) -> Aggregated:
         if isinstance(replies, ComingReplies) and _sums_only(self) and (coming := replies.take()) is not None:
+            if isinstance(coming, SummedElsewhere):
+                return aggregate(self, coming, keeps_integers=False)
             with closing(coming):  # after an error nobody waits for the others
                 return aggregate(self, coming, keeps_integers=False)
         return original(self, server_round, replies)

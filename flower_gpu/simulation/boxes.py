@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 from collections import deque
 from typing import ClassVar, Final
@@ -46,9 +47,27 @@ class Box:
         self.running[message.metadata.message_id] = message
         return message
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether messages wait that nobody has taken."""
+        return bool(self.waiting)
+
+    def again(self, message: Message) -> None:
+        """Take a message back that was begun, as nobody handles it any more; it is the next one."""
+        if self.running.pop(message.metadata.message_id, None) is not None and not self._is_closed:
+            heapq.heappush(self.waiting, (-math.inf, next(self._numbers), message))
+
+    def is_wanted(self, message: Message) -> bool:
+        """Tell whether the reply to a message that was begun is waited for."""
+        return not self._is_closed and message.metadata.message_id in self.running
+
     def has_room(self) -> bool:
         """Tell whether there is room for the reply to one message more."""
         return self._most_unread is None or len(self.replies) + len(self.running) < self._most_unread
+
+    def begin_all(self) -> list[Message]:
+        """Return all messages that wait."""
+        return [self.begin() for _ in range(len(self.waiting))]
 
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""

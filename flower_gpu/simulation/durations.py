@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Literal, get_args
@@ -166,6 +166,8 @@ class Durations:
     """
 
     def __init__(self, devices: Sequence[str] = (CPU,), file: DurationFile | None = None) -> None:
+        #: Called with what :meth:`learn` is, where somebody else learns, too.
+        self.on_learned: Callable[..., None] | None = None
         self._devices = list(devices)
         self._file = file
         self._lock = threading.Lock()
@@ -213,6 +215,8 @@ class Durations:
         is_usual : bool
             Whether later calls will be like it. If not, it counts only where nothing else is known.
         """
+        if self.on_learned is not None:
+            self.on_learned(kind, client, seconds, device, examples, is_usual=is_usual)
         with self._lock:
             self._has_news = True
             if examples is not None:

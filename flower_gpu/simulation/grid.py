@@ -6,7 +6,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from logging import WARNING
 from typing import Final, Protocol
@@ -20,6 +20,7 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import (
     ConfigError,
+    FlowerGPUError,
     NotDeterministicError,
     RunEndedError,
     WorkerDiedError,
@@ -76,6 +77,10 @@ class CallError(Error):
         super().__init__(code, reason)
         self.traceback = traceback
         self.ends_run = ends_run
+
+
+class NoSuchNodeError(FlowerGPUError):
+    """A message is to a node that does not exist."""
 
 
 class LocalGrid(Grid):
@@ -285,10 +290,7 @@ class LocalGrid(Grid):
                 with self._changed:
                     reply = box.next(None if deadline is None else deadline - time.monotonic())
                 if reply is None and self._is_strict:
-                    raise NotDeterministicError(
-                        f"{len(ids)} messages were not done within {timeout:g} s, which depends on this "
-                        "machine's load: give the strategy's start() a longer timeout"
-                    )
+                    raise NotDeterministicError(late_text(len(ids), timeout))
                 if reply is None:
                     return
                 ids.discard(reply.metadata.reply_to_message_id)
@@ -339,7 +341,7 @@ class LocalGrid(Grid):
             kinds = (message.metadata.message_type for message in messages)
             expected_s = durations.expected_s(list(zip(kinds, partitions, strict=True)))
         with self._changed:
-            if messages and not box.waiting:
+            if messages and not box.has_waiting:
                 self._waiting.append(box)
             for message, seconds in zip(messages, expected_s, strict=True):
                 box.push(message, seconds)
@@ -362,7 +364,7 @@ class LocalGrid(Grid):
         for box in self._waiting:
             if box.has_room() and (not is_spare or len(box.waiting) > self._most):
                 message = box.begin()
-                if not box.waiting:
+                if not box.has_waiting:
                     self._waiting.remove(box)
                 return message, box
         return None
@@ -385,29 +387,56 @@ class LocalGrid(Grid):
 
     def _do(self, message: Message, box: Box) -> None:
         reply = None
+        began = time.monotonic()
         try:
-            node = message.metadata.dst_node_id
-            if node not in self._nodes:
-                error = Error(ErrorCode.NODE_UNAVAILABLE, f"there is no node {node}")
-                reply = Message(error, reply_to=message)
-                return
-            began = time.monotonic()
-            try:
-                reply = self._handle(message)
+            reply = reply_of(self._handled, message)
+            if not reply.has_error():
                 seconds = time.monotonic() - began
                 self._call_s = seconds if math.isinf(self._call_s) else (3 * self._call_s + seconds) / 4
-            except BaseException as error:  # a SystemExit is the client's, not this thread's
-                text = str(error) or type(error).__name__
-                ends_run = error if isinstance(error, RunEndedError) else None
-                reply = Message(
-                    CallError(_code(error), shortened(text), traceback_of(error), ends_run), reply_to=message
-                )
         finally:
             with self._changed:
                 box.end(message, reply)
 
+    def _handled(self, message: Message) -> Message:
+        self.check_node(message)
+        return self._handle(message)
+
+    def check_node(self, message: Message) -> None:
+        """Check that a message is to one of the nodes.
+
+        Raises
+        ------
+        NoSuchNodeError
+            If it is not.
+        """
+        node_id = message.metadata.dst_node_id
+        if node_id not in self._nodes:
+            raise NoSuchNodeError(f"there is no node {node_id}")
+
+
+def late_text(count: int, timeout: float | None) -> str:
+    """Return why a deterministic run ends in which so many messages are late."""
+    return (
+        f"{count} messages were not done within {timeout:g} s, which depends on this machine's load: "
+        "give the strategy's start() a longer timeout"
+    )
+
+
+def reply_of(handle: Callable[[Message], Message], message: Message) -> Message:
+    """Return the reply to a message; what is raised becomes an error in its place."""
+    try:
+        return handle(message)
+    except BaseException as error:  # a SystemExit is the client's, not this thread's
+        text = str(error) or type(error).__name__
+        ends_run = error if isinstance(error, RunEndedError) else None
+        return Message(
+            CallError(_code(error), shortened(text), traceback_of(error), ends_run), reply_to=message
+        )
+
 
 def _code(error: BaseException) -> int:
+    if isinstance(error, NoSuchNodeError):
+        return ErrorCode.NODE_UNAVAILABLE
     if isinstance(error, LoadClientAppError):
         return ErrorCode.LOAD_CLIENT_APP_EXCEPTION
     if isinstance(error, WorkerDiedError):

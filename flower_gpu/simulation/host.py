@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from flower_gpu.calls import leasing
@@ -16,7 +18,7 @@ from flower_gpu.options import CallOptions
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.messages import MessageHandler
+from flower_gpu.simulation.messages import MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import Recycling
 from flower_gpu.simulation.slots import LeaseTurns, Slot
@@ -95,8 +97,20 @@ class Host:
         self.threads = planned_threads({**os.environ, **self._variables})
         self._opened = ExitStack()
 
-    def open(self, nodes: VirtualNodes) -> MessageHandler:
-        """Get ready for the messages to these nodes; returns what handles them, in any number of threads."""
+    def open(
+        self, nodes: VirtualNodes, seed_of: Callable[[Message], int] | None = None, *, tries: int = 1
+    ) -> MessageHandler:
+        """Get ready for the messages to these nodes; returns what handles them, in any number of threads.
+
+        Parameters
+        ----------
+        nodes : VirtualNodes
+            Who is sent messages.
+        seed_of : callable, optional
+            Returns the seed of a message, where it is not this process that counts what was sent.
+        tries : int
+            How often a message is handled, at most, whose worker dies.
+        """
         work, settings = self._work, self._settings
         self.durations: Durations = workers.durations(
             work.name, work.num_supernodes, settings, self.gpus, self._decision.uuids
@@ -122,10 +136,11 @@ class Host:
             nodes,
             of_calls,
             work.name,
-            work.seed,
+            seed_of or Seeds(work.seed),
             lambda: Slot(run_server, turns, cores_of_run),
             recycling,
             self.durations,
+            tries=tries,
             is_deterministic=work.is_deterministic,
             is_strict=work.is_strict,
         )

@@ -52,6 +52,34 @@ _TRIED_AGAIN: Final = (WorkerDiedError, WorkerStartError)
 _TRIES: Final = 3  # of a message in a deterministic run
 
 
+class Seeds:
+    """Seeds of a run's messages: each the same whatever came before, so that a run that goes on has it, too.
+
+    Parameters
+    ----------
+    seed : int
+        The run's.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._lock = threading.Lock()
+        self._sent: Counter[str] = Counter()  # of the newest round
+        self._round = 0
+
+    def __call__(self, message: Message) -> int:
+        """Return a message's seed; another one where its client was sent the same kind in the same round."""
+        number = round_of(message)
+        with self._lock:
+            if number is not None and number > self._round:
+                self._round = number
+                self._sent.clear()
+            place = f"{self._seed} {message.metadata.dst_node_id} {message.metadata.message_type} {number}"
+            seed = seed_of(f"{place} {self._sent[place]}")
+            self._sent[place] += 1
+        return seed
+
+
 class MessageHandler:
     """Handles messages of one run.
 
@@ -65,16 +93,18 @@ class MessageHandler:
         Of each call, as for :class:`flower_gpu.CallOptions`.
     name : str
         By which the footprint of the app's calls is known.
-    seed : int
-        Of the clients' random numbers.
+    seed_of : callable
+        Returns the seed of the client's random numbers for a message.
     new_slot : callable
         Makes what runs the calls of one thread.
     recycling : Recycling
         How many messages a worker handles.
     durations : Durations, optional
         Learns what messages take.
+    tries : int
+        How often a message is handled, at most, whose worker dies.
     is_deterministic : bool
-        Whether algorithms must give the same bits each time. A message whose worker dies is tried again then.
+        Whether algorithms must give the same bits each time. Then there are three tries.
     is_strict : bool
         Whether a failure that another run would not have ends the run.
     """
@@ -85,30 +115,29 @@ class MessageHandler:
         nodes: VirtualNodes,
         options: Mapping[str, Any],
         name: str,
-        seed: int,
+        seed_of: Callable[[Message], int],
         new_slot: Callable[[], Slot],
         recycling: Recycling,
         durations: Durations | None = None,
         *,
+        tries: int = 1,
         is_deterministic: bool = False,
         is_strict: bool = False,
     ) -> None:
         self._task = handle_deterministically if is_deterministic else handle
-        self._tries = _TRIES if is_deterministic else 1
+        self._tries = _TRIES if is_deterministic else tries
         self._is_strict = is_strict
         self._app = app
         self._nodes = nodes
         self._options = dict(options)
         self._name = name
-        self._seed = seed
+        self._seed_of = seed_of
         self._new_slot = new_slot
         self._here = threading.local()
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._others_started = 0  # workers that were in none of these slots
         self._running: dict[str, Slot] = {}
-        self._sent: Counter[str] = Counter()  # of the newest round
-        self._round = 0
         self._recycling = recycling
         self._durations = Durations() if durations is None else durations
         self._memory = HostMemory()
@@ -118,19 +147,12 @@ class MessageHandler:
         """Have a worker handle a message; the node keeps what that did to its state."""
         metadata = message.metadata
         slot = self._slot()
+        seed = self._seed_of(message)
         with self._lock:
-            # The same numbers whatever came before, so that a run that goes on has the same ones, too.
-            number = round_of(message)
-            if number is not None and number > self._round:
-                self._round = number
-                self._sent.clear()
-            place = f"{self._seed} {metadata.dst_node_id} {metadata.message_type} {number}"
-            seed = seed_of(f"{place} {self._sent[place]}")
-            self._sent[place] += 1
             slot.begin()
             self._running[metadata.message_id] = slot
         try:
-            reply, context = self._handled(message, seed, number, slot)
+            reply, context = self._handled(message, seed, round_of(message), slot)
         except FlowerGPUError as error:
             if self._is_strict and (end := _end_of_run(error)) is not None:
                 raise end from error
@@ -317,6 +339,12 @@ class MessageHandler:
             slot = self._running.pop(message.metadata.message_id, None)
             if slot is not None:  # with the lock: the slot cannot have another message meanwhile
                 slot.cancel()
+
+    def longest_wait_s(self) -> float:
+        """Return since when a message waits for a lease, for cores or for memory; 0 where none does."""
+        with self._lock:
+            waiting = [slot.waits_since for slot in self._running.values()]
+        return max((time.monotonic() - since for since in waiting if since is not None), default=0.0)
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""

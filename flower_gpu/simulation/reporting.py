@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
@@ -40,6 +40,7 @@ _OTHER_STRATEGY: Final = (
 )
 
 _MOST_FAILURES: Final = 10
+_MOST_HOSTS: Final = 8
 _MOST_ROUNDS: Final = 5
 _MOST_METRICS: Final = 8
 _REASON_CHARACTERS: Final = 120
@@ -230,6 +231,8 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         ("clients", f"{summary['clients']}, {summary['messages']} messages, {summary['failed']} failed"),
         ("time", duration_text(summary["seconds"]) + (f", {rate:.3g} messages/s" if rate else "")),
     ]
+    if summary.get("hosts"):
+        rows.append(("hosts", _hosts_text(summary["hosts"])))
     if summary.get("workers_started"):
         text = f"{summary['workers_started']} started"
         if summary.get("peak_worker_bytes"):
@@ -275,6 +278,13 @@ def _failures(summary: Mapping[str, Any]) -> list[str]:
     if summary["failed"] > named:
         lines.append(f"  and {summary['failed'] - named} more failed messages")
     return ["failed:", *lines] if lines else []
+
+
+def _hosts_text(hosts: Sequence[Mapping[str, Any]]) -> str:
+    lost = sum(host["is_lost"] for host in hosts)
+    most = ", ".join(f"{host['host']} {host['messages']}" for host in hosts[:_MOST_HOSTS])
+    more = f" and {len(hosts) - _MOST_HOSTS} more" if len(hosts) > _MOST_HOSTS else ""
+    return f"{len(hosts)}{f', {lost} lost' if lost else ''}; messages: {most}{more}"
 
 
 def _in_rounds(rounds: list[Any]) -> str:

@@ -1,4 +1,4 @@
-"""One simulated run: a ServerApp in this process, its virtual nodes in workers."""
+"""One simulated run: a ServerApp in this process, its virtual nodes in workers of this or other hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
 from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
-from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu.apps.app import FlowerApp
@@ -33,8 +32,8 @@ from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism, machine, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
-from flower_gpu.simulation.grid import LocalGrid
-from flower_gpu.simulation.host import Host, Work
+from flower_gpu.simulation.engine import Engine, LocalEngine, Rounds
+from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference, seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported_run
@@ -69,6 +68,7 @@ def simulate(
     state_memory: int | str = STATE_MEMORY,
     keep_going: bool = False,
     deterministic: bool = False,
+    ray_address: str | None = None,
     trackers: str | Sequence[str] | None = None,
     **options: Unpack[CallOptions],
 ) -> SimulationResult:
@@ -119,6 +119,9 @@ def simulate(
     deterministic : bool
         Whether the same seed gives the same model in each bit, whatever the number of workers. What would
         change that ends the run. Python must have been started with ``PYTHONHASHSEED=0``.
+    ray_address : str, optional
+        Of a Ray cluster whose hosts handle the messages: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
+        Default: this machine does. ``max_workers`` is for each host then.
     trackers : str or sequence of str, optional
         Where figures of rounds, clients and GPUs are sent while the run goes on: ``"tensorboard"``,
         ``"wandb"``, ``"mlflow"``. A resumed run goes on in the trackers' own runs, by default in all of those
@@ -189,46 +192,46 @@ def simulate(
     is_strict = deterministic and not keep_going
     if verify_recycling and calls_per_worker == 1:
         raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
-    host = Host(
-        Work(
-            name,
-            client,
-            of_calls,
-            num_supernodes,
-            seed,
-            max_workers,
-            calls_per_worker,
-            verify_recycling,
-            deterministic,
-            is_strict,
-        )
+    work = Work(
+        name,
+        client,
+        of_calls,
+        num_supernodes,
+        seed,
+        max_workers,
+        calls_per_worker,
+        verify_recycling,
+        deterministic,
+        is_strict,
     )
-    if deterministic:
-        machine.check_same(before, machine.described(host.gpus), is_strict=is_strict)
-    # What a run that goes on must have in common with the run before.
-    identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
-    if deterministic:
-        identity |= {"deterministic": True, "threads": host.threads}
-    memory_limit_bytes = memory_bytes(state_memory, "state_memory")
-    recorded: RecordedRun | None = None
-    followers = tracking.Tracking(names)
+    run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
     with ExitStack() as stack:
+        engine = _engine(work, ray_address, run_id, values, stack)
+        if deterministic:
+            machine.check_same(before, engine.described(), is_strict=is_strict)
+        # What a run that goes on must have in common with the run before.
+        identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
+        if deterministic:
+            identity |= {"deterministic": True, "threads": engine.threads}
+        memory_limit_bytes = memory_bytes(state_memory, "state_memory")
+        recorded: RecordedRun | None = None
+        followers = tracking.Tracking(names)
         config = dict(before)
         if folder is None and log_dir is not None:
             config = {
                 "deterministic": deterministic,
-                "threads": host.threads,
+                "threads": engine.threads,
                 **identity,
                 "app_folder": where,
                 "run_config": values,
-                "max_workers": host.concurrency,
+                "max_workers": engine.concurrency,
                 "calls_per_worker": calls_per_worker,
                 "verify_recycling": verify_recycling,
                 "order": order,
                 "state_memory_bytes": memory_limit_bytes,
                 "options": {option: _plain(value) for option, value in options.items()},
                 "cores": cores(),
-                **machine.described(host.gpus),
+                **engine.described(),
             }
             folder = ResultFolder.create(Path(log_dir), config)
         if folder is not None:
@@ -250,7 +253,6 @@ def simulate(
             checkpoints = Checkpoints(folder.checkpoint, states, identity)
             stack.callback(checkpoints.close)
             state = checkpoints.read() if resume is not None else None
-        run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
         if deterministic:
             stack.enter_context(determinism.here(seed_of(f"{seed} server"), of_all))
         nodes = VirtualNodes(num_supernodes, seed, run_id, values, states)
@@ -266,42 +268,28 @@ def simulate(
                 verbose=verbose,
                 resumed_round=None if state is None else state.server_round,
                 resumed_strategy=OURS if state is None else state.strategy,
-                on_resume=lambda: recorded.begin() if recorded is not None else None,
+                on_resume=lambda: _begin(recorded, engine),
                 keep_going=keep_going,
                 is_tracked=followers.is_on,
             )
         )
-        report.recorder.concurrency = host.concurrency
-        stack.callback(host.close)
-        handler = host.open(nodes)
-        durations = None
-        if order == LONGEST and host.concurrency > 1:  # with one worker no order is faster
-            durations = host.durations
-            report.recorder.expected_s = lambda kind, ids: host.durations.expected_s(
+        report.recorder.concurrency = engine.concurrency
+        has_longest_first = order == LONGEST and engine.concurrency > 1  # with one worker no order is faster
+        rounds = Rounds(run_id, nodes, states, checkpoints, state, has_longest_first)
+        grid = engine.open(rounds, stack.callback)
+        if resume is None:
+            engine.has_begun()
+        if has_longest_first:
+            report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
                 [(kind, nodes.find(node_id)) for node_id in ids]
             )
-        grid = LocalGrid(
-            Run.create_empty(run_id),
-            nodes,
-            handler,
-            host.concurrency,
-            checkpoints,
-            state,
-            has_spare=host.has_spare,
-            durations=durations,
-            sums_in_order=deterministic,
-            is_strict=is_strict,
-        )
-        # Last in, first out: workers end at once, then the threads that wait for them.
-        stack.callback(grid.close)
-        stack.callback(host.end_workers)
-        stack.callback(lambda: report.facts.update(handler.facts()))
+        stack.callback(lambda: report.facts.update(engine.facts()))
         workers.seed_server(seed)
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(values))
         recorded_grid = RecordedGrid(grid, report.recorder)
         if isinstance(server, str):
             server = _loaded(server, where)
-        host.load_data()
+        engine.load_data()
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves
@@ -309,6 +297,26 @@ def simulate(
     return SimulationResult(
         context, model, report.summary, None if folder is None else folder.path, name, report.history.rounds
     )
+
+
+def _engine(
+    work: Work, ray_address: str | None, run_id: int, run_config: Mapping[str, Any], stack: ExitStack
+) -> Engine:
+    """Return what handles messages: this machine, or the hosts of a cluster."""
+    if ray_address is None:
+        return LocalEngine(work)
+    from flower_gpu.simulation.cluster.engine import ClusterEngine
+    from flower_gpu.simulation.cluster.hosts import connected
+
+    stack.enter_context(connected(ray_address, work.app))
+    return ClusterEngine(work, run_id, run_config)
+
+
+def _begin(recorded: RecordedRun | None, engine: Engine) -> None:
+    """Have the trace say that a run which goes on has begun again."""
+    if recorded is not None:
+        recorded.begin()
+    engine.has_begun()
 
 
 def _count(recorded: RecordedRun | None, report: Report | None) -> None:

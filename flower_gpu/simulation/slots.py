@@ -59,6 +59,8 @@ class Slot(Workers):
         What the last call was on: models of GPUs, or the CPU.
     workers_started : int
         How many workers there were.
+    waits_since : float, optional
+        Since when the call that was begun waits for its worker, on the clock of ``time.monotonic``.
     """
 
     #: What a client says of its progress is for the trace; the run has its own display.
@@ -81,6 +83,7 @@ class Slot(Workers):
         self.import_s: float | None = None
         self.device = CPU
         self.workers_started = 0
+        self.waits_since: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -106,6 +109,7 @@ class Slot(Workers):
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker."""
+        self.waits_since = None
         if call.held < 0 and self._held is not None:
             self.retire()  # it has no use for a GPU
         self.device = device_of(self._held[0] if self._held is not None else None)
@@ -199,6 +203,7 @@ class Slot(Workers):
 
     def begin(self) -> None:
         """Take the next call, which :meth:`cancel` means from now on."""
+        self.waits_since = time.monotonic()
         self._line.begin()
 
     def cancel(self) -> None:

@@ -55,7 +55,10 @@ class StateStore:
 
     def put(self, partition: int, state: RecordDict) -> None:
         """Store a state. If that fails, the earlier one stays."""
-        data = record_bytes.encode(state) if state else b""
+        self.put_bytes(partition, record_bytes.encode(state) if state else b"")
+
+    def put_bytes(self, partition: int, data: bytes) -> None:
+        """Store a state that is bytes already, as :meth:`read` returns them."""
         with self._lock:
             if self._is_stored(partition, data):  # most messages leave a state as it was
                 return

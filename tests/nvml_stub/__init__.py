@@ -125,13 +125,15 @@ class Host:
         Their model.
     driver : str
         The driver's version; decides which symbols its library has, see :func:`build`.
+    host : str
+        Tells hosts apart whose GPUs are not to have the same UUIDs.
 
     Attributes
     ----------
     env : dict of str to str
         Variables that programs on this host start with.
     uuids : list of str
-        Of the GPUs, in the order of their numbers. The same for every host, so that output can be compared.
+        Of the GPUs, in the order of their numbers. By default the same for every host, so that output can be compared.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Host:
         name: str = "NVIDIA Stub 16GB",
         reserved: int = 0,
         driver: str = "550.54.14",
+        host: str = "",
     ) -> None:
         self.folder = folder.absolute()
         # The same for all hosts: processes share a fork server only if they search the same folders.
@@ -149,7 +152,7 @@ class Host:
         (self.folder / "use").mkdir(parents=True, exist_ok=True)
         paths = [str(self.stub_file.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         self.env = {"LD_LIBRARY_PATH": ":".join(filter(None, paths)), "NVML_STUB_DIR": str(self.folder)}
-        self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, str(index))}" for index in range(gpus)]
+        self.uuids = [f"GPU-{uuid.uuid5(_NAMESPACE, f'{host}{index}')}" for index in range(gpus)]
         for index, of in enumerate(self.uuids):
             fields: Fields = {"uuid": of, "name": name, "total": total, "used": 0, "reserved": reserved}
             _write(self.folder / f"gpu-{index}", {**fields, "util": 0, "temp": 40})

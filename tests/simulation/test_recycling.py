@@ -18,7 +18,7 @@ from grid_handlers import until
 from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
-from flower_gpu.simulation.messages import MessageHandler
+from flower_gpu.simulation.messages import MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import CHECKS, Comparison, Recycling, Role, difference
 from flower_gpu.simulation.run import _identity
@@ -127,7 +127,7 @@ class Handler:
             self.nodes,
             {},
             "recycled",
-            seed,
+            Seeds(seed),
             lambda: Slot(run_server, LeaseTurns()),
             Recycling(calls_per_worker, verifies=verifies, is_strict=is_strict),
             self.durations,

@@ -12,7 +12,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
-from flower_gpu.flower.averaging import in_order_of_sending
+from flower_gpu.flower.averaging import SummedElsewhere, SummedReplies, in_order_of_sending
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Phase, Recorder
 from flower_gpu.flower.rounds import replies_to_sum
 from flower_gpu.flower.streaming import ComingReplies, Configured
@@ -111,8 +111,14 @@ class RecordedGrid(Grid):
                 self._recorder.check()
                 yield reply
                 del reply  # or it stays until the next one is there
-        batch.end("no reply" if timeout is None else f"no reply within {timeout:g} s")
+        batch.end(_no_reply(timeout))
         self._recorder.check()
+
+    def summed(
+        self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
+    ) -> SummedElsewhere:
+        """Return what sends messages and brings the sums of their replies, where the grid has such."""
+        return _RecordedSums(self._grid, self._recorder, messages, timeout, in_order)
 
     def resumed(self) -> Any:
         """Return where to go on; None: from the start."""
@@ -141,6 +147,45 @@ class RecordedGrid(Grid):
             left = [found for id_ in message_ids if (found := self._awaited.pop(id_, None)) is not None]
         for phase, node_id, _ in left:
             self._recorder.missed(phase, node_id, why)
+
+
+class _RecordedSums(SummedElsewhere):
+    """Passes sums on, and tells the recorder of their replies."""
+
+    def __init__(
+        self,
+        grid: Any,
+        recorder: Recorder,
+        messages: Iterable[Message],
+        timeout: float | None,
+        in_order: bool,
+    ) -> None:
+        self._grid = grid
+        self._recorder = recorder
+        self._messages = messages
+        self._timeout = timeout
+        self._in_order = in_order
+
+    def sums(
+        self, weighted_by_key: str, *, keeps_integers: bool
+    ) -> Generator[tuple[str, SummedReplies], None, None]:
+        """Send the messages, and yield sums of replies."""
+        self._recorder.check()
+        batch = _Batch(self._recorder)
+        to_sum = self._grid.summed(batch.sent(self._messages), self._timeout, in_order=self._in_order)
+        with closing(to_sum.sums(weighted_by_key, keeps_integers=keeps_integers)) as sums:
+            for source, part in sums:
+                for reply in part.rest:
+                    batch.replied(reply)
+                    self._recorder.check()
+                yield source, part
+                del part
+        batch.end(_no_reply(self._timeout))
+        self._recorder.check()
+
+
+def _no_reply(timeout: float | None) -> str:
+    return "no reply" if timeout is None else f"no reply within {timeout:g} s"
 
 
 class _Batch:

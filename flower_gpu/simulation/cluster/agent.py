@@ -1,0 +1,385 @@
+"""The agent of a run on one host of a cluster: it does there what one machine does for a run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import os
+import platform
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.task_identity import TaskIdentity
+
+from flower_gpu import files, trace
+from flower_gpu.apps.app_imports import libraries_of, libraries_used
+from flower_gpu.apps.recording import INTERVAL_S, look_at_gpus, told_gpus
+from flower_gpu.calls import environment
+from flower_gpu.errors import ConfigError, text_of
+from flower_gpu.flower import record_bytes
+from flower_gpu.gpu import guard, inventory
+from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.simulation import machine
+from flower_gpu.simulation.cluster.visits import FetchedModels, Learned, Part, Sums, Visit, Visited
+from flower_gpu.simulation.grid import reply_of
+from flower_gpu.simulation.host import Host, Work
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.states import StateStore
+from flower_gpu.workers.state_folder import made_state_dir
+from flower_gpu.workers.threads import cores
+
+_TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
+_IDLE_S: Final = 0.2  # without a message, until a worker gives back a lease that others may need
+_FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
+
+
+@dataclass(frozen=True)
+class About:
+    """A host, as its agent found it.
+
+    Attributes
+    ----------
+    name : str
+        The host's.
+    pid : int
+        The agent's.
+    concurrency : int
+        How many messages it handles at a time, at most.
+    threads : int
+        Of each worker's libraries.
+    described : dict
+        Processors, GPUs and versions, as ``config.json`` has them.
+    cores : int
+        How many it has.
+    gpus : list of dict
+        Its GPUs, as the trace has them.
+    """
+
+    name: str
+    pid: int
+    concurrency: int
+    threads: int
+    described: dict[str, Any]
+    cores: int
+    gpus: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class News:
+    """What has happened on a host since the last time.
+
+    Attributes
+    ----------
+    events : list of dict
+        Of its workers and leases, for the trace.
+    lines : list of tuple of int and str
+        Level and text of what was logged.
+    is_full : bool
+        Whether it can take no more messages: one waits already.
+    """
+
+    events: list[dict[str, Any]]
+    lines: list[tuple[int, str]]
+    is_full: bool
+
+
+class _Nodes(VirtualNodes):
+    """Virtual nodes whose states came with their messages and go back with the replies."""
+
+    def __init__(self, count: int, seed: int, run_id: int, run_config: Mapping[str, Any]) -> None:
+        super().__init__(count, seed, run_id, run_config, StateStore())
+        self._here = threading.local()
+
+    def begin(self, state: bytes) -> None:
+        """Let the node that this thread handles a message of have a state."""
+        self._here.state = state
+
+    def end(self) -> bytes:
+        """Return what it keeps."""
+        state: bytes = self._here.state
+        return state
+
+    def context_of(self, node_id: int) -> Context:
+        """Return a node's context."""
+        context = super().context_of(node_id)
+        state: bytes = self._here.state
+        context.state = record_bytes.decode(state) if state else RecordDict()
+        return context
+
+    def keep(self, context: Context) -> None:
+        """Keep what a message has left in a context's state."""
+        self._here.state = record_bytes.encode(context.state) if context.state else b""
+
+
+class Agent:
+    """Handles messages on its host. Ray runs its methods in one event loop.
+
+    Parameters
+    ----------
+    work : Work
+        The run's. An app with a folder is in the current one, where Ray has put it.
+    run_id : int
+        The run's.
+    run_config : mapping
+        What contexts have as ``run_config``.
+    """
+
+    def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
+        import ray
+
+        found = environment.without_ray(os.environ)
+        os.environ.clear()
+        os.environ.update(found)
+        self._folder, self._lock = _new_folder()
+        os.environ[RUN_DIR_VARIABLE] = str(self._folder)
+        self._trace = trace.Follower(self._folder / trace.FILE_NAME)
+        self._lines = _Lines()
+        logging.getLogger("flwr").addHandler(self._lines)
+        if isinstance(work.app, AppReference):
+            work = replace(work, app=replace(work.app, folder=self._own_copy(Path.cwd())))
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run_id, SUPERLINK_NODE_ID, 1
+        guard.check(os.environ)
+        self._host = Host(work)
+        self._models = FetchedModels(ray.get)
+        self._sums = Sums()
+        self._nodes = _Nodes(work.num_supernodes, work.seed, run_id, run_config)
+        self._under_way: dict[str, Message] = {}
+        self._here = threading.local()
+        self._handler = self._host.open(self._nodes, lambda message: int(self._here.seed), tries=_TRIES)
+        self._host.durations.on_learned = self._learned
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._concurrency = self._host.concurrency + self._host.has_spare
+        self._threads = [
+            threading.Thread(target=self._work, name=f"flower-gpu-agent-{number}", daemon=True)
+            for number in range(self._concurrency)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._ended = threading.Event()
+        if self._host.gpus:
+            threading.Thread(target=self._look_at_gpus, name="flower-gpu-samples", daemon=True).start()
+
+    async def begin(self, packages: Sequence[str]) -> About:
+        """Load what calls find loaded, and tell of this host.
+
+        Parameters
+        ----------
+        packages : sequence of str
+            What the app imports.
+
+        Raises
+        ------
+        ConfigError
+            If one of the packages is missing here, or data cannot be loaded.
+        """
+        missing = [name for name in packages if not is_there(name)]
+        if missing:
+            raise ConfigError(f"the app imports {', '.join(missing)}, which is not installed there")
+        try:
+            await self._done(self._host.load_data)
+        except Exception as error:
+            raise ConfigError(f"preload: {text_of(error)}") from error
+        return About(
+            platform.node(),
+            os.getpid(),
+            self._concurrency,
+            self._host.threads,
+            machine.described(self._host.gpus),
+            cores(),
+            told_gpus(),
+        )
+
+    async def clock_s(self) -> float:
+        """Return what the host's clock says: Unix seconds."""
+        return time.time()
+
+    async def handle(self, visit: Visit) -> Visited:
+        """Have a message handled; an error is in the reply."""
+        visited: Visited = await self._done(lambda: self._handle(visit))
+        return visited
+
+    async def settle(self, group: int) -> None:
+        """Sum the replies of a group, all of which are there."""
+        await asyncio.get_running_loop().run_in_executor(None, self._sums.settle, group)
+
+    async def take(self, group: int) -> Part | None:
+        """Return the sums of a group so far; None where there is nothing."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._sums.take, group)
+
+    async def forget(self, groups: Sequence[int]) -> None:
+        """Give up groups."""
+        self._sums.forget(groups)
+
+    async def cancel(self, message_id: str) -> None:
+        """Give up a message."""
+        if (message := self._under_way.get(message_id)) is not None:
+            self._handler.cancel(message)
+
+    async def news(self) -> News:
+        """Return what has happened since the last time."""
+        events = self._trace.read_new()
+        return News(events, self._lines.taken(), self._handler.longest_wait_s() > _FULL_S)
+
+    async def facts(self) -> dict[str, Any]:
+        """Return what the summary is to hold of this host."""
+        return self._handler.facts()
+
+    async def close(self) -> News:
+        """End the workers; returns the last news."""
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        events = self._trace.read_new()
+        files.remove(self._folder)
+        os.close(self._lock)
+        return News(events, self._lines.taken(), False)
+
+    def _own_copy(self, app: Path) -> Path:
+        """Copy an app's folder and go there: Ray may remove its own copy when another agent has ended."""
+        copied = self._folder / "app"
+        shutil.copytree(app, copied, symlinks=True)
+        os.chdir(copied)
+        return copied
+
+    def _close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for message in list(self._under_way.values()):
+            self._handler.cancel(message)
+        self._host.end_workers()
+        for thread in self._threads:
+            thread.join()
+        self._ended.set()
+        if self._host.gpus:
+            look_at_gpus(self._folder)
+        self._host.close()
+
+    async def _done(self, job: Callable[[], Any]) -> Any:
+        """Wait until one of the threads has done a job."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except BaseException as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_finish, future, result)
+
+        self._jobs.put(run)
+        return await future
+
+    def _work(self) -> None:
+        has_done = False
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_S if has_done else None)
+            except queue.Empty:
+                self._handler.idle()
+                has_done = False
+                continue
+            if job is None:
+                break
+            job()
+            del job
+            has_done = True
+        self._handler.leave()
+
+    def _handle(self, visit: Visit) -> Visited:
+        message = self._models.message(visit)
+        message_id = message.metadata.message_id
+        self._here.seed, self._here.learned = visit.seed, None
+        self._nodes.begin(visit.state)
+        self._under_way[message_id] = message
+        try:
+            reply = reply_of(self._handler, message)
+        finally:
+            del self._under_way[message_id]
+        state, learned = self._nodes.end(), self._here.learned
+        if visit.group is None:
+            return Visited(reply, state, learned)
+        self._sums.add(visit.group, self._nodes.place_of(message.metadata.dst_node_id), reply, state)
+        return Visited(None, b"", learned)
+
+    def _learned(
+        self,
+        kind: str,
+        client: int,
+        seconds: float,
+        device: str,
+        examples: float | None,
+        *,
+        is_usual: bool,
+    ) -> None:
+        self._here.learned = Learned(kind, client, seconds, device, examples, is_usual)
+
+    def _look_at_gpus(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            look_at_gpus(self._folder)
+        inventory.close()
+
+
+def _new_folder() -> tuple[Path, int]:
+    """Return a folder of this process, and the descriptor that locks it; remove those of killed agents."""
+    agents = made_state_dir() / "agents"
+    agents.mkdir(mode=0o700, exist_ok=True)
+    files.remove_unlocked_folders(agents.iterdir())
+    folder = agents / f"{os.getpid()}-{secrets.token_hex(4)}"
+    return folder, files.locked_folder(folder)
+
+
+class _Lines(logging.Handler):
+    """Keeps warnings until somebody takes them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        with contextlib.suppress(Exception):
+            self._kept.append((record.levelno, record.getMessage()))
+
+    def taken(self) -> list[tuple[int, str]]:
+        """Return the lines since the last time."""
+        taken, self._kept = self._kept, []
+        return taken
+
+
+def _finish(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def packages_of(app: AppReference | ClientApp) -> list[str]:
+    """Return the packages that an app imports and that are installed here; nothing is imported."""
+    if isinstance(app, AppReference):
+        modules = libraries_of(app.folder, app.name.partition(":")[0])
+    else:
+        modules = libraries_used(vars(app))
+    return [name for name in dict.fromkeys(each.partition(".")[0] for each in modules) if is_there(name)]
+
+
+def is_there(package: str) -> bool:
+    """Tell whether a package is installed here."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,477 @@
+"""The hosts of a Ray cluster, as the driver knows them: agents are started, asked for news, and lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from logging import INFO, WARNING
+from typing import Any, Final
+
+from flwr.common.logger import log
+
+from flower_gpu import trace
+from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
+from flower_gpu.options import RUN_DIR_VARIABLE
+from flower_gpu.simulation import machine
+from flower_gpu.simulation.cluster.agent import About, Agent, News, packages_of
+from flower_gpu.simulation.cluster.visits import Part, Visit, Visited
+from flower_gpu.simulation.host import Work
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.trace import Event
+from flower_gpu.workers.own_calls import borrowed
+
+#: Versions that must be the same on all hosts.
+_SAME: Final = ("flower-gpu", "flwr", "torch")
+#: What of an app's folder no host needs.
+_NOT_SENT: Final = ["runs", ".git", ".venv", "__pycache__", "*.pyc"]
+_OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+_NEWS_S: Final = 0.5  # between two questions for news
+_LOOK_S: Final = 2.0  # between two looks whether a host has joined
+_ANSWER_S: Final = 10.0  # that an agent has for its last words
+_MANY: Final = 10_000  # calls of an agent's methods at a time: the grid lets fewer be under way
+_SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
+
+
+class HostLostError(FlowerGPUError):
+    """A host, or its agent, is gone."""
+
+
+@contextmanager
+def connected(address: str, app: object) -> Iterator[None]:
+    """Be a driver of a Ray cluster, in the block.
+
+    Parameters
+    ----------
+    address : str
+        As ``ray.init`` takes it: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
+    app : AppReference or ClientApp
+        Its folder is sent to all hosts.
+
+    Raises
+    ------
+    ConfigError
+        If Ray is not installed, or there is no such cluster.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "--ray-address needs Ray, which is not installed: pip install 'flower-gpu[cluster]'"
+        ) from None
+    environment: dict[str, Any] = {}
+    if isinstance(app, AppReference):
+        environment = {"working_dir": str(app.folder), "excludes": _NOT_SENT}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        _check_is_there(address)
+        with borrowed([_OVERRIDES]):
+            os.environ[_OVERRIDES] = "0"  # agents see to it themselves; without it Ray warns of its default
+            ray.init(address, runtime_env=environment, log_to_driver=False, configure_logging=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"--ray-address {address}: there is no Ray cluster that can be reached "
+            f"({_first_line(error)}). Start one with `ray start --head`"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():  # Ray's own would end the run without its summary
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@dataclass(eq=False)
+class Host:
+    """An agent, and what is known of it.
+
+    Attributes
+    ----------
+    node : str
+        Ray's id of the machine.
+    about : About
+        What the agent has said at its start.
+    is_gone : bool
+        Whether it is lost.
+    is_full : bool
+        Whether it can take no more messages at this moment.
+    messages, failed : int
+        How many replies came from it, and how many of them were errors.
+    pace : float
+        How long its calls take, of what those of all hosts take.
+    """
+
+    node: str
+    about: About
+    agent: Any
+    ahead_s: float  # by which its clock is ahead of this one's
+    is_gone: bool = False
+    is_full: bool = False
+    messages: int = 0
+    failed: int = 0
+    pace: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The machine's."""
+        return self.about.name
+
+    def handle(self, visit: Visit) -> Visited:
+        """Have a message handled.
+
+        Raises
+        ------
+        HostLostError
+            If the agent is gone.
+        """
+        visited: Visited = self._got(self.agent.handle.remote(visit))
+        return visited
+
+    def taking(self, group: int) -> Any:
+        """Ask for the sums of a group so far; :meth:`taken` waits for them."""
+        return self.agent.take.remote(group)
+
+    def taken(self, coming: Any) -> Part | None:
+        """Return what was asked for.
+
+        Raises
+        ------
+        HostLostError
+            If the agent is gone.
+        """
+        part: Part | None = self._got(coming)
+        return part
+
+    def settle(self, group: int) -> None:
+        """Have a group summed, all replies of which are there."""
+        self.agent.settle.remote(group)
+
+    def forget(self, groups: list[int]) -> None:
+        """Give up groups."""
+        self.agent.forget.remote(groups)
+
+    def cancel(self, message_id: str) -> None:
+        """Give up a message."""
+        self.agent.cancel.remote(message_id)
+
+    def _got(self, coming: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(coming)
+        except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
+            raise HostLostError(_cause(error)) from error
+        except ray.exceptions.RayError as error:
+            raise HostLostError(_first_line(error)) from error
+
+
+@dataclass
+class Listener:
+    """What is called when something happens to a host; each in some thread."""
+
+    on_joined: Callable[[Host], None]
+    on_lost: Callable[[Host], None]
+    on_room: Callable[[], None]
+
+
+class Hosts:
+    """All hosts of a run. To be used in :func:`connected`.
+
+    Parameters
+    ----------
+    work : Work
+        What hosts must know of the run.
+    run_id : int
+        The run's.
+    run_config : mapping
+        The run config.
+
+    Raises
+    ------
+    ConfigError
+        If a host cannot do the work: it lacks a package, or has another version.
+    """
+
+    def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
+        import ray
+
+        self._ray: Any = ray
+        self._work = work
+        self._run = run_id, dict(run_config)
+        self._packages = packages_of(work.app)
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        self._listener: Listener | None = None
+        self._kept: list[Event] | None = []  # until the run has begun
+        self._all: list[Host] = []
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._all += self._started(self._nodes_alive())
+        if not self._all:
+            raise ConfigError("the Ray cluster has no host")
+        self._refused: dict[
+            str, tuple[float, float]
+        ] = {}  # machines without an agent: asked again when, and after
+        self._watchers = [
+            threading.Thread(target=watch, name=f"flower-gpu-hosts-{number}", daemon=True)
+            for number, watch in enumerate((self._hear_all, self._look_for_more))
+        ]
+
+    @property
+    def there(self) -> list[Host]:
+        """The hosts that are not lost."""
+        return [host for host in self._all if not host.is_gone]
+
+    @property
+    def concurrency(self) -> int:
+        """How many messages all hosts handle at a time, at most."""
+        return sum(host.about.concurrency for host in self.there)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a worker's libraries, on the first host."""
+        return self._all[0].about.threads
+
+    def described(self) -> dict[str, Any]:
+        """Return the models of processors and GPUs, and versions: those of the first host."""
+        return self._all[0].about.described
+
+    def begin(self, listener: Listener) -> None:
+        """Tell of the hosts that are there, and from now on of those that join or are lost."""
+        self._listener = listener
+        for host in self.there:
+            self._write([_joined(host)])
+            listener.on_joined(host)
+        for thread in self._watchers:
+            thread.start()
+
+    def lost(self, host: Host, error: Exception) -> None:
+        """Take note that a host is gone; the second time nothing happens."""
+        with self._lock:
+            if host.is_gone or self._is_closed.is_set():
+                return
+            host.is_gone = True
+        # If it is only out of reach, it must not go on beside the agent that comes after it.
+        self._ray.kill(host.agent)
+        reason = shortened(_first_line(error))
+        self._write([trace.make("host_lost", host=host.name, ray_node=host.node, reason=reason)])
+        left = len(self.there)
+        log(
+            WARNING,
+            "Host %s is lost (%s). Its messages are handled by others: %s",
+            host.name,
+            reason,
+            f"{left} hosts are left" if left != 1 else "1 host is left",
+        )
+        if self._listener is not None:
+            self._listener.on_lost(host)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the summary is to hold of the hosts."""
+        asked = [(host, host.agent.facts.remote()) for host in self.there]
+        for host, coming in asked:
+            with suppress(self._ray.exceptions.RayError, TimeoutError):
+                self._facts[id(host)] = self._ray.get(coming, timeout=_ANSWER_S)
+        found = list(self._facts.values())
+        by_node: dict[str, list[Host]] = {}
+        for host in self._all:
+            by_node.setdefault(host.node, []).append(host)
+        return {
+            "workers_started": sum(each.get("workers_started", 0) for each in found),
+            "peak_worker_bytes": max((each.get("peak_worker_bytes", 0) for each in found), default=0),
+            "hosts": [
+                {
+                    "host": agents[0].name,
+                    "ray_node": node,
+                    "messages": sum(host.messages for host in agents),
+                    "failed": sum(host.failed for host in agents),
+                    "workers_started": sum(
+                        self._facts.get(id(host), {}).get("workers_started", 0) for host in agents
+                    ),
+                    "agents_lost": sum(host.is_gone for host in agents),
+                    "is_lost": all(host.is_gone for host in agents),
+                }
+                for node, agents in by_node.items()
+            ],
+        }
+
+    def close(self) -> None:
+        """End the workers of all hosts, and take their last news."""
+        self._is_closed.set()
+        for thread in self._watchers:
+            if thread.is_alive():
+                thread.join(_ANSWER_S)
+        asked = [(host, host.agent.close.remote()) for host in self.there]
+        deadline = time.monotonic() + _ANSWER_S
+        for host, coming in asked:
+            with suppress(self._ray.exceptions.RayError, TimeoutError):
+                self._hear(host, self._ray.get(coming, timeout=max(0.0, deadline - time.monotonic())))
+            self._ray.kill(host.agent)  # threads that wait for it go on
+
+    def _hear_all(self) -> None:
+        """Ask all hosts for news."""
+        while not self._is_closed.wait(_NEWS_S):
+            for host, coming in [(host, host.agent.news.remote()) for host in self.there]:
+                try:
+                    self._hear(host, self._ray.get(coming, timeout=_ANSWER_S))
+                except (
+                    TimeoutError
+                ):  # Ray's, too: of a host that is busy, or a network that is gone for a while
+                    continue
+                except self._ray.exceptions.RayError as error:
+                    self.lost(host, error)
+
+    def _hear(self, host: Host, news: News) -> None:
+        for level, line in news.lines:
+            log(level, "Host %s: %s", host.name, line)
+        if self._listener is None:
+            return
+        if news.events:
+            self._write([_here(host, event) for event in news.events])
+        was_full, host.is_full = host.is_full, news.is_full
+        if was_full != host.is_full:
+            self._listener.on_room()
+
+    def _look_for_more(self) -> None:
+        """Look for hosts that have joined, or whose agent is gone."""
+        while not self._is_closed.wait(_LOOK_S):
+            known = {host.node for host in self.there}
+            for node in self._nodes_alive():
+                due, wait_s = self._refused.get(node, (0.0, _LOOK_S))
+                if node in known or time.monotonic() < due:
+                    continue
+                try:
+                    started = self._started([node])
+                except (self._ray.exceptions.RayError, ConfigError) as error:
+                    self._refused[node] = time.monotonic() + 2 * wait_s, 2 * wait_s
+                    log(WARNING, "A host that has joined cannot be used: %s", error)
+                    continue
+                for host in started:
+                    log(INFO, "Host %s has joined", host.name)
+                    self._write([_joined(host)])
+                    with self._lock:
+                        self._all.append(host)
+                    if self._listener is not None:
+                        self._listener.on_joined(host)
+
+    def write(self) -> None:
+        """Write into the trace what hosts tell, from now on: the run has begun."""
+        with self._lock:
+            kept, self._kept = self._kept or [], None
+        self._write(kept)
+
+    def _write(self, events: Iterable[Event]) -> None:
+        with self._lock:
+            if self._kept is not None:
+                self._kept += events
+                return
+        if folder := os.environ.get(RUN_DIR_VARIABLE):
+            for event in events:
+                trace.append(folder, event)
+
+    def _nodes_alive(self) -> list[str]:
+        return [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+
+    def _started(self, nodes: Sequence[str]) -> list[Host]:
+        """Start an agent on each of these hosts, all at a time."""
+        if not nodes:
+            return []
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor = self._ray.remote(Agent)
+        agents = [
+            actor.options(
+                num_cpus=0,
+                num_gpus=0,
+                max_concurrency=_MANY,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            ).remote(self._work, *self._run)
+            for node in nodes
+        ]
+        asked = [agent.begin.remote(self._packages) for agent in agents]
+        names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
+        hosts = []
+        for node, agent, coming in zip(nodes, agents, asked, strict=True):
+            try:
+                while not self._ray.wait([coming], timeout=_NEWS_S)[0]:
+                    if self._is_closed.is_set():
+                        return []
+                about: About = self._ray.get(coming)
+            except self._ray.exceptions.RayTaskError as error:
+                raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
+            except self._ray.exceptions.RayError as error:
+                raise ConfigError(
+                    f"host {names[node]}: no agent can be started there: {_first_line(error)}"
+                ) from error
+            self._check(about)
+            hosts.append(Host(node, about, agent, self._ahead_s(agent)))
+        return hosts
+
+    def _ahead_s(self, agent: Any) -> float:
+        """Return by how much the clock of an agent's host is ahead of this one's, if that can be told."""
+        before = time.time()
+        ahead_s: float = self._ray.get(agent.clock_s.remote()) - (before + time.time()) / 2
+        return ahead_s if abs(ahead_s) > max(_SKEW_S, time.time() - before) else 0.0
+
+    def _check(self, about: About) -> None:
+        """Check that a host has the versions that all have, and what a deterministic run needs."""
+        here = machine.described([])["versions"]
+        theirs = about.described["versions"]
+        different = [
+            f"{name} {theirs.get(name, 'not installed')} there and {here.get(name, 'not installed')} on "
+            f"{socket.gethostname()}"
+            for name in _SAME
+            if theirs.get(name) != here.get(name)
+        ]
+        if different:
+            raise ConfigError(f"host {about.name}: {'; '.join(different)}. Install the same on all hosts")
+        first = self._all[0].about.described if self._all else about.described
+        if self._work.is_strict and first != about.described:
+            raise ConfigError(
+                f"host {about.name} has other processors, GPUs or versions than the others "
+                f"({about.described} there, {first} elsewhere): --deterministic wants hosts of one kind"
+            )
+
+
+def _joined(host: Host) -> Event:
+    about = host.about
+    told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
+    return trace.make("host_joined", host=host.name, ray_node=host.node, **told)
+
+
+def _here(host: Host, event: Event) -> Event:
+    """Return an event of a host with its name, and with times of this machine's clock."""
+    times = {
+        name: value - host.ahead_s
+        for name, value in event.items()
+        if (name == "time" or name.endswith("_at")) and isinstance(value, float)
+    }
+    return {**event, **times, "host": host.name}
+
+
+def _check_is_there(address: str) -> None:
+    """Check that somebody listens at an address: Ray itself would try for minutes.
+
+    Raises
+    ------
+    OSError
+        If nobody does.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _cause(error: Any) -> str:
+    """Return what was raised on a host, in a line."""
+    cause = error.cause if error.cause is not None else error
+    return shortened(str(cause).strip().rpartition("\n")[2])

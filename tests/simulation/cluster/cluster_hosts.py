@@ -1,0 +1,282 @@
+"""A Ray cluster on this machine whose hosts share nothing by accident: each has namespaces of its own.
+
+A host has its own process ids, name, ``/dev/shm``, folder for temporary files, ledger and state folder, and
+its GPUs are a stub's. What they share is the network, and the folder of the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nvml_stub
+from simulations import APPS
+from waiting import until
+
+from flower_gpu import trace
+
+BIN = Path(sys.executable).parent
+WAIT_S = 120
+_NOT_INHERITED = ("FLOWER_GPU", "FLWR_", "RAY_", "CUDA_", "NVIDIA_", "PYTORCH_", "LD_", "OMP_")
+_NAMESPACES = ("--mount", "--uts", "--pid")
+
+
+@cache
+def problem() -> str:
+    """Return why there can be no hosts here; empty if there can."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        return "needs Ray"
+    unshare, nsenter = shutil.which("unshare"), shutil.which("nsenter")
+    if unshare is None or nsenter is None:
+        return "needs unshare and nsenter"
+    done = subprocess.run(
+        [unshare, *_NAMESPACES, "--fork", "--mount-proc", "true"], capture_output=True, text=True
+    )
+    return done.stderr.strip()
+
+
+class Host:
+    """One host of a cluster.
+
+    Parameters
+    ----------
+    name : str
+        The host's.
+    folder : Path
+        Of its files.
+    address : str, optional
+        The head's; None: this is the head.
+    gpus : int
+        How many stub GPUs it has, of 16 GiB each.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        address: str | None,
+        gpus: int = 0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.folder = folder
+        folder.mkdir(parents=True)
+        # Ray puts sockets there, whose names may have no more than 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="fgpu-"))
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        self.env |= nvml_stub.Host(folder / "stub", gpus=gpus, host=name).env
+        self.env |= {
+            "TMPDIR": str(self.temporary),
+            "FLOWER_GPU_LEDGER_DIR": str(self._new("ledger")),
+            "FLOWER_GPU_STATE_DIR": str(self._new("state")),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "0",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            **(env or {}),
+        }
+        if address is None:
+            self.port = free_port()
+            where = ["--head", "--port", str(self.port), "--include-dashboard=false"]
+        else:
+            where = ["--address", address]
+        ray = [str(BIN / "ray"), "start", *where, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
+        ray += ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--block"]
+        if address is None:
+            ray += ["--temp-dir", str(self.temporary / "ray")]
+        script = f"mount -t tmpfs tmpfs /dev/shm && hostname {name} && {shlex.join(ray)} & wait"
+        self.log = folder / "ray.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child", "bash", "-c", script],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.env,
+                start_new_session=True,
+            )
+
+    def _new(self, name: str) -> Path:
+        path = self.folder / name
+        path.mkdir()
+        return path
+
+    @property
+    def is_up(self) -> bool:
+        """Whether Ray says that it runs."""
+        assert self._process.poll() is None, self.log.read_text()
+        return "Ray runtime started" in self.log.read_text()
+
+    @property
+    def first_pid(self) -> int:
+        """The process, as seen from outside, with which everything of this host ends."""
+        pid = self._process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def pids(self, words: str) -> list[int]:
+        """Return the processes of this host whose command lines or names have these words."""
+        mine = Path(f"/proc/{self.first_pid}/ns/pid").readlink()
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if (path / "ns/pid").readlink() == mine:
+                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if words in command:
+                        found.append(int(path.name))
+            except OSError:
+                continue
+        return found
+
+    def inside(self, command: list[str]) -> list[str]:
+        """Return what runs a command on this host."""
+        return ["nsenter", "--target", str(self.first_pid), *_NAMESPACES, *command]
+
+    def end(self) -> None:
+        """End all processes of this host at once, as when its power is gone."""
+        if self._process.poll() is None:
+            os.kill(self.first_pid, signal.SIGKILL)
+            self._process.wait(30)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class Cluster:
+    """A Ray cluster; the driver runs on its first host."""
+
+    def __init__(self, folder: Path, hosts: int = 2, gpus: int = 0, **env: str) -> None:
+        self.folder = folder
+        self.gpus = gpus
+        self._env = env
+        self.hosts: list[Host] = []
+        self._running = ExitStack()
+        for _ in range(hosts):
+            self.add()
+
+    def __enter__(self) -> Cluster:
+        self._running.enter_context(self._running)
+        for host in self.hosts:
+            until(lambda host=host: host.is_up, f"Ray on {host.name}", WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for host in reversed(self.hosts):
+            host.end()
+
+    @property
+    def address(self) -> str:
+        """Where Ray is."""
+        return f"127.0.0.1:{self.hosts[0].port}"
+
+    def add(self) -> Host:
+        """Have one more host join."""
+        name = f"host-{len(self.hosts)}"
+        if self.hosts:
+            until(lambda: self.hosts[0].is_up, "the head", WAIT_S)
+        host = Host(name, self.folder / name, self.address if self.hosts else None, self.gpus, self._env)
+        self.hosts.append(host)
+        return host
+
+    @contextmanager
+    def running(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Iterator[Run]:
+        """Start a simulation on the cluster; it is over with the block."""
+        head = self.hosts[0]
+        command = [str(BIN / "flower-gpu"), "simulate", str(APPS / app), "--num-supernodes", str(nodes)]
+        command += ["--ray-address", self.address, "--no-report", *options]
+        if "--resume" not in options:
+            command += ["--log-dir", str(self.folder / name)]
+        with (self.folder / f"{name}.log").open("w") as log:
+            process = subprocess.Popen(
+                head.inside(command),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**head.env, **env},
+                start_new_session=True,
+            )
+        run = Run(process, self.folder / name, self.folder / f"{name}.log")
+        try:
+            yield run
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait(30)
+
+    def run(self, app: str, nodes: int, *options: str, name: str = "runs", **env: str) -> Run:
+        """Run a simulation on the cluster to its end."""
+        with self.running(app, nodes, *options, name=name, **env) as run:
+            run.wait()
+        return run
+
+
+class Run:
+    """A simulation on a cluster."""
+
+    def __init__(self, process: subprocess.Popen[bytes], logs: Path, log: Path) -> None:
+        self.process = process
+        self._logs = logs
+        self._log = log
+
+    @property
+    def output(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether there are any results."""
+        return self._logs.exists()
+
+    @property
+    def folder(self) -> Path:
+        """Its results."""
+        return max(self._logs.iterdir())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What it says of itself."""
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status."""
+        return self.process.poll()
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command, and not to what brought it into the host's namespaces."""
+        pid = self.process.pid
+        os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]), number)
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Wait for its end."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it goes on after {timeout_s:g} s:\n{self.output}") from None
+
+    def says(self, text: str) -> None:
+        """Wait until it has printed a text."""
+        until(lambda: text in self.output or self.process.poll() is not None, text, WAIT_S)
+        assert text in self.output, self.output
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Return what its trace says of clients."""
+        found = trace.read(self.folder / trace.FILE_NAME)
+        return [event for event in found if event["event"] in names and event.get("client") != "server"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port

@@ -1,0 +1,378 @@
+"""The grid of several hosts, with hosts in threads of this process: what is done where, and how often."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.run import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_gpu import FedAvg
+from flower_gpu.errors import InvalidResultError
+from flower_gpu.flower import record_bytes, streaming
+from flower_gpu.flower.arrays import view_of
+from flower_gpu.flower.rounds import replies_to_sum
+from flower_gpu.simulation import run as runs
+from flower_gpu.simulation.cluster import grid as cluster_grid
+from flower_gpu.simulation.cluster.grid import ClusterGrid
+from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
+from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
+from flower_gpu.simulation.grid import LocalGrid, reply_of
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.states import StateStore
+
+pytestmark = pytest.mark.timeout(120)
+
+RUN_ID, SEED = 5, 7
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    with runs._identity(RUN_ID):
+        yield
+
+
+def client(message: Message, state: RecordDict) -> Message:
+    """Train: what depends on the model, the node and its state. The state counts the calls."""
+    calls = int(state.get("calls", {"count": 0})["count"]) + 1
+    state["calls"] = MetricRecord({"count": calls})
+    numbers = np.random.default_rng(message.metadata.dst_node_id % 1000 + calls)
+    # Not with `numpy()`: Python 3.11 cannot always parse headers in several threads at a time.
+    (weights,) = (view_of(array) for array in message.content["arrays"].values())
+    arrays = [weights + numbers.normal(size=weights.shape).astype(np.float32)]
+    metrics = MetricRecord({"num-examples": int(numbers.integers(1, 50)), "calls": calls})
+    if message.metadata.group_id == "error":
+        raise ValueError("of the app")
+    if message.metadata.group_id == "misfit" and message.metadata.dst_node_id % 5 == 0:
+        arrays = [np.zeros((2, 3, 4), np.float32)]
+    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+
+class InThread:
+    """A host whose agent is in this process. What goes there and comes back is pickled."""
+
+    def __init__(self, name: str, concurrency: int, dies_at: int | None = None) -> None:
+        self.name = name
+        self.about = SimpleNamespace(concurrency=concurrency)
+        self.is_gone = self.is_full = False
+        self.messages = self.failed = 0
+        self.pace = 1.0
+        self.gate = threading.Event()
+        self.gate.set()
+        self._sums, self._models = Sums(), FetchedModels(lambda where: pickle.loads(where))
+        self._left = dies_at
+        self._lock = threading.Lock()
+        self.forgotten: list[int] = []
+
+    def _live(self) -> None:
+        """Die after so many calls, whatever it is that is called."""
+        with self._lock:
+            if self._left is not None:
+                self._left -= 1
+                if self._left < 0:
+                    raise HostLostError(f"{self.name} died")
+
+    def handle(self, visit: Visit) -> Visited:
+        self._live()
+        self.gate.wait(60)
+        visit = pickle.loads(pickle.dumps(visit))
+        message = self._models.message(visit)
+        state = record_bytes.decode(visit.state) if visit.state else RecordDict()
+        reply = reply_of(lambda message: client(message, state), message)
+        kept = record_bytes.encode(state)
+        self._live()
+        if visit.group is None:
+            return pickle.loads(pickle.dumps(Visited(reply, kept, None)))
+        self._sums.add(visit.group, PLACE[message.metadata.dst_node_id], reply, kept)
+        return Visited(None, b"", None)
+
+    def taking(self, group: int) -> int:
+        return group
+
+    def taken(self, group: int) -> Any:
+        self._live()
+        return pickle.loads(pickle.dumps(self._sums.take(group)))
+
+    def settle(self, group: int) -> None:
+        self._sums.settle(group)
+
+    def forget(self, groups: list[int]) -> None:
+        self.forgotten += groups
+        self._sums.forget(groups)
+
+    def cancel(self, message_id: str) -> None:
+        pass
+
+
+PLACE: dict[int, int] = {}
+
+
+class Hosts:
+    """The hosts of a grid under test; each that dies is followed by another one."""
+
+    def __init__(self, hosts: list[InThread], *, followed: bool = True) -> None:
+        self.there = hosts
+        self.all = list(hosts)
+        self._followed = followed
+        self._lock = threading.Lock()
+        self.listener: Listener | None = None
+
+    @property
+    def concurrency(self) -> int:
+        return sum(host.about.concurrency for host in self.there)
+
+    def lost(self, host: InThread, error: Exception) -> None:
+        assert self.listener is not None
+        with self._lock:
+            if host.is_gone:
+                return
+            host.is_gone = True
+            self.there = [one for one in self.there if one is not host]
+        self.listener.on_lost(host)
+        if self._followed:
+            self.join(InThread(f"{host.name}'", host.about.concurrency))
+
+    def join(self, host: InThread) -> None:
+        assert self.listener is not None
+        self.there = [*self.there, host]
+        self.all.append(host)
+        self.listener.on_joined(host)
+
+
+class Under:
+    """A grid under test, with the states of its nodes."""
+
+    def __init__(self, nodes: int, hosts: Hosts | None, **options: Any) -> None:
+        self.states = StateStore()
+        self.nodes = VirtualNodes(nodes, SEED, RUN_ID, {}, self.states)
+        PLACE.update({node_id: self.nodes.place_of(node_id) for node_id in self.nodes.ids})
+        run = Run.create_empty(RUN_ID)
+        self.grid: LocalGrid
+        if hosts is None:
+            self.grid = LocalGrid(run, self.nodes, self._Handler(self.nodes), 2, **options)
+        else:
+            self.grid = ClusterGrid(
+                run, self.nodes, hosts, self.states, SEED, lambda record: pickle.dumps(record), **options
+            )
+            hosts.listener = self.grid.listener()
+            for host in hosts.there:
+                hosts.listener.on_joined(host)
+
+    class _Handler:
+        def __init__(self, nodes: VirtualNodes) -> None:
+            self._nodes = nodes
+
+        def __call__(self, message: Message) -> Message:
+            context = self._nodes.context_of(message.metadata.dst_node_id)
+            reply = client(message, context.state)
+            self._nodes.keep(context)
+            return reply
+
+        def idle(self) -> None: ...
+
+        def leave(self) -> None: ...
+
+        def cancel(self, message: Message) -> None: ...
+
+    def messages(self, arrays: ArrayRecord, chosen: list[int], group: str = "1") -> list[Message]:
+        content = RecordDict({"arrays": arrays})
+        return [Message(content, self.nodes.ids[place], "train", group_id=group) for place in chosen]
+
+    def train(
+        self, chosen: list[int], *, in_order: bool, rounds: int = 1, group: str = "1"
+    ) -> tuple[list[np.ndarray], list[Any]]:
+        """Return the model and the metrics after a few rounds."""
+        arrays, metrics = ArrayRecord([np.zeros((3, 4), np.float32)]), []
+        for _ in range(rounds):
+            replies = replies_to_sum(self.grid, self.messages(arrays, chosen, group), None, in_order=in_order)
+            new, told = streaming.aggregate(FedAvg(), replies, keeps_integers=True)
+            assert new is not None and told is not None
+            arrays = new
+            metrics.append(dict(told))
+        return arrays.to_numpy_ndarrays(), metrics
+
+    def replies(
+        self, count: int, *, in_order: bool, timeout: float | None = None, group: str = "1"
+    ) -> list[Message]:
+        """Return what is left of the replies of the first nodes when they are summed."""
+        messages = self.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(count)), group)
+        replies: Any = replies_to_sum(self.grid, messages, timeout, in_order=in_order)
+        sums = replies.sums("num-examples", keeps_integers=True)
+        return [reply for _, part in sums for reply in part.rest]
+
+    def calls(self) -> list[int]:
+        """Return how many calls each node's state has."""
+        return [
+            int(self.states.get(place).get("calls", {"count": 0})["count"])
+            for place in range(len(self.nodes.ids))
+        ]
+
+
+@contextmanager
+def under(nodes: int, hosts: Hosts | None, **options: Any) -> Iterator[Under]:
+    test = Under(nodes, hosts, **options)
+    try:
+        yield test
+    finally:
+        test.grid.close()
+
+
+@given(
+    chosen=st.sets(st.integers(0, 69), min_size=2, max_size=70),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    deaths=st.lists(st.none() | st.integers(0, 150), min_size=4, max_size=4),
+    rounds=st.integers(1, 2),
+)
+@settings(max_examples=40, deadline=None)
+def test_in_order_the_bits_are_those_of_one_machine(
+    chosen: set[int], sizes: list[int], deaths: list[int | None], rounds: int
+) -> None:
+    places = sorted(chosen, key=lambda place: hash((place, rounds)))
+    with under(70, None) as alone:
+        expected = alone.train(places, in_order=True, rounds=rounds)
+        counted = alone.calls()
+    hosts = Hosts(
+        [InThread(f"h{n}", size, dies) for n, (size, dies) in enumerate(zip(sizes, deaths, strict=False))]
+    )
+    with under(70, hosts) as test:
+        found = test.train(places, in_order=True, rounds=rounds)
+        assert found[0][0].tobytes() == expected[0][0].tobytes() and found[1] == expected[1]
+        assert test.calls() == counted, "each client's state went on by one call in each round"
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    deaths=st.lists(st.none() | st.integers(0, 150), min_size=4, max_size=4),
+)
+@settings(max_examples=40, deadline=None)
+def test_in_any_order_each_reply_counts_once(sizes: list[int], deaths: list[int | None]) -> None:
+    chosen = list(range(0, 60, 2))
+    with under(60, None) as alone:
+        ((expected,), metrics), counted = alone.train(chosen, in_order=True, rounds=2), alone.calls()
+    hosts = Hosts(
+        [InThread(f"h{n}", size, dies) for n, (size, dies) in enumerate(zip(sizes, deaths, strict=False))]
+    )
+    with under(60, hosts) as test:
+        (found,), told = test.train(chosen, in_order=False, rounds=2)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert [one["calls"] for one in told] == pytest.approx([one["calls"] for one in metrics])
+        assert test.calls() == counted
+        living = [host for host in hosts.all if not host.is_gone]
+        assert all(not host._sums._parts and not host._sums._kept for host in living)
+
+
+def test_replies_that_are_not_summed_come_as_they_are() -> None:
+    hosts = Hosts([InThread("a", 2, dies_at=9), InThread("b", 1)])
+    with under(20, hosts) as test:
+        messages = test.messages(ArrayRecord([np.ones(3, np.float32)]), list(range(20)))
+        replies = list(test.grid.send_and_receive(messages))
+        assert [reply.metadata.src_node_id for reply in replies] == list(test.nodes.ids)
+        assert test.calls() == [1] * 20
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_message_that_costs_three_hosts_is_an_error(in_order: bool) -> None:
+    class Deadly(InThread):
+        def handle(self, visit: Visit) -> Visited:
+            if visit.message.metadata.dst_node_id == victim:
+                raise HostLostError(f"{self.name} died")
+            return super().handle(visit)
+
+    class ManyHosts(Hosts):
+        def join(self, host: InThread) -> None:
+            super().join(Deadly(host.name, host.about.concurrency))
+
+    hosts = ManyHosts([Deadly("a", 2), Deadly("b", 2)])
+    with under(20, hosts) as test:
+        victim = test.nodes.ids[4]
+        rest = test.replies(20, in_order=in_order)
+        (error,) = [reply for reply in rest if reply.has_error()]
+        assert len(rest) == 20 and error.metadata.src_node_id == victim
+        assert "3 hosts were lost while they handled a message to client 4" in error.error.reason
+        assert test.calls() == [1] * 4 + [0] + [1] * 15
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_without_hosts_the_run_ends(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_grid, "_NO_HOST_S", 0.1)
+    hosts = Hosts([InThread("a", 2, dies_at=5)], followed=False)
+    with under(20, hosts) as test:
+        rest = test.replies(20, in_order=in_order)
+        assert len(rest) == 20
+        assert {str(reply.error.ends_run) for reply in rest if reply.has_error()} == {
+            "no host of the Ray cluster is left, for 0 s"
+        }
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_late_replies_are_given_up(in_order: bool) -> None:
+    slow, fast = InThread("slow", 1), InThread("fast", 2)
+    slow.gate.clear()
+    hosts = Hosts([slow, fast])
+    with under(64, hosts) as test:
+        rest = test.replies(64, in_order=in_order, timeout=1.0)
+        assert 0 < len(rest) < 64
+        assert sum(test.calls()) == len(rest)
+        slow.gate.set()
+
+
+def test_a_full_host_gets_nothing_until_it_has_room() -> None:
+    full, other = InThread("full", 4), InThread("other", 1)
+    full.is_full = True
+    hosts = Hosts([full, other])
+    with under(10, hosts) as test:
+        test.train(list(range(10)), in_order=False)
+        assert (full.messages, other.messages) == (0, 10)
+        full.is_full, other.is_full = False, True
+        hosts.listener.on_room()
+        test.train(list(range(10)), in_order=False)
+        assert (full.messages, other.messages) == (10, 10)
+
+
+def test_the_last_messages_are_not_for_a_host_that_is_far_slower() -> None:
+    slow, fast = InThread("slow", 2), InThread("fast", 2)
+    slow.pace, fast.pace = 4.0, 0.5
+    with under(2, Hosts([slow, fast])) as test:
+        test.train([0, 1], in_order=False)
+        assert (slow.messages, fast.messages) == (0, 2)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_replies_that_do_not_go_together_are_an_error(in_order: bool) -> None:
+    with under(40, Hosts([InThread("a", 2), InThread("b", 2)])) as test:
+        with pytest.raises(InvalidResultError, match="do all clients train the same model"):
+            test.train(list(range(40)), in_order=in_order, group="misfit")
+        assert sum(test.calls()) <= 40
+        test.train([1], in_order=in_order)  # it goes on
+
+
+def test_clients_that_fail_are_counted() -> None:
+    with under(6, Hosts([InThread("a", 2), InThread("b", 2)])) as test:
+        rest = test.replies(6, in_order=True, group="error")
+        assert [reply.has_error() for reply in rest] == [True] * 6
+        assert test.calls() == [0] * 6
+        assert sum(host.failed for host in test.grid._hosts.there) == 6
+
+
+def test_the_model_of_a_round_goes_to_each_host_once() -> None:
+    put: list[ArrayRecord] = []
+    test = Under(30, hosts := Hosts([InThread("a", 2), InThread("b", 2)]))
+    assert isinstance(test.grid, ClusterGrid)
+    test.grid._models._put = lambda record: put.append(record) or pickle.dumps(record)
+    got: list[str] = []
+    for host in hosts.there:
+        host._models._get = lambda where, name=host.name: got.append(name) or pickle.loads(where)
+    try:
+        test.train(list(range(30)), in_order=False, rounds=3)
+    finally:
+        test.grid.close()
+    assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3

@@ -1,0 +1,152 @@
+"""Simulations on real Ray clusters, whose hosts are namespaces of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import cluster_hosts
+import pytest
+from cluster_hosts import Cluster, Run
+from simulations import APPS, Simulation, run
+from waiting import until
+
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(cluster_hosts.problem() != "", reason=f"no hosts: {cluster_hosts.problem()}"),
+]
+
+NODES = 200
+SAME = ("--seed", "3", "--deterministic", "--gpu", "never", "--run-config", "num-server-rounds=4")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts with a GPU each, that nothing happens to."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with Cluster(folder, gpus=1, LEASED_APP_NOTES=str(folder / "notes.jsonl")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
+    """The run of one machine."""
+    done = run("exact", NODES, tmp_path_factory.mktemp("alone"), *SAME, "--no-report")
+    assert done.status == 0, done.output
+    return done
+
+
+def checked(done: Run, alone: Simulation) -> None:
+    """Check that a run has the model of one machine, and that each message counts once."""
+    assert done.status == 0, done.output
+    assert done.summary["model_sha256"] == alone.summary["model_sha256"]
+    assert done.summary["failed"] == 0 and done.summary["messages"] == alone.summary["messages"]
+
+
+def test_two_hosts_have_the_model_of_one_machine(cluster: Cluster, alone: Simulation) -> None:
+    done = cluster.run("exact", NODES, *SAME)
+    checked(done, alone)
+    hosts = done.summary["hosts"]
+    assert {host["host"] for host in hosts} == {"host-0", "host-1"}
+    assert sum(host["messages"] for host in hosts) == done.summary["messages"]
+    assert min(host["messages"] for host in hosts) > 0 and not any(host["is_lost"] for host in hosts)
+    assert {event["host"] for event in done.events("worker_finished")} == {"host-0", "host-1"}
+    assert {event["host"] for event in done.events("host_joined")} == {"host-0", "host-1"}
+
+
+def test_states_and_replies_that_are_not_summed(cluster: Cluster) -> None:
+    """Of a strategy that wants all replies, in a run whose clients keep states."""
+    options = ("--seed", "3", "--gpu", "never", "--run-config", "num-server-rounds=2 strategy='krum'")
+    done = cluster.run("plain", 40, *options, name="krum")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.summary["metrics"]["train"]["calls"] == pytest.approx(2), "each state was there the next time"
+
+
+def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(alone: Simulation, tmp_path: Path) -> None:
+    """An agent, and then a whole host; another one joins."""
+    with Cluster(tmp_path) as cluster, cluster.running("exact", NODES, *SAME) as done:
+        done.says("round 1/4  train")
+        (agent,) = cluster.hosts[0].pids("ray::Agent")
+        os.kill(agent, signal.SIGKILL)
+        done.says("Host host-0 is lost")
+        done.says("Host host-0 has joined")
+        cluster.hosts[1].end()
+        cluster.add()
+        done.wait(200)
+        checked(done, alone)
+        hosts = {host["host"]: host for host in done.summary["hosts"]}
+        assert hosts["host-1"]["is_lost"] and not hosts["host-0"]["is_lost"]
+        assert hosts["host-0"]["agents_lost"] == 1
+        assert {event["host"] for event in done.events("host_lost")} == {"host-0", "host-1"}
+
+
+def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
+    cluster: Cluster, alone: Simulation
+) -> None:
+    def nothing_is_left() -> None:
+        for host in cluster.hosts:
+            until(lambda host=host: not host.pids("ray::Agent"), "the agents have ended")
+            until(lambda host=host: not host.pids("flower-gpu: exact"), "the workers have ended")
+
+    with cluster.running("exact", NODES, *SAME, name="ended") as first:
+        first.says("round 1/4  train")
+        first.send(signal.SIGINT)
+        first.wait()
+    assert first.status == 130 and "--resume" in first.output, first.output
+    nothing_is_left()
+    resume = ("--gpu", "never", "--resume", str(first.folder))
+    with cluster.running("exact", NODES, *resume, name="killed") as second:
+        second.says("round 2/4  train")
+        second.send(signal.SIGKILL)
+        second.process.wait(30)
+    nothing_is_left()
+    shutil.rmtree(first.folder / "states", ignore_errors=True)
+    third = cluster.run("exact", NODES, *resume, name="resumed")
+    assert third.status == 0 and "Going on after round" in third.output, third.output
+    assert first.summary["model_sha256"] == alone.summary["model_sha256"]
+
+
+def test_leases_of_each_host_are_its_own(cluster: Cluster) -> None:
+    done = cluster.run("leased", 12, "--num-gpus", "0.5", "--gpu", "require", name="leased")
+    assert done.status == 0, done.output
+    granted = done.events("lease_granted")
+    assert {event["host"] for event in granted} == {"host-0", "host-1"}
+    assert len({(event["host"], gpu["uuid"]) for event in granted for gpu in event["gpus"]}) == 2
+    for host in cluster.hosts:
+        assert not Ledger(LedgerFolder(host.folder / "ledger")).status().holders
+
+
+def test_a_host_without_a_package_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    app = shutil.copytree(APPS / "plain", tmp_path / "app")
+    client = app / "plain" / "client_app.py"
+    client.write_text("import only_there\n" + client.read_text())
+    (tmp_path / "only_there.py").touch()
+    path = os.pathsep.join([cluster.hosts[0].env["PYTHONPATH"], str(tmp_path)])
+    done = cluster.run(str(app), 4, name="no-package", PYTHONPATH=path)
+    assert done.status == 2 and not done.has_folder, done.output
+    assert re.search("host host-[01]: the app imports only_there, which is not installed there", done.output)
+
+
+def test_data_that_are_missing_on_a_host_are_named(cluster: Cluster) -> None:
+    head = cluster.hosts[0]
+    options = ("--preload", "os:listdir path='/dev/shm/data'", "--gpu", "never")
+    subprocess.run(head.inside(["mkdir", "/dev/shm/data"]), check=True)  # each host has its own /dev/shm
+    done = cluster.run("plain", 4, *options, name="no-data")
+    assert done.status == 2 and not done.has_folder, done.output
+    assert re.search("host host-1: preload: .*/dev/shm/data", done.output, re.DOTALL), done.output
+
+
+def test_an_address_without_a_cluster_is_refused(cluster: Cluster) -> None:
+    address = f"127.0.0.1:{cluster_hosts.free_port()}"
+    done = cluster.run("plain", 4, "--ray-address", address, name="nowhere")
+    assert done.status == 2 and not done.has_folder, done.output
+    assert f"--ray-address {address}: there is no Ray cluster that can be reached" in done.output
