@@ -74,8 +74,15 @@ class FollowedRun:
         """Return the workers that are there, the oldest first: a killed run leaves some open in its trace."""
         found = self.history.running
         if not self.is_of_this_host:
-            return [] if self.history.finished_at is not None else found
-        return [one for one in found if is_there(one.pid, one.started_at)]
+            return [] if self.is_over else found
+        is_over = self.is_over
+        # Of other hosts' processes the trace alone can tell, whatever has their numbers here.
+        return [one for one in found if (not is_over if one.host else is_there(one.pid, one.started_at))]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, or was killed, as far as that can be told here."""
+        return self.history.finished_at is not None or bool(self.outcome())
 
     def outcome(self) -> str:
         """Return how the run ended: ``"gone"`` where it was killed, empty while it goes on or is unknown."""

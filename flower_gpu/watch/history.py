@@ -1,4 +1,4 @@
-"""What a trace tells, put together: a run, its leases, its workers, its rounds, its GPUs."""
+"""What a trace tells, put together: a run, its hosts, leases, workers, rounds and GPUs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from flower_gpu.trace import SERVER_EVALUATE
 from flower_gpu.watch.fields import mappings, node_id, number, text, whole
 from flower_gpu.watch.spans import (
     CONSEQUENCES,
+    HOST_LOST,
+    MOST_HOSTS,
     OTHER,
+    OUT_OF_MEMORY,
     OUTCOMES,
     CallFigures,
     FailureReasons,
     GPUInfo,
     GPUSample,
+    HostSpan,
     LeaseSpan,
     OpenRound,
     OutOfMemory,
@@ -31,6 +35,8 @@ _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 # With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
 _MOST_OPEN: Final = 10_000
 _MOST_METRICS: Final = 1000  # of an evaluation
+#: Events that a host which is lost is named in, too.
+_OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
 class History:
@@ -75,6 +81,7 @@ class History:
         self.open_round: OpenRound | None = None  # messages that are under way
         self.closed_round: OpenRound | None = None  # the ones before, all of which are over
         self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
+        self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
         # GPUs by UUID; leases and workers in the order of their starts.
         self.gpus: dict[str, GPUInfo] = {}
         self.samples: dict[str, list[GPUSample]] = {}
@@ -108,7 +115,7 @@ class History:
                 continue
             self.first_at = time if self.first_at is None else self.first_at
             self._before, self.last_at = self.last_at, max(self.last_at or time, time)
-            if handler is not None:
+            if handler is not None and not self._is_late(event):
                 handler(time, event)
         if not self._keep_finished:
             self._forget_finished()
@@ -133,6 +140,11 @@ class History:
         """Workers that have not ended, the oldest first."""
         return list(self._running.values())
 
+    def messages_under_way(self, host: str) -> int:
+        """Return how many messages a worker handles on a host of a Ray cluster, or wait for a lease there."""
+        running = sum(one.host == host and not one.is_copy for one in self.running)
+        return running + sum(one.host == host for one in self.waiting)
+
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
         """Return the lease that a worker has; on the CPU the one on cores; None where it has neither."""
         return self._leases.get(worker.lease) or self._cores_leases.get(worker.cores_lease)
@@ -156,11 +168,16 @@ class History:
         """The GPUs that the run could use, by their numbers. Samples tell of all GPUs of the host."""
         leased = {uuid for lease in self.leases for uuid in lease.memory_bytes}
         told = [gpu for gpu in self.gpus.values() if gpu.index >= 0 or gpu.uuid in leased]
-        return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.index, gpu.uuid))
+        return sorted(told or self.gpus.values(), key=lambda gpu: (gpu.host, gpu.index, gpu.uuid))
 
     def over_at(self, since: float, end: float) -> float:
         """Return the latest possible end of a span: the end of its part of the run, or of the trace."""
         return min((begin for begin, _ in self.pauses if begin >= since), default=end)
+
+    def _is_late(self, event: Mapping[str, Any]) -> bool:
+        """Tell whether a host says this that is lost: all that it had has ended."""
+        host = self.hosts.get(text(event.get("host")))
+        return host is not None and host.is_lost and event.get("event") not in _OF_LOST_HOSTS
 
     def _forget_finished(self) -> None:
         for spans in (self._running, self._requests, self._leases, self._cores_requests):
@@ -171,6 +188,7 @@ class History:
         if not self._keep_rounds:
             _drop_oldest(self._parts, _FEW)
         _drop_oldest(self.last_metrics, _FEW)
+        _drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())
         self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}
         self.leases = [*self._requests.values(), *self._leases.values()]
@@ -187,6 +205,7 @@ class History:
         before = self._before if self.finished_at is None else self.finished_at
         if self.started_at is not None and goes_on and before is not None and before < time:
             self.pauses.append((before, time))
+            self._leave_hosts(before)
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
         self.finished_at, self.outcome = None, ""
@@ -199,7 +218,7 @@ class History:
         self.clients, self.cores = whole(event.get("clients")), whole(event.get("cores"))
         self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
         for told in mappings(event.get("gpus")):
-            self._learn_gpu(told)
+            self._learn_gpu(told, self.host)
 
     def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
@@ -208,7 +227,7 @@ class History:
 
     def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
         for told in mappings(event.get("gpus")):
-            self._learn_gpu(told)
+            self._learn_gpu(told, text(event.get("host")))
             self.samples.setdefault(text(told.get("uuid")), []).append(
                 GPUSample(
                     time,
@@ -218,13 +237,63 @@ class History:
                 )
             )
 
-    def _learn_gpu(self, told: Mapping[str, Any]) -> None:
+    def _learn_gpu(self, told: Mapping[str, Any], host: str) -> None:
         gpu = self.gpus.setdefault(text(told.get("uuid")), GPUInfo(text(told.get("uuid"))))
+        gpu.host = host or gpu.host
         index = whole(told.get("index"))
         gpu.index = gpu.index if index is None else index
         gpu.name = text(told.get("name")) or gpu.name
         gpu.total_bytes = whole(told.get("total_bytes")) or gpu.total_bytes
         gpu.capacity_bytes = whole(told.get("capacity_bytes")) or gpu.capacity_bytes
+
+    # Hosts
+
+    def _host(self, event: Mapping[str, Any]) -> HostSpan | None:
+        name = text(event.get("host"))
+        if not name:
+            return None
+        self.tally.calls_of(name)  # from zero on
+        return self.hosts.setdefault(name, HostSpan(name))
+
+    def _on_host_joined(self, time: float, event: Mapping[str, Any]) -> None:
+        if (host := self._host(event)) is None:
+            return
+        host.join(time, event)
+        for told in mappings(event.get("gpus")):
+            self._learn_gpu(told, host.name)
+
+    def _on_host_lost(self, time: float, event: Mapping[str, Any]) -> None:
+        """End what the host has had: nobody writes that down."""
+        if (host := self._host(event)) is None:
+            return
+        host.lose(time, event)
+        for worker in self.running:
+            if worker.host == host.name:
+                del self._running[worker.call, worker.pid]
+                worker.finished_at, worker.outcome = time, HOST_LOST
+                self.tally.workers_finished[HOST_LOST] += 1
+                self._count_call(worker)
+        for requests in (self._requests, self._cores_requests):
+            for request in list(requests.values()):
+                if request.host == host.name:
+                    del requests[request.call]
+                    request.refused_at, request.is_lost = time, True
+        for lease in (*self._leases.values(), *self._cores_leases.values()):
+            if lease.host == host.name and lease.released_at is None:
+                lease.released_at, lease.is_lost = time, True
+
+    def _leave_hosts(self, until: float) -> None:
+        """Forget that hosts are there that joined until then: the run has other agents now."""
+        for host in self.hosts.values():
+            host.nodes = {node: told for node, told in host.nodes.items() if told[0] > until}
+            host.is_lost = False
+
+    def _count_call(self, worker: WorkerSpan) -> None:
+        """Count a call that has ended among those of its host."""
+        if (host := self.hosts.get(worker.host)) is not None and not worker.is_copy:
+            outcome = worker.outcome if worker.outcome in OUTCOMES else OTHER
+            host.calls[outcome] += 1
+            self.tally.calls_of(host.name)[outcome] += 1
 
     # Rounds
 
@@ -303,19 +372,19 @@ class History:
     # Leases
 
     def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        span = LeaseSpan(*_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
+        span = LeaseSpan(**_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
         self._requests[span.call] = span
         self.leases.append(span)
 
     def _on_lease_granted(self, time: float, event: Mapping[str, Any]) -> None:
         span = self._requests.pop(text(event.get("call")), None)
         if span is None:
-            span = LeaseSpan(*_whose(event), requested_at=None)
+            span = LeaseSpan(**_whose(event), requested_at=None)
             self.leases.append(span)
         span.granted_at, span.id = time, text(event.get("lease"))
         span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
         for told in mappings(event.get("gpus")):
-            self._learn_gpu(told)
+            self._learn_gpu(told, span.host)
             span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
         self._leases[span.id] = span
         self.tally.leases_granted += 1
@@ -334,14 +403,14 @@ class History:
             span.released_at = time
 
     def _on_cores_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        span = LeaseSpan(*_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
+        span = LeaseSpan(**_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
         self._cores_requests[span.call] = span
         self.cores_leases.append(span)
 
     def _on_cores_granted(self, time: float, event: Mapping[str, Any]) -> None:
         span = self._cores_requests.pop(text(event.get("call")), None)
         if span is None:
-            span = LeaseSpan(*_whose(event), requested_at=None)
+            span = LeaseSpan(**_whose(event), requested_at=None)
             self.cores_leases.append(span)
         span.granted_at, span.id = time, text(event.get("lease"))
         span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
@@ -369,7 +438,7 @@ class History:
 
     def _begin_worker(self, time: float, event: Mapping[str, Any]) -> WorkerSpan:
         worker = WorkerSpan(
-            *_whose(event),
+            **_whose(event),
             pid=whole(event.get("pid")) or 0,
             start_method=text(event.get("start_method")),
             lease=text(event.get("lease")),
@@ -405,7 +474,7 @@ class History:
         if worker.round != self._calls_round:
             self._calls_round = worker.round
             self._calls_done.clear()
-        if outcome != "out of memory" and not worker.is_copy:  # most are tried again
+        if outcome != OUT_OF_MEMORY and not worker.is_copy:  # most are tried again
             self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
@@ -413,6 +482,7 @@ class History:
         worker.finished_at, worker.seconds = time, number(event.get("seconds"))
         worker.outcome, worker.error = outcome, text(event.get("error"))
         worker.traceback = text(event.get("traceback"))
+        self._count_call(worker)
         worker.task_at = number(event.get("task_at")) or worker.task_at
         worker.result_at = number(event.get("result_at")) or worker.result_at
         for told in mappings(event.get("gpus")):
@@ -445,6 +515,6 @@ def _drop_oldest(found: dict[Any, Any], most: int) -> None:
             del found[key]
 
 
-def _whose(event: Mapping[str, Any]) -> tuple[str, str, str, int | None]:
-    call, client, task = (text(event.get(name)) for name in ("call", "client", "task"))
-    return call, client, task, whole(event.get("round"))
+def _whose(event: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {name: text(event.get(name)) for name in ("call", "client", "task", "host")}
+    return {**texts, "round": whole(event.get("round"))}

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "flower_gpu_"
 
 _GPU: Final = ("gpu", "uuid", "name")
+_RUN_HOST: Final = ("run", "host")
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,9 @@ _ROWS: Final = (
     Row("run_round", "gauge", "The highest round that anything in the run is of.", ("run",)),
     Row("run_rounds", "gauge", "How many rounds the run will have, where that is known.", ("run",)),
     Row("workers", "gauge", "Workers that are there, by what they do.", ("run", "phase")),
+    Row("run_host_up", "gauge", "1 if a host of a run is there, 0 if it is lost.", _RUN_HOST),
+    Row("run_host_messages", "gauge", "Messages under way on a host of a run.", _RUN_HOST),
+    Row("run_host_messages_capacity", "gauge", "Messages that the host handles at a time.", _RUN_HOST),
     Row(
         "evaluation",
         "gauge",
@@ -94,6 +98,7 @@ _ROWS: Final = (
     Row("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
     Row("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
     Row("rounds_finished", "counter", "Rounds that are finished: their first result is there."),
+    Row("host_calls", "counter", "Calls that have ended on hosts of clusters, by how.", ("host", "outcome")),
 )
 
 #: By name, without the prefix.
@@ -317,6 +322,12 @@ def _add_runs(found: _Families, runs: Iterable[FollowedRun], *, per_client: bool
         else:
             for phase in _PHASES:
                 found.add("workers", sum(one.phase == phase for one in workers), label, phase)
+        for host in history.hosts.values():
+            if host.nodes or host.is_lost:
+                messages = history.messages_under_way(host.name) if followed.is_registered else 0
+                found.add("run_host_up", int(not host.is_lost), label, host.name)
+                found.add("run_host_messages", messages, label, host.name)
+                found.add("run_host_messages_capacity", host.concurrency, label, host.name)
         told = sorted((one for one in history.evaluations if one.metrics), key=lambda one: one.time)
         for task, evaluation in {one.task: one for one in told}.items():
             found.add("evaluation_round", evaluation.round, label, task)
@@ -339,6 +350,8 @@ def _add_tally(found: _Families, counts: Tally) -> None:
     # From zero on: what is there only after it happened looks to Prometheus as if it never did.
     for outcome in (*spans.OUTCOMES, spans.OTHER):
         found.add("workers_finished", counts.workers_finished[outcome], outcome)
+        for host, calls in counts.host_calls.items():
+            found.add("host_calls", calls[outcome], host, outcome)
     for then in (*spans.CONSEQUENCES, spans.OTHER):
         found.add("out_of_memory", counts.out_of_memory[then], then)
     waits = found.families["lease_wait_seconds"]

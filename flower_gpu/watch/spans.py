@@ -1,4 +1,4 @@
-"""What a history is made of: GPUs, leases, workers and rounds of a run, and counts over runs."""
+"""What a history is made of: GPUs, hosts, leases, workers and rounds of a run, and counts over runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any, Final
 from flower_gpu.apps.failures import LABEL
 from flower_gpu.errors import shortened
 from flower_gpu.trace import Event
-from flower_gpu.watch.fields import first_line
+from flower_gpu.watch.fields import first_line, mappings, text, whole
 from flower_gpu.workers import methods
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
 
 _MOST_REPLIES: Final = 1000  # whose times are kept
+MOST_HOSTS: Final = 1000  # of a run, and of all runs
+_MOST_NODES: Final = 50  # of one name
 
 
 @dataclass
@@ -28,6 +30,7 @@ class GPUInfo:
     uuid: str
     index: int = -1
     name: str = ""
+    host: str = ""  # the machine's name
     total_bytes: int | None = None
     capacity_bytes: int | None = None
 
@@ -40,6 +43,54 @@ class GPUSample:
     used_bytes: int | None
     utilization_percent: float | None
     temperature_c: float | None
+
+
+@dataclass
+class HostSpan:
+    """A host of a Ray cluster that a run has, or has had. Hosts that are called the same are one."""
+
+    name: str
+    joined_at: float | None = None  # the first time
+    nodes: dict[str, tuple[float, int]] = field(
+        default_factory=dict
+    )  # that are there: since when, concurrency
+    cores: int | None = None
+    gpus: tuple[str, ...] = ()  # UUIDs
+    is_lost: bool = False
+    lost_at: float | None = None  # the last time, also where it has joined again
+    lost_reason: str = ""
+    calls: Counter[str] = field(default_factory=Counter)  # that have ended, by outcome
+
+    @property
+    def concurrency(self) -> int:
+        """How many messages it handles at a time, at most."""
+        return sum(concurrency for _, concurrency in self.nodes.values())
+
+    @property
+    def calls_done(self) -> int:
+        """How many calls have ended there. A call that ran out of memory, or was lost, is tried again."""
+        return self.calls.total() - self.calls[OUT_OF_MEMORY] - self.calls[HOST_LOST]
+
+    @property
+    def calls_failed(self) -> int:
+        """How many of these have failed."""
+        return self.calls_done - self.calls["ok"]
+
+    def join(self, time: float, event: Event) -> None:
+        """Take in that it is there."""
+        self.joined_at = time if self.joined_at is None else self.joined_at
+        self.is_lost = False
+        if len(self.nodes) < _MOST_NODES:
+            self.nodes[text(event.get("ray_node"))] = time, whole(event.get("concurrency")) or 0
+        self.cores = whole(event.get("cores"))
+        self.gpus = tuple(text(gpu.get("uuid")) for gpu in mappings(event.get("gpus")))
+
+    def lose(self, time: float, event: Event) -> None:
+        """Take in that it is gone; one of another name in Ray, if there is one, stays."""
+        if self.nodes.pop(text(event.get("ray_node")), None) is None:
+            self.nodes.clear()
+        self.is_lost = not self.nodes
+        self.lost_at, self.lost_reason = time, first_line(event.get("reason"))
 
 
 @dataclass
@@ -66,6 +117,8 @@ class LeaseSpan:
     is_used: bool = False  # a worker has done a call with it
     cores: float | None = None  # that it has, or asks for; None: none are counted
     host_memory_bytes: int | None = None  # the same of main memory
+    host: str = ""  # of a Ray cluster; empty: the machine of the run itself
+    is_lost: bool = False  # it has ended with its host
 
 
 @dataclass
@@ -91,6 +144,7 @@ class WorkerSpan:
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by UUID: the most it was seen to use
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, items done, items in all
     is_copy: bool = False  # it handles a message once more, to be compared: nothing comes of it
+    host: str = ""  # of a Ray cluster; empty: the machine of the run itself
 
     @property
     def phase(self) -> str:
@@ -153,14 +207,18 @@ class OpenRound:
 
     @property
     def finished(self) -> int:
-        """How many of the messages have been handled."""
-        return max(self.workers_finished, self.replies)
+        """How many of the messages have been handled; those of a lost host are handled again."""
+        done = max(self.workers_finished, self.replies)
+        return done if self.messages is None else min(done, self.messages)
 
 
 # Counts that never go down
 
+OUT_OF_MEMORY: Final = "out of memory"
+#: How a worker ends whose host is lost: no line of the trace says so.
+HOST_LOST: Final = "host lost"
 #: How a worker can end, as the trace says it; anything else is counted as ``OTHER``.
-OUTCOMES: Final = ("ok", "error", "out of memory", "died", "timeout", "cancelled")
+OUTCOMES: Final = ("ok", "error", OUT_OF_MEMORY, "died", "timeout", "cancelled", HOST_LOST)
 #: What can follow when a call runs out of GPU memory.
 CONSEQUENCES: Final = ("again", "on the CPU", "failed")
 OTHER: Final = "other"
@@ -207,6 +265,12 @@ class Tally:
     cores_waits: Waits = field(default_factory=Waits)
     out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
     rounds_finished: int = 0
+    host_calls: dict[str, Counter[str]] = field(default_factory=dict)  # by host, then by outcome
+
+    def calls_of(self, host: str) -> Counter[str]:
+        """Return the counts of a host's calls; hosts that are too many have theirs together."""
+        is_known = host in self.host_calls or len(self.host_calls) < MOST_HOSTS
+        return self.host_calls.setdefault(host if is_known else OTHER, Counter())
 
 
 def reason_of(error: str) -> str:

@@ -37,6 +37,43 @@ def at(when: float, event: str, /, **fields: Any) -> Event:
     return {"event": event, "time": START + when, **fields}
 
 
+def on_hosts(events: list[Event], hosts: int, lost_at: float | None = None) -> list[Event]:
+    """Have the GPUs of a run, and what is done on them, on hosts of a Ray cluster, and lose the last one."""
+    uuids = [gpu["uuid"] for gpu in events[0]["gpus"]]
+    host_of = {uuid: f"node{number % hosts}" for number, uuid in enumerate(uuids)}
+    granted = [event for event in events if event["event"] == "lease_granted"]
+    host_of_call = {event["call"]: host_of[event["gpus"][0]["uuid"]] for event in granted}
+    made = [{**events[0], "host": "driver", "gpus": []}]
+    for number in range(hosts):
+        gpus = [{**gpu, "index": place // hosts} for place, gpu in enumerate(events[0]["gpus"])]
+        own = [gpu for gpu in gpus if host_of[gpu["uuid"]] == f"node{number}"]
+        made.append(joined(0.5, f"node{number}", concurrency=8, cores=16, gpus=own))
+    for event in events[1:]:
+        if event["event"] == "gpu_sample":
+            for host in sorted(set(host_of.values())):
+                own = [gpu for gpu in event["gpus"] if host_of[gpu["uuid"]] == host]
+                made.append({**event, "gpus": own, "host": host})
+            continue
+        for gpu in event.get("gpus", []):
+            if "index" in gpu:
+                gpu["index"] = uuids.index(gpu["uuid"]) // hosts
+        host = host_of_call.get(event.get("call", ""))
+        made.append(event if host is None else {**event, "host": host})
+    if lost_at is None:
+        return made
+    last = f"node{hosts - 1}"
+    kept = [event for event in made if event.get("host") != last or event["time"] < START + lost_at]
+    return sorted([*kept, lost(lost_at, last)], key=lambda event: event["time"])
+
+
+def joined(when: float, host: str, **more: Any) -> Event:
+    return at(when, "host_joined", host=host, ray_node=f"id of {host}", **more)
+
+
+def lost(when: float, host: str) -> Event:
+    return at(when, "host_lost", host=host, ray_node=f"id of {host}", reason="The <actor> died\nmore")
+
+
 @dataclass
 class Run:
     """A run of clients that share GPUs, each with leases of the same size, first come, first served.

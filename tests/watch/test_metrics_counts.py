@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import tempfile
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
@@ -14,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from metrics_exporter import Samples, counters, line, samples_of, value
 from prometheus_client import CollectorRegistry, generate_latest
+from top_traces import Trace
 
 from flower_gpu import trace
 from flower_gpu.apps.registry import RunningRun
-from flower_gpu.watch import history
+from flower_gpu.watch import history, spans
 from flower_gpu.watch.metrics import Collector, HostState, Runs
 from flower_gpu.watch.spans import OUTCOMES
 
@@ -36,9 +40,9 @@ ANYTHING = st.recursive(
 )
 NAMES = ("run_started", "strategy_started", "round_started", "round_finished", "round", "lease_granted",
          "lease_not_granted", "out_of_memory", "worker_started", "worker_finished", "task_started",
-         "worker_result", "gpu_sample", "nothing of ours")  # fmt: skip
+         "worker_result", "gpu_sample", "host_joined", "nothing of ours")  # fmt: skip
 FIELDS = ("call", "pid", "client", "round", "num_rounds", "task", "metrics", "outcome", "then", "waited_s",
-          "host", "start_method")  # fmt: skip
+          "host", "ray_node", "concurrency", "start_method")  # fmt: skip
 EVENTS = st.fixed_dictionaries(
     {"event": st.sampled_from(NAMES)}, optional=dict.fromkeys(FIELDS, ANYTHING)
 ) | st.builds(
@@ -123,6 +127,8 @@ def test_counters_are_exact_and_never_go_down(steps: Iterable[Any]) -> None:
 def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with what is over, nor with workers whose end nobody has told, nor with names of metrics."""
     monkeypatch.setattr(history, "_MOST_OPEN", 500)
+    monkeypatch.setattr(history, "MOST_HOSTS", 50)
+    monkeypatch.setattr(spans, "MOST_HOSTS", 50)
     run = history.History(keep_finished=False)
 
     def feed(calls: range) -> None:
@@ -137,6 +143,9 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
                 {"event": "round", **told, "round": 1, "metrics": {f"{call}": 1.0}},
                 {"event": "round_finished", **told, "task": f"{call}", "messages": 1, "failed": 0,
                  "metrics": {"a": 1.0}},
+                {"event": "host_joined", **told, "host": f"{call}", "ray_node": f"{call}", "concurrency": 1},
+                {"event": "host_joined", **told, "host": "a", "ray_node": f"{call}"},
+                *([{"event": "host_lost", **told, "host": f"{call}"}] if call % 2 else []),
             ]  # fmt: skip
             run.feed(events)
 
@@ -151,6 +160,7 @@ def test_memory_does_not_grow_with_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert after < 1.1 * before
     assert 250 < len(run.running) <= 500
     assert len(run.evaluations) <= 50
+    assert len(run.hosts) == len(run.tally.host_calls) - 1 == 50
     assert run.tally.workers_finished.keys() == {"other"}
     assert run.tally.out_of_memory.keys() == {"other"}
 
@@ -186,3 +196,36 @@ def test_many_runs_leave_little_behind(tmp_path: Path, monkeypatch: pytest.Monke
         running[:] = [RunningRun(str(tmp_path / str(number)), "launch", "app", 1, 0.0)]
         runs.look()
     assert (len(runs._followed), len(runs._ended)) == (2, 5)
+
+
+def test_hosts_of_a_run_and_their_calls(tmp_path: Path) -> None:
+    folder, looks = str(tmp_path), Looks()
+    looks.running[folder] = RunningRun(folder, "simulate", "app", os.getpid(), time.time())
+    made = Trace(tmp_path, time.time())
+
+    def host_figures(found: Samples, host: str) -> list[float | None]:
+        names = ("up", "messages", "messages_capacity")
+        return [value(found, f"run_host_{name}", run=tmp_path.name, host=host) for name in names]
+
+    made.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
+    for number, host in enumerate(("a", "b")):
+        made.join(host)
+        made.write_text("".join(made.call(number)))
+        made.write_text("".join(list(made.call(10 + number, pid=os.getpid()))[:4]))
+    found = looks()
+    assert host_figures(found, "a") == host_figures(found, "b") == [1, 1, 4]
+    assert value(found, "workers", phase="running") == 2
+    assert value(found, "host_calls_total", host="a", outcome="ok") == 1
+    assert value(found, "host_calls_total", host="a", outcome="error") == 0  # from zero on
+    made.lose("b")
+    found = looks()
+    assert (host_figures(found, "a"), host_figures(found, "b")) == ([1, 1, 4], [0, 0, 0])
+    assert value(found, "workers", phase="running") == 1
+    for name, labels in (("host_calls_total", {"host": "b"}), ("workers_finished_total", {})):
+        assert value(found, name, outcome="host lost", **labels) == 1
+    # What was counted stays when the run is over.
+    looks.running.clear()
+    looks()
+    found = looks()
+    assert value(found, "host_calls_total", host="b", outcome="ok") == 1
+    assert host_figures(found, "a") == [None] * 3

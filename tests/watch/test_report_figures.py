@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB
-from report_traces import START, Event, Run, at, history_of
+from report_traces import START, Event, Run, at, history_of, joined, lost, on_hosts
 
 from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, Clock, client_key, client_rows, tries_of
@@ -25,7 +25,7 @@ from flower_gpu.watch.report.totals import (
     leased_steps,
     totals_of,
 )
-from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, RoundPart
+from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, GPUInfo, RoundPart
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -171,6 +171,36 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
     assert [(one.what, one.count, one.clients) for one in totals.errors] == [(NO_LEASE, 1, {"1"})]
 
 
+def test_calls_end_with_their_host_and_have_not_failed() -> None:
+    on_gpu = [*lease_events("1", 0), *worker_events("1", 2, "lease-1")[:2]]
+    events = [*on_gpu, *worker_events("2", 1)[:1], *lease_events("3", 0), *lease_events("4", 4)[:1]]
+    events = [*({**event, "host": "a"} for event in events), *worker_events("5", 1, outcome="error")]
+    events.sort(key=lambda event: event["time"])
+    gpus = [{"uuid": "G", "name": "A100"}]
+    ends = [lost(5, "a"), joined(6, "a", gpus=gpus), at(20, "run_finished", outcome="completed")]
+    _, _, tries, holdings, totals = read([joined(0, "a", gpus=gpus), *events, *ends])
+    assert {call.client: (call.host, call.outcome, call.end_s) for call in tries} == {
+        **dict.fromkeys("1234", ("a", HOST_LOST, 5.0)),
+        "5": ("", "error", 6.5),
+    }
+    assert [one.end_s for one in holdings["G"]] == [5.0, 5.0]
+    assert (totals.failures, totals.unfinished) == ({"error": 1}, 0)
+    assert [one.clients for one in totals.errors] == [{"5"}]
+    assert sum(row["failures"] for row in client_rows(tries)) == 1
+    (host,) = totals.hosts
+    assert (host.calls, host.failed, host.workers, host.gpus) == (4, 0, 2, {"A100": 1})
+    assert (host.joined_s, host.lost_s, host.host.is_lost) == (0.0, 5.0, False)
+    assert host.busy_s == pytest.approx(3.0 + 4.0 + 3.0)  # the first, the second, and one that waits to start
+
+
+def test_what_hosts_have_done_is_what_the_run_has() -> None:
+    *_, tries, _, totals = read(on_hosts(Run(clients=9, gpus=3, failing=0.3).events(), 3))
+    assert sum(host.calls for host in totals.hosts) == totals.calls == 9
+    assert sum(host.failed for host in totals.hosts) == sum(totals.failures.values()) > 0
+    busy = sum(part.seconds for one in tries for part in one.parts if part.phase != WAITING)
+    assert sum(host.busy_s for host in totals.hosts) == pytest.approx(busy)
+
+
 def test_a_worker_is_over_with_its_lease() -> None:
     """Though nobody wrote that down."""
     events = [*lease_events("1", 0), *worker_events("1", 2, "lease-1")[:2]]
@@ -272,6 +302,31 @@ def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
         ("server-evaluate", (0, 1), (0.1, 0.4)),
         ("evaluate", (1,), (0.3,)),
     ]
+
+
+def test_gpus_are_told_apart_by_host_and_number() -> None:
+    def names(*gpus: tuple[str, int]) -> list[str]:
+        made = [GPUInfo(f"MIG-{place}", index, host=host) for place, (host, index) in enumerate(gpus)]
+        return [drawing.gpu_name(gpu, made) for gpu in made]
+
+    assert names(("a", 0), ("a", 1)) == ["GPU 0", "GPU 1"]
+    assert names(("a", 0), ("a", 0)) == ["GPU 0 (MIG-0)", "GPU 0 (MIG-1)"]
+    assert names(("a", 0), ("b", 0), ("b", 0)) == [
+        *("GPU 0 on a", "GPU 0 (MIG-1) on b", "GPU 0 (MIG-2) on b"),
+    ]
+    long = "gpu-worker-7d9f8b6c5-x2k4q"
+    assert names((f"node7.{long}", 0), (long, 1)) == ["GPU 0 on node7", f"GPU 1 on {long[-20:]}"]
+
+
+def test_workers_on_cpus_are_in_the_lanes_of_their_host() -> None:
+    events = [*worker_events("1", 0), *worker_events("2", 0)]
+    for event in events[:4]:
+        event["host"] = "a"
+    for told, labels in ((events, ["CPU", "CPU on a"]), (events[:4], ["CPU"]), (events[4:], ["CPU"])):
+        history, clock, tries, _, _ = read(told)
+        picture = workers_picture(history, clock, tries, drawing.WIDE_IN)
+        assert picture is not None
+        assert [one.get_text() for one in picture.figure.axes[0].get_yticklabels()] == labels
 
 
 def test_clients_are_sorted_as_people_do() -> None:

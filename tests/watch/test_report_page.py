@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_traces import Run, at, history_of, write
+from report_traces import Run, at, history_of, on_hosts, write
 
 from flower_gpu import trace
 from flower_gpu.apps.recording import recorded_run
@@ -96,7 +96,9 @@ def headings(page: Page) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rich_trace(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return write(tmp_path_factory.mktemp("rich"), RICH.events()).read_bytes()
+    """Return a trace that has hosts, too."""
+    events = on_hosts(RICH.events(), 2, lost_at=6.0)
+    return write(tmp_path_factory.mktemp("rich"), events).read_bytes()
 
 
 # Any trace
@@ -200,6 +202,20 @@ def test_without_a_gpu(tmp_path: Path) -> None:
     page = page_of(tmp_path)
     assert headings(page) == ["Workers", "Sums", "Clients", "Run"]
     assert page.has("GPUs none")
+
+
+def test_hosts_of_a_cluster(tmp_path: Path) -> None:
+    write(tmp_path, on_hosts(Run(clients=12, gpus=4, lease_gib=7.0).events(), 2, lost_at=3.0))
+    page = page_of(tmp_path)
+    assert headings(page)[4:7] == ["Sums", "Hosts", "GPUs"]
+    assert page.has("12 clients, 1 of 1 rounds, 2 hosts, 4 GPUs")
+    assert re.search(r"\d ok, \d lost with a host no failure in any call", page.plain)
+    assert re.search(r"node0 \d+ 0 \d+ [\d.]+ s 16 2 NVIDIA A100 0\.50 s - ", page.plain)
+    assert re.search(r"node1 .* 16 2 NVIDIA A100 0\.50 s after 3\.00 s: The <actor> died ", page.plain)
+    names = {f"GPU {number} on {host}".encode() for number in (0, 1) for host in ("node0", "node1")}
+    for image in page.images[:4] + page.images[-2:]:  # memory, workers, utilization
+        assert all(name in image for name in names)
+    assert sum(b"host lost" in image for image in page.images) == 2
 
 
 def test_a_thousand_workers(tmp_path: Path) -> None:

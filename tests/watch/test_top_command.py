@@ -69,7 +69,8 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
         shell.waiter("fit of client 3", "1.0", count=2),
         shell.waiter("fit of client \x1b[2J4", 12 * GIB),
     ]
-    with run_of(shell, tmp_path / "a"), run_of(shell, tmp_path / "b"):
+    with run_of(shell, tmp_path / "a") as trace, run_of(shell, tmp_path / "b"):
+        trace.join("node1", gpus=2)
         told = look(shell)
     first, second = told["gpus"]
     assert (first["index"], first["uuid"]) == (0, host.uuids[0])
@@ -93,7 +94,7 @@ def test_gpus_and_leases_of_no_run_and_the_line_in_its_order(
     assert one["run"].startswith("quickstart:") and one["folder"] != other["folder"]
     # Every key is documented.
     keys = [list(told), *(list(told[part][0]) for part in ("gpus", "runs", "workers", "waiting"))]
-    keys.append(list(told["resources"]))
+    keys += [list(told["resources"]), list(told["hosts"][0])]
     _, _, page = PAGE.read_text().partition("## JSON")
     tables = [
         re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?`) \|", part, re.MULTILINE)))

@@ -22,6 +22,7 @@ from flower_gpu.apps.registry import RunningRun
 from flower_gpu.gpu.inventory import Inventory
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
+from flower_gpu.watch.top.host_rows import run_host_rows
 from flower_gpu.watch.top.snapshot import RunRow, Seen, Snapshot, run_row, waiting_rows, worker_rows
 from flower_gpu.watch.top.view import Frame, plain_lines
 
@@ -256,7 +257,7 @@ ODD = st.one_of(
     st.sampled_from([2**31, -(2**70), 10**400, 1e308, -0.0, float("nan"), float("inf")]),
     st.floats(),
     st.text(max_size=4),
-    st.sampled_from(["fit", "c1", "l1", "GPU-1", "launch", "\ud800", "\x1b[2J"]),
+    st.sampled_from(["node1", "fit", "c1", "l1", "GPU-1", "launch", "\ud800", "\x1b[2J"]),
     st.lists(
         st.dictionaries(st.sampled_from(["uuid", "memory_bytes", "used_bytes"]), st.integers()), max_size=2
     ),
@@ -265,12 +266,21 @@ ODD = st.one_of(
 NAMES = [
     *("run_started", "run_finished", "gpu_sample", "strategy_started", "round_started", "round_finished"),
     *("round", "lease_requested", "lease_granted", "lease_not_granted", "lease_released", "worker_started"),
-    *("task_started", "cuda_started", "progress", "worker_result", "worker_finished", "out_of_memory"),
+    *(
+        "host_joined",
+        "host_lost",
+        "task_started",
+        "cuda_started",
+        "progress",
+        "worker_result",
+        "worker_finished",
+        "out_of_memory",
+    ),
 ]
 FIELDS = [
     *("call", "client", "task", "round", "pid", "lease", "gpus", "memory_bytes", "count", "share", "alone"),
     *("caller_pid", "desc", "n", "total", "metrics", "num_rounds", "messages", "kind", "name", "outcome"),
-    *("start_method", "host"),
+    *("start_method", "host", "ray_node", "concurrency", "cores", "reason"),
 ]
 EVENT = st.fixed_dictionaries(
     {"v": st.just(1), "time": st.one_of(st.floats(0, 2e9), ODD), "event": st.sampled_from(NAMES)},
@@ -294,6 +304,7 @@ def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]],
         runs=(run_row(seen, watch),),
         workers=worker_rows(seen, [watch], others=True),
         waiting=waiting_rows(seen, [watch]),
+        hosts=tuple(run_host_rows(watch, seen.now)),
     )
     json.dumps(shown.as_json())
     assert all(line.isprintable() for line in plain_lines(Frame(shown), width))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from rich.cells import cell_len
 from rich.console import Console
-from top_snapshots import RUN, WAITING, WORKER, gpu, snapshot, waiting, workers
+from top_snapshots import HOST, RUN, WAITING, WORKER, gpu, hosts, on_cluster, snapshot, waiting, workers
 
 from flower_gpu.watch.top.snapshot import Snapshot
 from flower_gpu.watch.top.tables import divided
@@ -57,6 +57,27 @@ def test_the_frame_is_that_of_the_documentation(height: int | None) -> None:
     assert [line for line in lines if line] == documented
 
 
+def test_hosts_are_those_of_the_documentation() -> None:
+    (documented,) = re.findall(r"```text\n(Runs .*?\nHosts .*?)```", PAGE.read_text(), re.DOTALL)
+    shown = texts(on_cluster(), 80, 24)
+    assert shown[shown.index("Runs  1") : -1] == documented.splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_many_hosts_leave_room_for_workers(width: int, height: int) -> None:
+    full = replace(on_cluster(), hosts=hosts(40), workers=workers(300), waiting=waiting(300))
+    shown = texts(full, width, height)
+    assert len(shown) == height
+    assert "Hosts  40, 8 lost; memory in GiB" in shown
+    of_hosts = sum(bool(re.match(r"  node\d", line)) for line in shown)
+    of_workers = sum(bool(re.match(r"  quickstart +\d+ +fit", line)) for line in shown)
+    assert 2 <= of_hosts <= of_workers
+    assert f"  ... {40 - of_hosts} more" in shown
+    # Without others that need them, hosts get all lines.
+    shown = texts(replace(on_cluster(), hosts=hosts(15), workers=()), 80, 40)
+    assert sum(bool(re.match(r"  node\d", line)) for line in shown) == 15
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_all_sections_are_there_however_much_there_is(width: int, height: int) -> None:
     full = snapshot(
@@ -84,28 +105,32 @@ def test_all_sections_are_there_however_much_there_is(width: int, height: int) -
     st.integers(0, 10),
     st.integers(0, 40),
     st.integers(0, 40),
+    st.integers(0, 12),
 )
 def test_nothing_is_wider_or_higher_than_the_terminal(
-    width: int, height: int | None, gpus: int, working: int, queued: int
+    width: int, height: int | None, gpus: int, working: int, queued: int, on_hosts: int
 ) -> None:
     shown = snapshot(
         gpus=tuple(gpu(index) for index in range(gpus)),
         gpu_problem="no driver " * 20,
         workers=workers(working),
         waiting=waiting(queued),
+        hosts=hosts(on_hosts),
     )
-    assert texts(shown, width, height, keys="q quits")
+    least = 10 if on_hosts else 1  # titles, and a line of each part
+    assert texts(shown, width, None if height is None else max(least, height), keys="q quits")
 
 
 @settings(max_examples=40)
 @given(st.integers(20, 120), NASTY, NASTY, NASTY)
 def test_no_text_of_others_can_command_the_terminal(width: int, name: str, client: str, told: str) -> None:
-    worker = replace(WORKER, run=name, client=client, task=told, progress=told)
+    worker = replace(WORKER, run=name, host=told, client=client, task=told, progress=told)
     shown = snapshot(
         runs=(replace(RUN, run=name, kind=told, folder=told, task=told, metrics={told: 1.0}),),
         workers=(worker, replace(worker, run="", client="", label=told, user=name)),
         waiting=(replace(WAITING, label=told, run=name, user=client), WAITING),
         gpus=(replace(gpu(), name=told), replace(gpu(1), problem=told)),
+        hosts=(replace(HOST, host=name, lost=told), replace(HOST, run=name, host=told)),
         gpu_problem=told,
         ledger_problem=told,
         host=name,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from nvml_stub import GIB
 
+from flower_gpu.watch.top.host_rows import RunHostRow
 from flower_gpu.watch.top.snapshot import GPURow, HostRow, RunRow, Snapshot, WaitingRow, WorkerRow
 
 WORKER = WorkerRow(
@@ -118,6 +119,36 @@ RESOURCES = HostRow(
 )
 
 
+HOST = RunHostRow(
+    run="digits",
+    host="node1",
+    seconds=3880.0,
+    messages=4,
+    concurrency=4,
+    calls_done=612,
+    calls_failed=1,
+    cores=32,
+    gpus=2,
+    total_bytes=32 * GIB,
+    used_bytes=9 * GIB,
+    leased_bytes=16 * GIB,
+    utilization_percent=80.5,
+    lost=None,
+)
+LOST = replace(
+    HOST,
+    host="node3",
+    messages=0,
+    concurrency=0,
+    calls_done=340,
+    calls_failed=0,
+    used_bytes=None,
+    leased_bytes=None,
+    utilization_percent=None,
+    lost="its agent died",
+)
+
+
 def gpu(index: int = 0) -> GPURow:
     return GPURow(
         index=index,
@@ -140,6 +171,25 @@ def gpu(index: int = 0) -> GPURow:
 
 def workers(count: int) -> tuple[WorkerRow, ...]:
     return tuple(replace(WORKER, client=str(number), pid=5000 + number) for number in range(count))
+
+
+def hosts(count: int) -> tuple[RunHostRow, ...]:
+    return tuple(replace(HOST if number % 5 else LOST, host=f"node{number}") for number in range(count))
+
+
+def on_cluster() -> Snapshot:
+    """Return what is seen of a run on a Ray cluster, with its server's evaluation on this machine."""
+    calls = replace(WORKER, run="digits", task="train", round=12, used_bytes=None, peak_bytes=None)
+    return snapshot(
+        runs=(SIMULATION,),
+        hosts=(HOST, replace(HOST, host="node2", messages=3, calls_done=598, calls_failed=0), LOST),
+        workers=(
+            replace(calls, host="node1", pid=811, progress_done=12),
+            replace(calls, host="node1", client="8", pid=812, gpus=(1,), seconds=3.0, progress_done=2),
+            replace(calls, host="node2", client="5", pid=811, seconds=30.0, progress_done=9),
+        ),
+        waiting=(),
+    )
 
 
 def waiting(count: int) -> tuple[WaitingRow, ...]:

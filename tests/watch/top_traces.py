@@ -19,10 +19,29 @@ class Trace:
     def __init__(self, folder: Path, began: float = 1000.0) -> None:
         self.path = folder / trace.FILE_NAME
         self.time = began
+        self.host = ""  # of a Ray cluster, that the next lines are of
 
     def line(self, event: str, **fields: Any) -> str:
         self.time += 1
-        return json.dumps({"v": VERSION, "time": self.time, "event": event, **fields}) + "\n"
+        of_host = {"host": self.host} if self.host else {}
+        return json.dumps({"v": VERSION, "time": self.time, "event": event, **of_host, **fields}) + "\n"
+
+    def join(self, host: str, gpus: int = 0, **more: Any) -> None:
+        """Have a host join, of which the next lines are."""
+        self.host = host
+        told = [
+            {"uuid": f"{host}-{number}", "index": number, "name": "NVIDIA Stub 16GB", "total_bytes": 2**34}
+            for number in range(gpus)
+        ]
+        fields = {"ray_node": f"id of {host}", "concurrency": 4, "cores": 8, "gpus": told, **more}
+        self.write("host_joined", **fields)
+
+    def lose(self, host: str, **more: Any) -> None:
+        """Have the driver say that a host is lost."""
+        self.host = ""
+        self.write(
+            "host_lost", host=host, **{"ray_node": f"id of {host}", "reason": "its agent died", **more}
+        )
 
     def write(self, event: str, **fields: Any) -> None:
         self.write_text(self.line(event, **fields))
@@ -31,18 +50,18 @@ class Trace:
         with self.path.open("a") as file:
             file.write(text)
 
-    def call(self, number: int, pid: int = 1, **more: Any) -> Iterator[str]:
+    def call(self, number: int, pid: int = 1, uuid: str = GPU_UUID, **more: Any) -> Iterator[str]:
         """Yield the lines of a call with a lease, from its request to its end."""
         of = {"call": f"c{number}", "client": str(number % 100), "task": "fit", "round": 1 + number // 1000}
         of |= more
         lease = f"l{number}"
         worker = {**of, "pid": pid, "start_method": "forkserver", "lease": lease}
-        gpus = [{"uuid": GPU_UUID, "index": 0, "name": "NVIDIA Stub 16GB", "memory_bytes": 2**32}]
+        gpus = [{"uuid": uuid, "index": 0, "name": "NVIDIA Stub 16GB", "memory_bytes": 2**32}]
         yield self.line("lease_requested", **of, caller_pid=7, count=1, memory_bytes=2**32)
         yield self.line("lease_granted", **of, lease=lease, gpus=gpus, alone=False, waited_s=0.5)
         yield self.line("worker_started", **worker)
         yield self.line("task_started", call=of["call"], pid=pid, client=of["client"])
         yield self.line("progress", call=of["call"], pid=pid, desc="epoch 1", n=1, total=2)
-        yield self.line("gpu_sample", gpus=[{"uuid": GPU_UUID, "used_bytes": number}])
+        yield self.line("gpu_sample", gpus=[{"uuid": uuid, "used_bytes": number}])
         yield self.line("worker_finished", **worker, outcome="ok", error=None, seconds=1.0)
         yield self.line("lease_released", **of, lease=lease, held_s=2.0)

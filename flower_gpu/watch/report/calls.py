@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Final
 
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
+from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
 from flower_gpu.workers import methods
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
@@ -108,11 +108,12 @@ class CallTry:
     has_worker: bool
     process: str  # the same for all calls that one worker handles one after the other
     parts: tuple[Part, ...]  # without gaps, in the order of PHASES, at least one
-    outcome: str  # of the worker, or NO_LEASE; empty where the trace does not tell
+    outcome: str  # of the worker, or NO_LEASE, or HOST_LOST; empty where the trace does not tell
     error: str = ""
     peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
     traceback: str = ""
     is_copy: bool = False  # a message once more, to be compared
+    host: str = ""  # of a Ray cluster; empty: the machine of the run itself
 
     @property
     def begin_s(self) -> float:
@@ -126,8 +127,8 @@ class CallTry:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended without a result."""
-        return self.outcome not in ("ok", "")
+        """Whether it has ended without a result, and not only its host was lost."""
+        return self.outcome not in ("ok", HOST_LOST, "")
 
 
 def tries_of(history: History, clock: Clock) -> list[CallTry]:
@@ -174,6 +175,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) 
         max(worker.peak_bytes.values(), default=None),
         worker.traceback,
         worker.is_copy,
+        worker.host,
     )
 
 
@@ -183,6 +185,8 @@ def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry
     outcome = ""
     if end is None:
         end = history.over_at(times[0], clock.end)
+    elif lease.is_lost:
+        outcome = HOST_LOST
     else:
         outcome = NO_LEASE if lease.granted_at is None else "no worker"
     phases = PHASES[:1] if lease.granted_at is None else PHASES[2 - len(times) : 2]
@@ -196,6 +200,7 @@ def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry
         f"{lease.call} {lease.id}",
         _parts(clock, phases, [*times, end]),
         outcome,
+        host=lease.host,
     )
 
 

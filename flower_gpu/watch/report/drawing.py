@@ -34,6 +34,7 @@ TEXT_PT: Final = 9.0
 GIB: Final = 2**30
 DENSE_DPI: Final = 130  # of what takes less room in pixels than in lines
 _LINE_IN, LETTER_IN = 0.12, 0.07  # of text
+_HOST_LETTERS: Final = 20
 
 _PALETTE: Final = (ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE)
 #: Clients that each can have a colour of their own.
@@ -173,12 +174,25 @@ def mixed(colour: str, share: float, into: int = 255) -> str:
 
 
 def gpu_name(gpu: GPUInfo, others: Sequence[GPUInfo]) -> str:
-    """Name a GPU by its number; by its UUID as well if another has this number: MIG devices, other hosts."""
+    """Name a GPU by its number, and its host if there are several.
+
+    It has its UUID as well if another one of its host has this number, as MIG devices do.
+    """
+    where = on_host(gpu.host, [one.host for one in others])
     if gpu.index < 0:
-        return f"GPU {printable(gpu.uuid)}"
-    if sum(one.index == gpu.index for one in others) > 1:
-        return f"GPU {gpu.index} ({printable(gpu.uuid)[:12]})"
-    return f"GPU {gpu.index}"
+        return f"GPU {printable(gpu.uuid)}{where}"
+    if sum((one.host, one.index) == (gpu.host, gpu.index) for one in others) > 1:
+        return f"GPU {gpu.index} ({printable(gpu.uuid)[:12]}){where}"
+    return f"GPU {gpu.index}{where}"
+
+
+def on_host(host: str, others: Iterable[str]) -> str:
+    """Say on which host something is: ``" on node7"``; nothing where all are on one."""
+    if not host or len(set(others)) == 1:
+        return ""
+    name = printable(host)
+    # Of a long name the domain is least of what is looked for, then the beginning.
+    return f" on {name if len(name) <= _HOST_LETTERS else name.partition('.')[0][-_HOST_LETTERS:]}"
 
 
 def task_name(task: str) -> str:

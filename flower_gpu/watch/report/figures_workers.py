@@ -16,9 +16,9 @@ from flower_gpu.printable import printable
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, Part
-from flower_gpu.watch.report.drawing import Picture, counted, gpu_name, places
+from flower_gpu.watch.report.drawing import Picture, counted, gpu_name, on_host, places
 from flower_gpu.watch.report.totals import steps
-from flower_gpu.watch.spans import EXITING, RUNNING, STARTING, WAITING
+from flower_gpu.watch.spans import EXITING, HOST_LOST, OUT_OF_MEMORY, RUNNING, STARTING, WAITING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,6 @@ _EDGE, _ON_BLUE, _ON_OTHERS = "#707070", "#fefefe", "#111111"
 _MOST_LANES_WITH_WAITING: Final = 60
 _SMALL_BARS: Final = 300  # of which each has edges, hatches, and its client's name where there is room
 _LANE_IN, _MOST_IN = 0.24, 9.0
-_OUT_OF_MEMORY: Final = "out of memory"
 _GAP: Final = 0.8  # lanes between groups
 
 
@@ -144,7 +143,12 @@ def _groups(history: History, tries: Sequence[CallTry], with_waiting: bool) -> l
     on_cpu = [one for one in rest if one.has_worker]
     without = [one for one in rest if not one.has_worker]
     groups = [group(gpu_name(gpu, gpus), on_gpu[gpu.uuid], with_waiting) for gpu in gpus]
-    groups += [group("CPU", on_cpu, with_waiting), group("no lease", without, with_waiting)]
+    hosts = sorted({one.host for one in on_cpu})
+    groups += [
+        group(f"CPU{on_host(host, hosts)}", [one for one in on_cpu if one.host == host], with_waiting)
+        for host in hosts
+    ]
+    groups.append(group("no lease", without, with_waiting))
     return [one for one in groups if one.rows]
 
 
@@ -230,8 +234,9 @@ def _draw_ends(
 ) -> dict[str, Any]:
     """Mark how calls have ended that have not ended well."""
     kinds: list[tuple[str, str, str, Callable[[CallTry], bool]]] = [
-        ("failed", "X", drawing.ORANGE, lambda call: call.has_failed and call.outcome != _OUT_OF_MEMORY),
-        ("out of memory", "v", drawing.ORANGE, lambda call: call.outcome == _OUT_OF_MEMORY),
+        ("failed", "X", drawing.ORANGE, lambda call: call.has_failed and call.outcome != OUT_OF_MEMORY),
+        ("out of memory", "v", drawing.ORANGE, lambda call: call.outcome == OUT_OF_MEMORY),
+        ("host lost", "s", drawing.GREEN, lambda call: call.outcome == HOST_LOST),
         ("no end", ">", drawing.GREEN, lambda call: not call.outcome),
     ]
     handles = {}

@@ -11,7 +11,7 @@ from typing import Final
 
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, highest_peak
-from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, reason_of
+from flower_gpu.watch.spans import HOST_LOST, STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
 
 # A release is written down just after it: in between another call may have got a lease. A killed process
 # writes nothing down at all.
@@ -195,6 +195,36 @@ class CoresTotals:
         return cls(len(steps) // 2, waited_s, max(cores), max(memory))
 
 
+@dataclass(frozen=True)
+class HostTotals:
+    """What one host of a Ray cluster did during a run."""
+
+    host: HostSpan
+    calls: int
+    failed: int
+    workers: int
+    busy_s: float  # of all its workers together
+    gpus: Mapping[str, int]  # how many of each model
+    joined_s: float | None
+    lost_s: float | None  # the last time; None: never
+
+    @classmethod
+    def of(cls, history: History, clock: Clock, host: HostSpan, own: Sequence[CallTry]) -> HostTotals:
+        """Sum up a host's own calls."""
+        parts = [part for one in own for part in one.parts if part.phase != WAITING]
+        gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
+        return cls(
+            host,
+            len({one.call for one in own if not one.is_copy}),
+            sum(one.has_failed for one in own),
+            sum(one.has_worker for one in own),
+            sum((part.seconds for part in parts), 0.0),
+            Counter(gpu.name or gpu.uuid for gpu in gpus),
+            None if host.joined_at is None else clock.seconds(host.joined_at),
+            None if host.lost_at is None else clock.seconds(host.lost_at),
+        )
+
+
 @dataclass
 class Failure:
     """Failures of calls that are alike."""
@@ -232,6 +262,7 @@ class Totals:
     errors: Sequence[Failure] = ()  # of failed calls
     peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
     cores: CoresTotals | None = None  # None: none were leased
+    hosts: tuple[HostTotals, ...] = ()  # of a Ray cluster
 
     @property
     def gpu_s(self) -> float:
@@ -267,7 +298,9 @@ class Totals:
     @property
     def failures(self) -> dict[str, int]:
         """Tries of calls without a result, by outcome."""
-        return {outcome: count for outcome, count in self.outcomes.items() if outcome != "ok"}
+        return {
+            outcome: count for outcome, count in self.outcomes.items() if outcome not in ("ok", HOST_LOST)
+        }
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -282,6 +315,9 @@ def totals_of(
     phases = dict.fromkeys(PHASES, 0.0)
     for part in (part for one in tries for part in one.parts):
         phases[part.phase] += part.seconds
+    on_host: dict[str, list[CallTry]] = {name: [] for name in history.hosts}
+    for one in tries:
+        on_host.get(one.host, []).append(one)
     return Totals(
         duration_s=clock.duration_s,
         gpus=tuple(
@@ -295,4 +331,7 @@ def totals_of(
         errors=Failure.all_of(tries),
         peak_bytes=highest_peak(tries),
         cores=CoresTotals.of(history, clock),
+        hosts=tuple(
+            HostTotals.of(history, clock, host, on_host[name]) for name, host in history.hosts.items()
+        ),
     )

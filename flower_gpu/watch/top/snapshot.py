@@ -7,6 +7,7 @@ driver, ledger or trace does not tell.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -21,6 +22,7 @@ from flower_gpu.printable import account_name
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import LeaseSpan, RoundPart, WorkerSpan
+from flower_gpu.watch.top.host_rows import RunHostRow
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class WorkerRow:
     progress: str = ""
     progress_done: int | None = None
     progress_total: int | None = None
+    host: str = ""  # of a Ray cluster; then ``gpus`` are that host's
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class Snapshot:
     workers: tuple[WorkerRow, ...]
     waiting: tuple[WaitingRow, ...]  # in the order of the line
     resources: HostRow | None = None  # cores and main memory; None: the ledger cannot be used
+    hosts: tuple[RunHostRow, ...] = ()  # of runs on Ray clusters
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -304,13 +308,16 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
     holders = {entry.id: entry for entry in seen.holders}
     rows: list[WorkerRow] = []
     for followed in runs:
-        leases = {span.id: span for span in followed.history.leases if span.id}
-        workers = followed.workers()
-        rows += [_of_worker(seen, followed.label, one, leases, holders) for one in workers]
+        history, workers, is_over = followed.history, followed.workers(), followed.is_over
+        rows += [_of_worker(seen, followed, one, holders) for one in workers]
         with_worker = {worker.lease or worker.cores_lease for worker in workers}
-        leases |= {span.id: span for span in followed.history.cores_leases if span.id}
-        free = leases.keys() & holders.keys() - with_worker
-        rows += [_of_lease(seen, followed.label, leases[id_], holders[id_]) for id_ in leases if id_ in free]
+        leases = [span for span in (*history.leases, *history.cores_leases) if span.id]
+        rows += [
+            _of_lease(seen, followed, span, holders.get(span.id))
+            for span in leases
+            # Leases of other hosts are in no ledger here.
+            if span.id not in with_worker and (span.id in holders or (span.host and not is_over))
+        ]
     if others:
         known = {row.lease for row in rows}
         rest = [
@@ -323,23 +330,22 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
 
 
 def _of_worker(
-    seen: Seen,
-    run: str,
-    worker: WorkerSpan,
-    leases: Mapping[str, LeaseSpan],
-    holders: Mapping[str, Entry],
+    seen: Seen, followed: FollowedRun, worker: WorkerSpan, holders: Mapping[str, Entry]
 ) -> WorkerRow:
     ticket = worker.lease or worker.cores_lease
-    entry, lease = holders.get(ticket), leases.get(ticket)
-    parts = dict(lease.memory_bytes) if lease else {}
-    if entry is not None:
-        parts = {part.uuid: part.memory_bytes for part in entry.gpu_parts}
+    lease = followed.history.lease_of(worker)
+    if (entry := holders.get(ticket)) is not None:
+        known = _of_ticket(seen, ticket, _parts(entry)) | _of_host(entry)
+    elif worker.host:
+        known = _told(followed.history, ticket, lease)
+    else:
+        known = _of_ticket(seen, ticket, lease.memory_bytes if lease else {})
     desc, done, total = worker.progress
     has_progress = worker.phase == "running" and worker.progress != ("", 0, None)
     return WorkerRow(
-        **_of_ticket(seen, ticket, parts),
-        **_of_host(entry),
-        run=run,
+        **known,
+        host=worker.host,
+        run=followed.label,
         client=worker.client,
         task=worker.task,
         round=worker.round,
@@ -353,26 +359,43 @@ def _of_worker(
     )
 
 
-def _of_lease(seen: Seen, run: str, span: LeaseSpan, entry: Entry) -> WorkerRow:
+def _of_lease(seen: Seen, followed: FollowedRun, span: LeaseSpan, entry: Entry | None) -> WorkerRow:
     """Return a lease whose worker is about to start, or waits for its next message."""
-    pid = seen.report(entry.id)[0] or None
-    if span.is_used:  # the next message may be another client's
-        return _of_entry(seen, entry, run=run, pid=pid, phase="idle")
-    known = {"client": span.client, "task": span.task, "round": span.round}
-    return _of_entry(seen, entry, run=run, pid=pid, phase="starting", **known)
+    known: dict[str, Any] = {"run": followed.label, "host": span.host, "phase": "idle"}
+    if not span.is_used:  # else the next message may be another client's
+        known |= {"client": span.client, "task": span.task, "round": span.round, "phase": "starting"}
+    if entry is not None:
+        return _of_entry(seen, entry, pid=seen.report(entry.id)[0] or None, **known)
+    known |= _told(followed.history, span.id, span)
+    since = seen.now if span.granted_at is None else span.granted_at
+    return WorkerRow(user=_name_of(os.getuid()), pid=None, seconds=seen.age(since), **known)
 
 
 def _of_entry(seen: Seen, entry: Entry, *, pid: int | None, **known: Any) -> WorkerRow:
-    ticket = _of_ticket(seen, entry.id, {part.uuid: part.memory_bytes for part in entry.gpu_parts})
-    ticket |= _of_host(entry)
+    ticket = _of_ticket(seen, entry.id, _parts(entry)) | _of_host(entry)
     return WorkerRow(**ticket, user=_name_of(entry.user), pid=pid, seconds=seen.age(entry.since), **known)
 
 
-def _of_host(entry: Entry | None) -> dict[str, Any]:
+def _parts(entry: Entry) -> dict[str, int]:
+    return {part.uuid: part.memory_bytes for part in entry.gpu_parts}
+
+
+def _of_host(lease: Entry | LeaseSpan) -> dict[str, Any]:
     """Return what a lease has of cores and main memory."""
-    if entry is None:
-        return {}
-    return {"cores": entry.cores, "host_memory_bytes": entry.host_memory_bytes}
+    return {"cores": lease.cores, "host_memory_bytes": lease.host_memory_bytes}
+
+
+def _told(history: History, ticket: str, lease: LeaseSpan | None) -> dict[str, Any]:
+    """Return what the trace tells of a lease on another host."""
+    parts = lease.memory_bytes if lease else {}
+    return {
+        "gpus": tuple(sorted(history.gpus[uuid].index for uuid in parts)),
+        "lease": ticket,
+        "lease_bytes": sum(parts.values()) if parts else None,
+        "used_bytes": None,
+        "peak_bytes": None,
+        **(_of_host(lease) if lease else {}),
+    }
 
 
 def _of_ticket(seen: Seen, ticket: str, parts: Mapping[str, int]) -> dict[str, Any]:
@@ -392,7 +415,7 @@ def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, .
         (request.caller_pid, _label(request)): followed.label
         for followed in runs
         for request in followed.history.waiting
-        if followed.is_of_this_host
+        if followed.is_of_this_host and request.host in ("", platform.node())
     }
     return tuple(_waiting_row(seen, entry, of_run) for entry in (seen.state.waiting if seen.state else ()))
 

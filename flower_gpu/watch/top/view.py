@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.watch.top import wide
+from flower_gpu.watch.top.host_rows import RunHostRow
 from flower_gpu.watch.top.past import Past
 from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
 from flower_gpu.watch.top.tables import Column, duration, gpu_lines, host_line, joined, table, text
@@ -50,8 +51,10 @@ class Frame:
             top += gpu_lines(shown, width, most, is_ascii=options.ascii_only)
             top += host_line(shown, width)
         blank = [text()] if height is None or height >= _SPACIOUS else []
-        sections = [_runs(shown.runs, width), _workers(shown, width), _waiting(shown, width)]
-        limits = _limits(sections, None if height is None else height - len(top) - 3 * len(blank))
+        hosts = [_hosts(shown.hosts, width)] if shown.hosts else []
+        sections = [_runs(shown.runs, width), *hosts, _workers(shown, width), _waiting(shown, width)]
+        taken = len(top) + len(sections) * len(blank)
+        limits = _limits(sections, None if height is None else height - taken)
         yield from top
         for section, limit in zip(sections, limits, strict=True):
             yield from blank
@@ -96,17 +99,20 @@ class _Section:
 
 
 def _limits(sections: Sequence[_Section], left: int | None) -> list[int | None]:
-    """Divide lines among runs, workers and waiting: those that work and wait share what runs leave.
+    """Divide lines among runs, hosts, workers and waiting.
 
-    Workers get two thirds where both need more.
+    Runs get a quarter of them at most, and hosts a third of the rest, or what nobody else needs. Those that
+    work and wait share what is left: workers get two thirds where both need more.
     """
     if left is None:
         return [None] * len(sections)
-    runs, workers, waiting = (section.height for section in sections)
+    runs, *hosts, workers, waiting = (section.height for section in sections)
     of_runs = min(runs, max(2, left // 4))
     left -= of_runs
+    of_hosts = [min(height, max(2, left // 3, left - workers - waiting)) for height in hosts]
+    left -= sum(of_hosts)
     of_waiting = min(waiting, max(2, left // 3, left - workers))
-    return [of_runs, left - of_waiting, of_waiting]
+    return [of_runs, *of_hosts, left - of_waiting, of_waiting]
 
 
 def _header(snapshot: Snapshot, width: int, keys: str) -> list[Text]:
@@ -181,6 +187,45 @@ def _metrics(run: RunRow, most: int) -> list[str]:
     return texts
 
 
+def _hosts(rows: Sequence[RunHostRow], width: int) -> _Section:
+    lost, has_gpus = sum(row.lost is not None for row in rows), any(row.gpus for row in rows)
+    told = ", ".join([str(len(rows))] + [f"{lost} lost"] * bool(lost))
+    title = text(("Hosts", "bold"), (f"  {told}{'; memory in GiB' if has_gpus else ''}", "dim"))
+    return _Section(title, len(rows), lambda most: _host_table(rows[:most], width, has_gpus), has_heads=True)
+
+
+def _host_table(rows: Sequence[RunHostRow], width: int, has_gpus: bool) -> RenderableType:
+    columns = [
+        Column("host", [(row.host, "cyan") for row in rows], 0, least=20),
+        _figures(
+            "under way",
+            0,
+            ["-" if row.lost is not None else f"{row.messages}/{row.concurrency}" for row in rows],
+        ),
+        _figures("done", 1, [str(row.calls_done) for row in rows]),
+        Column(
+            "failed", [(str(row.calls_failed), "red" if row.calls_failed else "") for row in rows], 1, "right"
+        ),
+        _figures("cores", 5, ["-" if row.cores is None else str(row.cores) for row in rows]),
+    ]
+    if len({row.run for row in rows}) > 1:
+        columns.insert(0, Column("run", [(row.run, "cyan") for row in rows], 5, least=10))
+    if has_gpus:
+        busy = [row.utilization_percent for row in rows]
+        used = [f"{_gib(row.used_bytes)}/{_gib(row.total_bytes)}" for row in rows]
+        columns += [
+            _figures("gpus", 4, [str(row.gpus) for row in rows]),
+            _figures("share", 3, [_gib(row.leased_bytes) for row in rows]),
+            _figures("used", 2, ["-" if told == "-/-" else told for told in used]),
+            _figures("busy", 2, ["-" if percent is None else f"{percent:.0f}%" for percent in busy]),
+        ]
+    ages = ["-" if row.seconds is None else duration(row.seconds) for row in rows]
+    columns.append(_figures("age", 6, ages))
+    if any(lost := ["" if row.lost is None else f"lost: {row.lost}" for row in rows]):
+        columns.append(Column("", [(told, "red") for told in lost], 0, least=16))
+    return table(columns, width, has_titles=True)
+
+
 def _workers(snapshot: Snapshot, width: int) -> _Section:
     rows = snapshot.workers
     if not rows:
@@ -201,8 +246,10 @@ def _worker_table(
     snapshot: Snapshot, rows: Sequence[WorkerRow], width: int, *, has_leases: bool
 ) -> RenderableType:
     own, is_short = snapshot.account, width < _WIDE
+    has_hosts = any(row.host for row in rows)
     columns = [
         Column("run", [(row.run or "-", "cyan") for row in rows], 5, least=10),
+        *([Column("host", [(row.host or "-", "cyan") for row in rows], 4, least=14)] if has_hosts else []),
         Column("client", [(row.client or _whose(row, own), "") for row in rows], 0, least=10),
         Column("task", [(row.task or "-", "") for row in rows], 2, least=8),
         _figures("round", 6, ["-" if row.round is None else str(row.round) for row in rows]),
@@ -214,7 +261,9 @@ def _worker_table(
             for row in rows
         ]
         columns += [
-            _figures("gpu", 3 if len(snapshot.gpus) > 1 else 8, [_numbers(row) or "-" for row in rows]),
+            _figures(
+                "gpu", 3 if len(snapshot.gpus) > 1 or has_hosts else 8, [_numbers(row) or "-" for row in rows]
+            ),
             _figures("share", 1, [_gib(row.lease_bytes) for row in rows]),
             Column("used", used, 4, "right"),
             _figures("peak", 7, [_gib(row.peak_bytes) for row in rows]),

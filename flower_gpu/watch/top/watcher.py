@@ -19,6 +19,7 @@ from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.top import snapshot
+from flower_gpu.watch.top.host_rows import run_host_rows
 from flower_gpu.watch.top.snapshot import Snapshot
 
 #: It is held for milliseconds. A process that holds it longer is shown, and the view goes on.
@@ -104,6 +105,7 @@ class Watcher:
             workers=workers,
             waiting=snapshot.waiting_rows(seen, runs),
             resources=snapshot.host_row(seen),
+            hosts=tuple(row for run in runs for row in run_host_rows(run, seen.now)),
         )
 
     def close(self) -> None:

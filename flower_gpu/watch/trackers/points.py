@@ -133,8 +133,12 @@ class Points:
                 "utilization_percent": samples[-1].utilization_percent,
                 "temperature_c": samples[-1].temperature_c,
             }
+            # Other hosts' GPUs have these numbers, too.
+            whose = "" if gpu.host in ("", self._history.host) else f"{gpu.host}/"
             values |= {
-                f"gpu/{gpu.index}/{name}": float(each) for name, each in told.items() if each is not None
+                f"gpu/{whose}{gpu.index}/{name}": float(each)
+                for name, each in told.items()
+                if each is not None
             }
         return values
 

@@ -1,0 +1,294 @@
+"""What is known of the hosts of a run on a Ray cluster, whose processes nobody can look for here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from pathlib import Path
+
+import pytest
+from top_traces import Trace
+
+from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.leases.admission import CORES, Part
+from flower_gpu.leases.ledger import State
+from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.watch.followed_run import FollowedRun
+from flower_gpu.watch.history import History
+from flower_gpu.watch.spans import HOST_LOST
+from flower_gpu.watch.top.host_rows import run_host_rows
+from flower_gpu.watch.top.snapshot import Seen, WorkerRow, run_row, waiting_rows, worker_rows
+from flower_gpu.watch.trackers.points import Points
+
+pytestmark = pytest.mark.timeout(60)
+
+NOBODY = 2**22 + 1  # more than any kernel counts to
+STARTED = 3  # lines of a call until its worker has started
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    """The trace of a run of this process on a cluster of the hosts a and b."""
+    made = Trace(tmp_path, time.time())
+    made.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
+    for host in ("a", "b"):
+        made.join(host, gpus=2)
+    made.host = ""
+    return made
+
+
+def begin(trace: Trace, host: str, number: int, lines: int = STARTED, **fields: object) -> list[str]:
+    """Write the first lines of a call on a host, and return the others."""
+    trace.host = host
+    call = list(trace.call(number, uuid=f"{host or 'c'}-0", **fields))  # type: ignore[arg-type]
+    trace.write_text("".join(call[:lines]))
+    trace.host = ""
+    return call[lines:]
+
+
+def read(trace: Trace) -> FollowedRun:
+    run = FollowedRun(trace.path.parent)
+    run.label = "app"
+    assert run.read_on(math.inf)
+    return run
+
+
+def told_by(trace: Trace, *, keep_finished: bool) -> History:
+    history = History(keep_finished=keep_finished)
+    history.feed(json.loads(line) for line in trace.path.read_text().splitlines())
+    return history
+
+
+# What a host has done --------------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_by_host(trace: Trace) -> None:
+    for number in range(3):
+        begin(trace, "a", number, 8)
+    begin(trace, "b", 3, 8)
+    for outcome, more in (("error", {}), ("out of memory", {}), ("ok", {"copy": True})):
+        trace.host = "b"
+        trace.write("worker_finished", call=outcome, pid=5, client="1", task="fit", outcome=outcome, **more)
+    begin(trace, "b", 4)
+    begin(trace, "b", 5, 1)
+    begin(trace, "b", 6, copy=True)
+    begin(trace, "", 7, 8)  # the server's
+    history = read(trace).history
+    assert {name: (host.calls_done, host.calls_failed) for name, host in history.hosts.items()} == {
+        "a": (3, 0),
+        "b": (2, 1),
+    }
+    assert [history.messages_under_way(host) for host in "ab"] == [0, 2]
+    assert history.tally.host_calls["b"] == {"ok": 1, "error": 1, "out of memory": 1}
+    assert history.hosts["a"].concurrency == 4
+    assert [(gpu.host, gpu.index) for gpu in history.gpus_of_run if gpu.host] == [
+        *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
+    ]
+
+
+@pytest.mark.parametrize("keep_finished", [True, False])
+def test_all_that_a_host_had_ends_with_it(trace: Trace, keep_finished: bool) -> None:
+    rest = begin(trace, "b", 0)
+    begin(trace, "b", 1, 1)
+    begin(trace, "b", 2, 2)
+    trace.host = "b"
+    trace.write("cores_requested", call="cores", client="3", task="fit", round=1)
+    begin(trace, "a", 4)
+    begin(trace, "", 5)
+    trace.lose("b")
+    trace.write_text("".join(rest))  # its last words come late
+    history = told_by(trace, keep_finished=keep_finished)
+    assert [one.host for one in history.running] == ["a", ""]
+    assert history.waiting == []
+    assert {one.host for one in history.leases if (one.released_at or one.refused_at) is None} == {"a", ""}
+    lost = history.hosts["b"]
+    assert (lost.is_lost, lost.lost_reason, lost.concurrency) == (True, "its agent died", 0)
+    # It is no failure of a client, and another host handles the message.
+    assert (lost.calls_done, lost.calls_failed, history.calls_done) == (0, 0, {})
+    assert history.tally.workers_finished == lost.calls == {HOST_LOST: 1}
+    if keep_finished:
+        assert [(one.host, one.outcome) for one in history.workers] == [("b", HOST_LOST), ("a", ""), ("", "")]
+
+
+def test_a_host_that_was_lost_may_join_again(trace: Trace) -> None:
+    begin(trace, "b", 0, 8)
+    trace.lose("b")
+    trace.join("b", ray_node="another")
+    begin(trace, "b", 1)
+    history = read(trace).history
+    host = history.hosts["b"]
+    assert (host.is_lost, host.concurrency, host.calls_done) == (False, 4, 1)
+    assert [one.host for one in history.running] == ["b"]
+    # Two of a name: one of them stays.
+    trace.join("b", ray_node="a third")
+    trace.lose("b", ray_node="another")
+    host = read(trace).history.hosts["b"]
+    assert (host.is_lost, host.concurrency) == (False, 4)
+
+
+def test_hosts_of_a_run_that_was_killed_are_not_those_of_the_run_that_goes_on_with_it(trace: Trace) -> None:
+    trace.lose("b")
+    trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=os.getpid())
+    trace.join("c")
+    run = read(trace)
+    assert [row.host for row in run_host_rows(run, trace.time)] == ["c"]
+    assert list(told_by(trace, keep_finished=True).hosts) == ["a", "b", "c"]
+
+
+def test_a_host_without_a_name_is_none(trace: Trace) -> None:
+    begin(trace, "", 0)
+    trace.write("host_joined")
+    trace.write("host_lost", host="")
+    history = read(trace).history
+    assert list(history.hosts) == ["a", "b"]
+    assert len(history.running) == 1
+
+
+# Whose processes they are ----------------------------------------------------------------------------------
+
+
+def test_other_hosts_workers_are_neither_looked_for_here_nor_taken_for_processes_of_this_machine(
+    trace: Trace,
+) -> None:
+    begin(trace, "a", 0, pid=NOBODY)
+    begin(trace, "b", 1, pid=os.getpid())
+    begin(trace, "", 2, pid=NOBODY)
+    begin(trace, "", 3, pid=os.getpid())
+    run = read(trace)
+    assert [one.call for one in run.workers()] == ["c0", "c1", "c3"]
+    # This machine is one of the hosts: its agent may be in a container.
+    trace.join(platform.node())
+    begin(trace, platform.node(), 4, pid=NOBODY)
+    trace.lose("b")
+    run = read(trace)
+    assert [one.call for one in run.workers()] == ["c0", "c3", "c4"]
+    trace.write("run_finished", outcome="failed", seconds=1.0)
+    assert [one.call for one in read(trace).workers()] == ["c3"]
+
+
+def test_with_a_killed_driver_all_is_over(trace: Trace) -> None:
+    trace.write("run_started", kind="simulate", name="app", host=platform.node(), pid=NOBODY)
+    trace.join("a", gpus=1)
+    trace.write("gpu_sample", gpus=[{"uuid": "a-0", "used_bytes": 5, "utilization_percent": 50}])
+    begin(trace, "a", 0, pid=os.getpid())
+    begin(trace, "a", 1, 1)
+    run = read(trace)
+    assert (run.outcome(), run.workers()) == ("gone", [])
+    assert rows_of(run, Seen(trace.time, Inventory((), None, "no driver"))) == []
+    (row,) = run_host_rows(run, trace.time)
+    assert (row.messages, row.leased_bytes, row.used_bytes, row.utilization_percent) == (0, None, None, None)
+
+
+# What `top` shows ------------------------------------------------------------------------------------------
+
+
+def entry(ticket: str, pid: int = 7, **more: object) -> Entry:
+    """Return a ticket of this machine's ledger."""
+    made = {"order": 1, "path": Path(ticket), "user": os.getuid(), "since": time.time(), "options": ()}
+    return Entry(ticket, pid=pid, pid_namespace=pid_namespace(), **made | more)  # type: ignore[arg-type]
+
+
+def seen(trace: Trace, *holders: Entry, waiting: tuple[Entry, ...] = ()) -> Seen:
+    gpu = GPU(5, "here-1", "NVIDIA Stub 16GB", 2**34, 0, 0, None, None, 0, None)
+    labels = {one.id: "fit of client 1" for one in waiting}
+    reports = {one.id: (one.pid, {"here-1": 3}) for one in holders}
+    state = State((gpu,), (), (), holders, waiting)
+    inventory = Inventory((gpu,), None, None)
+    return Seen(trace.time, inventory, state=state, labels=labels, reports=reports)
+
+
+def rows_of(run: FollowedRun, look: Seen) -> list[WorkerRow]:
+    return list(worker_rows(look, [run], others=True))
+
+
+def test_workers_and_leases_of_other_hosts_are_as_their_trace_tells(trace: Trace) -> None:
+    begin(trace, "a", 0)
+    begin(trace, "b", 1, 2)
+    begin(trace, "b", 2, 7)  # its worker waits for another message
+    begin(trace, "", 3, 2)  # the server's is over: it is not in the ledger
+    trace.host = "b"
+    whose = {"call": "cpu", "client": "8", "task": "fit", "round": 1}
+    trace.write("cores_granted", **whose, lease="cores", cores=1.5, host_memory_bytes=9, waited_s=0.0)
+    trace.write("worker_started", **whose, pid=4, start_method="fork", cores_lease="cores")
+    rows = rows_of(read(trace), seen(trace, entry("another")))
+    told = [(row.run, row.host, row.client, row.phase, row.gpus, row.lease_bytes, row.cores) for row in rows]
+    assert told == [
+        ("app", "a", "0", "starting", (0,), 2**32, None),
+        ("app", "b", "8", "starting", (), None, 1.5),
+        ("app", "b", "1", "starting", (0,), 2**32, None),
+        ("app", "b", "", "idle", (0,), 2**32, None),
+        ("", "", "", "held", (), None, None),
+    ]
+    assert {row.used_bytes for row in rows} == {None}
+
+
+def test_a_lease_of_a_host_that_is_this_machine_is_shown_once_with_what_the_ledger_knows(
+    trace: Trace,
+) -> None:
+    here = platform.node()
+    trace.join(here)
+    begin(trace, here, 0)
+    begin(trace, here, 1, 2)
+    part = Part("here-1", 2**31, 2**34)
+    look = seen(trace, entry("l0", parts=(part, Part(CORES, 500, 8000))), entry("l1", parts=(part,)))
+    rows = rows_of(read(trace), look)
+    told = [(row.run, row.host, row.lease, row.gpus, row.lease_bytes, row.used_bytes) for row in rows]
+    assert told == [("app", here, f"l{number}", (5,), 2**31, 3) for number in range(2)]
+    assert rows[0].cores == 0.5
+
+
+def test_a_request_on_another_host_is_none_of_those_that_wait_here(trace: Trace) -> None:
+    """Though it has the number of a process that waits here for the same call."""
+    begin(trace, "a", 1, 1)
+    look = seen(trace, waiting=(entry("w"),))
+    assert [row.run for row in waiting_rows(look, [read(trace)])] == [""]
+    trace.join(platform.node())
+    begin(trace, platform.node(), 101, 1)
+    assert [row.run for row in waiting_rows(look, [read(trace)])] == ["app"]
+
+
+def test_a_host_has_a_row_with_its_gpus(trace: Trace) -> None:
+    trace.write("round_started", round=1, task="fit", messages=2)
+    begin(trace, "a", 0, 8)
+    rest = begin(trace, "a", 1)
+    begin(trace, "b", 2, 8)
+    samples = [("a-0", 2, 20.0), ("a-1", 5, 60.0)]
+    gpus = [{"uuid": uuid, "used_bytes": used, "utilization_percent": busy} for uuid, used, busy in samples]
+    trace.host = "a"
+    trace.write("gpu_sample", gpus=gpus)
+    run = read(trace)
+    row, other = run_host_rows(run, trace.time)
+    assert (row.host, row.messages, row.concurrency, row.calls_done) == ("a", 1, 4, 1)
+    assert (row.gpus, row.cores, row.total_bytes, row.leased_bytes) == (2, 8, 2**35, 2**32)
+    assert (row.used_bytes, row.utilization_percent) == (7, 40.0)
+    assert (other.used_bytes, other.utilization_percent, other.lost) == (
+        None,
+        None,
+        None,
+    )  # not all its GPUs tell
+    # A message that a host had handled before it was lost is handled once more.
+    trace.lose("b")
+    trace.write_text("".join(rest))
+    run = read(trace)
+    assert run_host_rows(run, trace.time)[1].lost == "its agent died"
+    assert run_row(seen(trace), run).messages_done == 2
+
+
+# Trackers --------------------------------------------------------------------------------------------------
+
+
+def test_gpus_of_other_hosts_have_figures_of_their_own(trace: Trace) -> None:
+    history, points = History(keep_finished=False), []
+    follow = Points(history)
+    for host in ("a", "b"):
+        trace.host = host
+        trace.write("gpu_sample", gpus=[{"uuid": f"{host}-0", "used_bytes": 2**30}])
+    trace.write("run_finished", outcome="completed")
+    for line in trace.path.read_text().splitlines():
+        history.feed([json.loads(line)])
+        points += follow.of(json.loads(line))
+    names = {name for name in points[-1].values if name.endswith("used_gib")}
+    assert names == {"gpu/a/0/used_gib", "gpu/b/0/used_gib"}
