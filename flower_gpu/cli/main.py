@@ -26,6 +26,7 @@ from flower_gpu.cli import (
     metrics,
     report,
     simulate,
+    slurm,
     supernode,
     top,
     verbosity,
@@ -51,6 +52,7 @@ class Command(Protocol):
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "simulate": simulate,
+        "slurm": slurm,
         "supernode": supernode,
         "gpus": gpus,
         "leases": leases,
@@ -146,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         parser = build_parser()
-        arguments, unknown = parser.parse_known_args(argv)
+        ours, for_sbatch = slurm.split(sys.argv[1:] if argv is None else argv)
+        arguments, unknown = parser.parse_known_args(ours)
+        if for_sbatch:
+            arguments.sbatch = for_sbatch
         try:
             if unknown:
                 near = _nearest(parser.commands[arguments.command], unknown)

@@ -12,4 +12,6 @@
                                  │  trace of the server, logs
                                  ▼
     History ──> display while it runs, result.json and tables at the end, failures.log
+
+``slurm`` stands beside this: it has Slurm run ``flower-gpu simulate``.
 """

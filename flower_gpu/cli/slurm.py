@@ -1,0 +1,184 @@
+"""``flower-gpu slurm``: a simulation as a job of a Slurm cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Final
+
+from flower_gpu import kinds
+from flower_gpu.apps.app import FlowerApp
+from flower_gpu.apps.folder import check_log_dir, short
+from flower_gpu.cli import simulate
+from flower_gpu.cli.verbosity import is_quiet, verbosity
+from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import COUNT, SWITCH, Kind, Option
+from flower_gpu.launch import slurm
+
+NAME: Final = "slurm"
+HELP = "run a simulation as a job of a Slurm cluster"
+DESCRIPTION = """\
+Have Slurm run `flower-gpu simulate`, and show the job's log here until the job ends. It takes the options of
+simulate. What stands after two dashes are options of sbatch.
+
+    flower-gpu slurm my-app --nodes 4 --gpus-per-node 2 --clients 10000 -- --time 8:00:00 --partition gpu
+
+A job that is preempted waits in the queue again, and goes on after the last round that it has finished. Log,
+batch script and results are left in --log-dir."""
+
+_GPUS: Final = Kind(
+    "a number of GPUs, 1 or more, also with their kind, such as 2 or a100:2",
+    "[KIND:]N",
+    allows=lambda text: re.fullmatch(r"([\w.-]+:)?[1-9]\d{0,5}", text) is not None,
+)
+_GROUP: Final = "Slurm"
+#: The command's own options, beside those of ``simulate``.
+OPTIONS: Final = {
+    "nodes": Option(
+        "how many nodes; the job starts Ray on them if they are several (default: 1)",
+        COUNT,
+        group=_GROUP,
+    ),
+    "gpus_per_node": Option(
+        "how many GPUs to ask for on each node, also with their kind, such as a100:2 (default: none)",
+        _GPUS,
+        group=_GROUP,
+    ),
+    "dry_run": Option("show the batch script, and submit nothing", SWITCH, group=_GROUP),
+    "follow": Option("print the job's id once it is submitted, and end", SWITCH, group=_GROUP),
+}
+_DEFAULTS: Final = {"nodes": 1, "follow": True}
+#: What the script itself says to ``simulate``, and what is no option.
+_OF_THE_SCRIPT: Final = ("app_dir", "log_dir", "resume", "ray_address")
+_INTERRUPTED: Final = 128 + signal.SIGINT
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into its own arguments, and what follows two dashes if this is the command.
+
+    argparse takes a word after two dashes for APP_DIR.
+    """
+    ours = list(takewhile(lambda text: text != "--", argv))
+    is_this = next((text for text in ours if not text.startswith("-")), None) == NAME
+    return (ours, list(argv[len(ours) + 1 :])) if is_this else (list(argv), [])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
+    kinds.add_arguments(parser, OPTIONS, defaults=_DEFAULTS)
+    simulate.add_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "ray_address":
+            action.help = argparse.SUPPRESS
+    parser.set_defaults(sbatch=[])  # what follows two dashes
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Submit the job, and show its log.
+
+    Returns
+    -------
+    int
+        The job's exit status; 130 after Ctrl-C: the job goes on.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used, or there is no sbatch; nothing was submitted.
+    FlowerGPUError
+        If Slurm does not take the job, or has forgotten it.
+    """
+    plan = _plan(arguments)
+    if arguments.dry_run:
+        print(slurm.batch_script(plan), end="")
+        return 0
+    job = slurm.submit(plan)
+    log = short(plan.log(job))
+    tell = _tell_nothing if is_quiet(arguments) else _say
+    tell(f"job {job} is submitted; its log is {log}")
+    if not arguments.follow:
+        print(job)
+        return 0
+    try:
+        state = slurm.follow(job, plan.log(job), _show, tell)
+    except KeyboardInterrupt:
+        _say(f"job {job} goes on. To see more of its log: tail -F {log}. To end the job: scancel {job}")
+        return _INTERRUPTED
+    (_say if state.exit_status else tell)(f"job {job} {state}")
+    if not plan.log(job).exists():
+        _say(f"there is no {log}: --log-dir must be on a file system that the nodes have, too")
+    return state.exit_status
+
+
+def _plan(arguments: argparse.Namespace) -> slurm.JobPlan:
+    """Return the job, if what can be known here of its options lets it start."""
+    app = FlowerApp.load(arguments.app_dir)
+    given = simulate.given_run_config(arguments.run_config)
+    if arguments.num_supernodes is not None:
+        app.simulated(given, arguments.num_supernodes)
+    elif arguments.resume is None:
+        raise ConfigError(
+            "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"
+        )
+    if arguments.resume is not None and not arguments.resume.is_dir():
+        raise ConfigError(f"--resume {arguments.resume}: there is no such folder")
+    if getattr(arguments, "ray_address", None) is not None:
+        raise ConfigError("--ray-address is that of the job's own Ray: leave it out")
+    if arguments.nodes > 1 and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            f"--nodes {arguments.nodes} needs Ray, which is not installed: pip install 'flower-gpu[cluster]'"
+        )
+    check_log_dir(arguments.log_dir)
+    return slurm.JobPlan(
+        app.name,
+        Path.cwd(),
+        sys.executable,
+        [str(arguments.app_dir), *given_options(arguments)],
+        arguments.log_dir.absolute(),
+        arguments.resume,
+        arguments.nodes,
+        arguments.gpus_per_node,
+        arguments.sbatch,
+    )
+
+
+def given_options(arguments: argparse.Namespace) -> list[str]:
+    """Return the options of ``simulate`` that were given, as its command line has them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    simulate.add_arguments(parser)
+    options = [{1: "--verbose", -1: "--quiet"}.get(verbosity(arguments), "")]
+    for action in parser._actions:
+        # An older name of an option has its place in the arguments, and no help.
+        if action.dest not in _OF_THE_SCRIPT and action.help != argparse.SUPPRESS:
+            options += _written(action, getattr(arguments, action.dest))
+    return [option for option in options if option]
+
+
+def _written(action: argparse.Action, value: Any) -> Iterator[str]:
+    if value == action.default:
+        return
+    name = max(action.option_strings, key=len)
+    if action.nargs == 0:
+        yield name
+        return
+    for each in value if isinstance(value, list) else [value]:
+        yield f"{name}={','.join(each) if isinstance(each, tuple) else each}"
+
+
+def _show(part: bytes) -> None:
+    sys.stdout.buffer.write(part)
+    sys.stdout.buffer.flush()
+
+
+def _say(text: str) -> None:
+    print(f"flower-gpu slurm: {text}", file=sys.stderr, flush=True)
+
+
+def _tell_nothing(text: str) -> None:
+    """Say nothing: with -q only what went wrong is said."""

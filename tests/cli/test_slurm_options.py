@@ -1,0 +1,402 @@
+"""``flower-gpu slurm`` without a Slurm: what it refuses, its script, and how it follows a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flower_gpu.cli import main as cli
+from flower_gpu.cli import simulate
+from flower_gpu.cli import slurm as command
+from flower_gpu.errors import FlowerGPUError
+from flower_gpu.launch import slurm
+from flower_gpu.launch.slurm import JobPlan, JobState, batch_script, read_state, sbatch_lines
+from flower_gpu.simulation.checkpoint import INDEX_NAME
+
+APPS = Path(__file__).parents[1] / "simulation" / "apps"
+APP = str(APPS / "plain")
+FIRST, SECOND = "2026-01-01_00-00-00", "2026-01-01_00-00-00-2"
+RUNNING, PENDING = JobState("RUNNING", nodes="gpu[1-2]"), JobState("PENDING", "Priority")
+
+SHOWN = """\
+JobId=17 JobName=a name\\nJobState=LIE Reason=None
+   UserId=ann(1000) GroupId=ann(1000) MCS_label=N/A
+   JobState={name} Reason={reason} Dependency=(null)
+   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode={code}:{signal}
+   ReqNodeList=(null) ExcNodeList=(null)
+   NodeList={nodes}
+   Comment=ExitCode=7:7
+   StdOut=/home/ann/runs/slurm-17.log
+"""
+
+
+def plan(folder: Path, **fields: object) -> JobPlan:
+    return JobPlan("plain", folder, sys.executable, ["app", "--num-supernodes=3"], folder / "runs", **fields)  # type: ignore[arg-type]
+
+
+def parsed(line: list[str]) -> argparse.Namespace:
+    ours, for_sbatch = command.split(["slurm", *line])
+    arguments = cli.build_parser().parse_args(ours)
+    arguments.sbatch = for_sbatch
+    return arguments
+
+
+# The command line
+
+
+def samples() -> Iterator[list[str]]:
+    """Yield each option of simulate with a value that is not its default."""
+    parser = argparse.ArgumentParser(add_help=False)
+    simulate.add_arguments(parser)
+    values = {
+        "N": "3",
+        "X": "0.5",
+        "S": "2.5",
+        "N|auto": "4",
+        "SIZE": "3GiB",
+        "LIST": "0,1",
+        "'K=V ...'": "a=1 b='c d'",
+    }
+    values |= {"'MODULE:FUNCTION K=V ...'": "a.b:c d=1", "tensorboard|wandb|mlflow": "mlflow,wandb"}
+    for action in parser._actions:
+        if action.dest in ("app_dir", "log_dir", "resume", "ray_address"):
+            continue
+        for name in action.option_strings:
+            if action.nargs == 0:
+                yield [name]
+            else:
+                yield [name, str(action.choices[-1]) if action.choices else values[str(action.metavar)]]
+
+
+@pytest.mark.parametrize(
+    "given", [*samples(), ["--clients", "3", "-q"], ["-c", "a=1", "-c", "b=2"]], ids=" ".join
+)
+def test_what_is_given_is_what_the_job_gives_to_simulate(given: list[str]) -> None:
+    written = command.given_options(parsed([APP, *given]))
+    expected, found = (
+        vars(cli.build_parser().parse_args(["simulate", APP, *line])) for line in (given, written)
+    )
+    assert found == expected and written
+
+
+def test_what_is_not_given_is_left_to_simulate() -> None:
+    assert command.given_options(parsed([APP, "--clients", "3"])) == ["--num-supernodes=3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "app", "for_sbatch"),
+    [
+        (["--clients", "3", "--", "--time", "1:00"], ".", ["--time", "1:00"]),
+        (["-v", "my-app", "--nodes", "2", "--", "-p", "gpu", "--", "x"], "my-app", ["-p", "gpu", "--", "x"]),
+        (["my-app"], "my-app", []),
+    ],
+)
+def test_what_follows_two_dashes_is_for_sbatch(line: list[str], app: str, for_sbatch: list[str]) -> None:
+    arguments = parsed(line)
+    assert (str(arguments.app_dir), arguments.sbatch) == (app, for_sbatch)
+
+
+def test_two_dashes_of_other_commands_stay() -> None:
+    for line in (
+        ["simulate", "--", "slurm"],
+        ["supernode", "--count", "2", "--", "slurm"],
+        ["-v", "supernode", "--"],
+    ):
+        assert command.split(line) == (line, [])
+    assert command.split(["-q", "slurm", "--", "-t", "3"]) == (["-q", "slurm"], ["-t", "3"])
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process, in an empty folder, with only the programs of ``bin`` there."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*line: str) -> tuple[int, str, str]:
+        try:
+            code = cli.main(["slurm", *line])
+        except SystemExit as ended:
+            code = int(str(ended.code))
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def program(name: str, text: str) -> None:
+    path = Path("bin") / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (["nothing"], "nothing is not a folder"),
+        ([APP], "--num-supernodes N (or --clients N) is missing"),
+        ([APP, "--clients", "3", "-c", "lr=1"], "plain declares no lr"),
+        ([APP, "--clients", "0"], "must be a whole number, 1 or more, not '0'"),
+        ([APP, "--clients", "3", "--nodes", "0"], "must be a whole number, 1 or more, not '0'"),
+        ([APP, "--clients", "3", "--gpus-per-node", "half"], "must be a number of GPUs, 1 or more"),
+        ([APP, "--clients", "3", "--gpus-per-node", "0"], "must be a number of GPUs, 1 or more"),
+        ([APP, "--clients", "3", "--partition", "gpu"], "unknown: --partition gpu"),
+        (
+            [APP, "--clients", "3", "--", "gpu"],
+            "after two dashes there are options of sbatch, and 'gpu' is none",
+        ),
+        ([APP, "--clients", "3", "--", "-N4"], "--nodes cannot be given to sbatch here: give --nodes before"),
+        ([APP, "--clients", "3", "--", "-t", "3", "--output=x"], "--output cannot be given to sbatch here"),
+        ([APP, "--clients", "3", "--", "--array", "1-9"], "start several with a loop"),
+        ([APP, "--clients", "3", "--", "--wrap=true"], "the script is written by this command"),
+        ([APP, "--clients", "3", "--", "--comment", "a\nb"], "no line break in an option: 'a\\nb'"),
+        ([APP, "--clients", "3", "--ray-address", "auto"], "--ray-address is that of the job's own Ray"),
+        ([APP, "--resume", "nothing"], "--resume nothing: there is no such folder"),
+        ([APP, "--clients", "3", "--log-dir", "50%"], "Slurm reads % and \\ in the name of a log"),
+        ([APP, "--clients", "3", "--log-dir", "bin/sbatch"], "bin/sbatch is not a folder"),
+        ([APP, "--clients", "3"], "sbatch is not on PATH: run this where jobs are submitted"),
+    ],
+)
+def test_bad_input_is_a_line_and_nothing_is_submitted(run: Run, line: list[str], reason: str) -> None:
+    if "bin/sbatch" in line:
+        program("sbatch", "exit 1")
+    code, output, error = run(*line)
+    assert (code, output, error.count("\n")) == (2, "", 1), error
+    assert error.startswith("flower-gpu slurm: ") and reason in error
+    assert not Path("runs").exists()
+
+
+def test_several_nodes_need_ray(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "--nodes 2 needs Ray, which is not installed" in run(APP, "--clients", "3", "--nodes", "2")[2]
+
+
+# The script
+
+
+def test_the_script_of_one_node(run: Run) -> None:
+    code, output, error = run(
+        APP, "--clients", "3", "--gpus-per-node", "a100:2", "--dry-run", "--", "-t", "3"
+    )
+    here, python = Path.cwd(), sys.executable
+    assert (code, error) == (0, "") and not Path("runs").exists()
+    directives, start, last = output.split("\n\n")
+    assert directives.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=plain",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=a100:2",
+        f"#SBATCH --output={here}/runs/slurm-%j.log",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:TERM@60",
+        "#SBATCH -t 3",
+    ]
+    assert start.startswith(f"cd {here} || exit\npython={python}\nlogs={here}/runs/slurm-$SLURM_JOB_ID\n")
+    assert last == f'exec "$python" -P -m flower_gpu.cli simulate {APP} --num-supernodes=3 "${{where[@]}}"\n'
+
+
+def test_options_of_sbatch_have_their_values_on_their_lines() -> None:
+    assert sbatch_lines(["-p", "gpu", "--exclusive", "--time=1:00", "--licenses", "a", "-n8"]) == [
+        ["-p", "gpu"],
+        ["--exclusive"],
+        ["--time=1:00"],
+        ["--licenses", "a"],
+        ["-n8"],
+    ]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_bash_can_read_the_script(tmp_path: Path, nodes: int) -> None:
+    script = batch_script(plan(tmp_path, nodes=nodes, gpus_per_node="2"))
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("ray" in script.lower()) == (nodes > 1)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "runs", "resume", "expected"),
+    [
+        (None, {}, None, ["--log-dir", "runs/slurm-17"]),
+        (1, {}, None, ["--log-dir", "runs/slurm-17"]),
+        (1, {FIRST: True}, None, ["--resume", f"runs/slurm-17/{FIRST}"]),
+        (1, {FIRST: True, SECOND: True}, None, ["--resume", f"runs/slurm-17/{SECOND}"]),
+        (1, {FIRST: True, SECOND: False}, None, ["--log-dir", "runs/slurm-17"]),
+        (None, {FIRST: True}, None, ["--log-dir", "runs/slurm-17"]),  # of an older job with this number
+        (0, {}, "it's", ["--resume", "it's"]),
+        (2, {FIRST: True}, "it's", ["--resume", "it's"]),
+    ],
+)
+def test_a_job_that_is_started_again_goes_on_with_its_newest_run(
+    tmp_path: Path, restarts: int | None, runs: dict[str, bool], resume: str | None, expected: list[str]
+) -> None:
+    """Also in a folder whose name a shell would take apart."""
+    here = tmp_path / "a 'folder' $HOME"
+    here.mkdir()
+    for run, has_checkpoint in runs.items():
+        (here / "runs/slurm-17" / run / "checkpoint").mkdir(parents=True)
+        if has_checkpoint:
+            (here / "runs/slurm-17" / run / "checkpoint" / INDEX_NAME).touch()
+    python = here / "python"
+    python.write_text('#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done\npwd\n')
+    python.chmod(0o755)
+    made = JobPlan("x", here, str(python), ["my app"], here / "runs", Path(resume) if resume else None)
+    env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17"}
+    if restarts is not None:
+        env["SLURM_RESTART_COUNT"] = str(restarts)
+    done = subprocess.run(
+        ["bash"], input=batch_script(made), env=env, capture_output=True, text=True, cwd="/"
+    )
+    assert done.stderr == ""
+    option, value = expected
+    value = value if resume else f"{here}/{value}"
+    assert done.stdout.splitlines() == [
+        "-P",
+        "-m",
+        "flower_gpu.cli",
+        "simulate",
+        "my app",
+        option,
+        value,
+        str(here),
+    ]
+
+
+# Submission and what follows
+
+
+def test_a_job_is_submitted_and_its_script_kept(run: Run) -> None:
+    program(
+        "sbatch", 'echo "$*" > options; while read -r line; do echo "$line"; done > script; echo "17;here"'
+    )
+    assert run(APP, "--clients", "3", "--no-follow", "-q") == (0, "17\n", "")
+    code, output, error = run(APP, "--clients", "3", "--no-follow", "--log-dir", "logs", "--", "-p", "gpu")
+    assert (code, output) == (0, "17\n")
+    assert error == "flower-gpu slurm: job 17 is submitted; its log is logs/slurm-17.log\n"
+    _, script, _ = run(APP, "--clients", "3", "--dry-run", "--log-dir", "logs", "--", "-p", "gpu")
+    assert Path("logs/slurm-17.sh").read_text() == script
+    assert Path("script").read_text().split() == script.split()
+    # On the command line, too: variables of sbatch go before what the script says.
+    said = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    assert Path("options").read_text() == " ".join(["--parsable", *said]) + "\n"
+
+
+@pytest.mark.parametrize("answer", ["echo 'no such partition' >&2; exit 1", "echo 'usage: sbatch'"])
+def test_a_job_that_slurm_does_not_take_is_an_error(run: Run, answer: str) -> None:
+    program("sbatch", answer)
+    code, output, error = run(APP, "--clients", "3", "--", "-p", "gpu")
+    assert (code, output) == (1, "")
+    assert error == "flower-gpu slurm: sbatch did not take the job; what it says is above\n"
+    assert not list(Path("runs").iterdir())
+
+
+@pytest.fixture
+def states(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[JobState | None]:
+    """What Slurm says of job 17, one after the other. While it runs, the log gets a line at each question."""
+    program("sbatch", "echo 17")
+    found: list[JobState | None] = []
+    asked: list[str] = []
+
+    def job_state(job: str) -> JobState | None:
+        asked.append(job)
+        state = found[min(len(asked), len(found)) - 1]
+        if state is not None and state.name in ("RUNNING", "COMPLETED"):
+            with Path("runs/slurm-17.log").open("a") as log:
+                log.write(f"line {len(asked)}\n")
+        return state
+
+    monkeypatch.setattr(slurm, "job_state", job_state)
+    monkeypatch.setattr(slurm, "_ASK_S", 0.0)
+    monkeypatch.setattr(slurm, "_LOOK_S", 0.0)
+    return found
+
+
+def test_the_log_is_shown_as_it_grows(run: Run, states: list[JobState | None]) -> None:
+    states += [PENDING, PENDING, None, None, RUNNING, RUNNING, PENDING, JobState("COMPLETED", restarts=1)]
+    code, output, error = run(APP, "--clients", "3")
+    assert (code, output) == (0, "line 5\nline 6\nline 8\n")
+    assert error.replace("flower-gpu slurm: job 17 ", "").splitlines() == [
+        "is submitted; its log is runs/slurm-17.log",
+        "waits (Priority)",
+        "is out of sight: Slurm does not answer, and is asked again",
+        "runs on gpu[1-2]",
+        "waits (Priority)",
+        "has ended (restart 1)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        (JobState("FAILED", code=3), 3),
+        (JobState("CANCELLED", signal=15), 143),
+        (JobState("TIMEOUT"), 1),
+        (JobState("NODE_FAIL", code=0), 1),
+    ],
+)
+def test_the_exit_status_is_that_of_the_job(
+    run: Run, states: list[JobState | None], state: JobState, status: int
+) -> None:
+    states += [RUNNING, state]
+    code, output, error = run(APP, "--clients", "3", "-q")
+    assert (code, output) == (status, "line 1\n")
+    assert error == f"flower-gpu slurm: job 17 has ended: {state.name}, exit status {status}\n"
+
+
+def test_a_log_that_is_not_there_is_told(run: Run, states: list[JobState | None]) -> None:
+    states += [PENDING, JobState("FAILED", code=1)]
+    code, output, error = run(APP, "--clients", "3")
+    assert (code, output) == (1, "")
+    assert error.splitlines()[-1] == (
+        "flower-gpu slurm: there is no runs/slurm-17.log: --log-dir must be on a file system that the nodes "
+        "have, too"
+    )
+
+
+def test_ctrl_c_ends_the_command_and_not_the_job(
+    run: Run, states: list[JobState | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(job: str) -> JobState:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slurm, "job_state", interrupted)
+    code, output, error = run(APP, "--clients", "3", "-q")
+    assert (code, output) == (130, "")
+    told = "job 17 goes on. To see more of its log: tail -F runs/slurm-17.log. To end the job: scancel 17"
+    assert error == f"flower-gpu slurm: {told}\n"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        JobState("PENDING", "BeginTime", restarts=1),
+        JobState("RUNNING", nodes="gpu[1-2]"),
+        JobState("CANCELLED", nodes="one", code=143, signal=9, restarts=12),
+    ],
+)
+def test_what_scontrol_shows_is_read(state: JobState) -> None:
+    shown = SHOWN.format(**{**vars(state), "reason": state.reason or "None"})
+    assert read_state(shown) == state
+
+
+def test_a_job_that_slurm_has_forgotten_is_an_error(run: Run) -> None:
+    program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    with pytest.raises(FlowerGPUError, match="Slurm has forgotten job 17, so how it ended is not known"):
+        slurm.job_state("17")
+    program("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert slurm.job_state("17") is None
+
+
+def test_the_reference_has_the_command_s_own_options() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs/reference/slurm.md").read_text().split())
+    for name, option in command.OPTIONS.items():
+        assert option.help in page and name.replace("_", "-") in page

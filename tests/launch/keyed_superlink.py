@@ -1,0 +1,99 @@
+"""A SuperLink of Flower's own that asks for keys, and `flwr` that talks to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from waiting import until
+
+from flower_gpu.launch import ports
+from flower_gpu.launch.authority import Authority
+from flower_gpu.workers.forkserver.identity import script_folders
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink with TLS that lets in registered nodes only."""
+
+    port: int
+    authority: Path
+    env: Mapping[str, str]
+
+    def flwr(self, line: str) -> str:
+        """Run a command line of Flower's, as it was printed."""
+        done = subprocess.run(
+            shlex.split(line), env=self.env, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def nodes(self) -> list[dict[str, object]]:
+        text = self.flwr("flwr supernode list here --format json")
+        return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
+
+    def start_nodes(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
+        with said.open("wb") as output:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "flower_gpu.cli", "supernodes", "--count", "2"),
+                    *("--keys", "keys", "--", "--superlink", f"{ports.HOST}:{self.port}"),
+                    *("--root-certificates", str(self.authority)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=folder,
+                env=self.env,
+            )
+
+
+@contextmanager
+def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
+    """Start one whose files are in a folder; it ends with the block."""
+    for made in ("state", "flwr"):
+        (folder / made).mkdir(mode=0o700)
+    authority = Authority()
+    ca, own = folder / "ca.crt", folder / "superlink.pem"
+    ca.write_bytes(authority.certificate)
+    own.write_bytes(authority.issue("superlink"))
+    port = ports.free_ports(1)[0]
+    config = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{ports.HOST}:{port}"\n'
+    (folder / "flwr" / "config.toml").write_text(f'{config}root-certificates = "{ca}"\n')
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FLOWER_GPU_")},
+        "FLWR_HOME": str(folder / "flwr"),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLOWER_GPU_STATE_DIR": str(folder / "state"),
+        "FLOWER_GPU_LEDGER_DIR": str(folder / "state"),
+        "FLOWER_GPU_SERVER_IDLE_S": "10",
+        "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
+    }
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca)
+    with (folder / "superlink.log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *("flower-superlink", "--enable-supernode-auth", "--host", ports.HOST, "--port", str(port)),
+                *("--ssl-ca-certfile", str(ca), "--ssl-certfile", str(own), "--ssl-keyfile", str(own)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=env,
+        )
+    try:
+        until(lambda: ports.is_healthy(port, context=context), "the SuperLink answers", 60)
+        yield SuperLink(port, ca, env)
+    finally:
+        process.terminate()
+        process.wait(timeout=60)

@@ -1,0 +1,119 @@
+"""`flower-gpu slurm` on a real Slurm: how its job ends, is put back, and shares a node with another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from launched import StubHost, events_of, most_at_a_time
+from slurm_cluster import MISSING, Cluster, cluster
+from slurm_jobs import STOPPING, following
+from waiting import until
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (slurm-wlm, munge)"),
+]
+
+TESTS = Path(__file__).parents[1]
+APPS = TESTS / "simulation" / "apps"
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+def granted(run: Path) -> set[int]:
+    """Return the GPUs that calls of a run had, by their numbers on the host."""
+    return {gpu["index"] for event in events_of(run, "lease_granted") for gpu in event["gpus"]}
+
+
+def test_the_command_ends_as_its_job_does(slurm: Cluster, tmp_path: Path) -> None:
+    """One job comes to its end, the other one fails, on GPUs of one node that Slurm has chosen."""
+    host = StubHost(tmp_path, gpus=2)
+    asked = [
+        "--clients",
+        "3",
+        "--rounds",
+        "2",
+        "--gpu",
+        "require",
+        "--gpus-per-node",
+        "1",
+        "--",
+        "--nodelist=one",
+    ]
+    with (
+        following(
+            slurm, tmp_path / "good", APPS / "plain", *asked, "--job-name", "mine", env=host.env
+        ) as good,
+        following(slurm, tmp_path / "bad", APPS / "misspelt", *asked, env=host.env) as bad,
+    ):
+        assert good.status() == 0, good
+        assert bad.status() == 1, bad
+    assert good.summary["outcome"] == "completed"
+    assert "round 2/2  train" in good.shown and re.search(r"(?m)^outcome +completed$", good.shown)
+    assert good.shown == (good.folder / "runs" / f"slurm-{good.job}.log").read_text()
+    told = [line.removeprefix(f"flower-gpu slurm: job {good.job} ") for line in good.told.splitlines()]
+    assert told[0] == f"is submitted; its log is runs/slurm-{good.job}.log"
+    assert told[-1] == "has ended"
+    assert "JobName=mine" in slurm("scontrol", "show", "job", good.job)
+    assert sorted([*granted(good.run), *granted(bad.run)]) == [0, 1]
+    assert "name 'Nett' is not defined" in bad.shown
+    assert bad.told.endswith(f"job {bad.job} has ended: FAILED, exit status 1\n")
+
+
+def test_a_job_that_is_put_back_goes_on_after_its_last_round(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    with following(slurm, folder, STOPPING, "--clients", "2", "-c", f"folder='{folder}'") as job:
+        until((folder / "waits").exists, job)
+        slurm("scontrol", "requeue", job.job)
+        until(lambda: slurm.states() == ["PENDING"], "the job waits again")
+        (folder / "goes-on").touch()
+        slurm("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
+        assert job.status() == 0, job
+    assert (job.summary["outcome"], job.summary["resumed_after_round"]) == ("completed", 1)
+    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
+    assert job.shown.count("round 1/3  train") == job.shown.count("round 3/3  train") == 1
+    assert "DUE TO JOB REQUEUE" in job.shown
+    assert job.told.endswith(f"job {job.job} has ended (restart 1)\n"), job
+
+
+def test_two_jobs_on_a_node_share_its_ledger(slurm: Cluster, tmp_path: Path) -> None:
+    """Each wants 0.6 of the only GPU for a call, and neither waits for the other job's end."""
+    host = StubHost(tmp_path, gpus=1)
+    env = {**host.env, "LEASED_APP_NOTES": str(tmp_path / "notes.jsonl"), "PYTHONPATH": str(TESTS)}
+    asked = ["--clients", "4", "--num-gpus", "0.6", "--gpu", "require", "--calls-per-worker", "1"]
+    asked += ["-c", "seconds=0.1", "--", "--nodelist=two"]
+    blocker = [sys.executable, str(TESTS / "cli" / "lease_user.py"), "blocker", "1", "0.6"]
+    with (
+        subprocess.Popen(
+            blocker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **host.env}, text=True
+        ) as holds,
+        following(slurm, tmp_path / "first", APPS / "leased", *asked, env=env) as first,
+        following(slurm, tmp_path / "second", APPS / "leased", *asked, env=env) as second,
+    ):
+        until(lambda: len(host.status().waiting) == 2, "both jobs wait for the GPU")
+        assert slurm.states("%T", "%N") == ["RUNNING two"] * 2
+        holds.communicate()
+        assert (first.status(), second.status()) == (0, 0), f"{first}{second}"
+    calls = [
+        [e for e in events_of(job.run, "worker_started", "worker_finished") if e["client"] != "server"]
+        for job in (first, second)
+    ]
+    assert most_at_a_time(sorted(chain(*calls), key=lambda event: event["time"])) == 1
+    (began, *_, ended), (other_began, *_, other_ended) = ([e["time"] for e in found] for found in calls)
+    assert began < other_ended and other_began < ended, "they take turns"
+    notes = [json.loads(line) for line in (tmp_path / "notes.jsonl").read_text().splitlines()]
+    assert [(note["holders"], note["is_in_ledger"]) for note in notes] == [(1, True)] * 8
