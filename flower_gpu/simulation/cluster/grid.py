@@ -303,12 +303,13 @@ class ClusterGrid(LocalGrid):
             while not is_over:
                 groups, failed, is_over = self._wait_for_sums(box, deadline, due)
                 if failed:
+                    box.finished += len(failed)
                     yield "the cluster", _of_failed(failed)
                 began = time.monotonic()
                 yield from self._taken(box, groups)
                 now = time.monotonic()
-                if is_over and now >= deadline and self._is_strict:
-                    raise NotDeterministicError(late_text(len(sent) - box.finished, timeout))
+                if is_over and self._is_strict and (late := len(sent) - box.finished):
+                    raise NotDeterministicError(late_text(late, timeout))
                 due = now + max(_TAKE_S, (now - began) / _TAKE_SHARE)
         finally:
             for message_id in sent:

@@ -273,10 +273,8 @@ class Hosts:
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of the hosts."""
-        asked = [(host, host.agent.facts.remote()) for host in self.there]
-        for host, coming in asked:
-            with suppress(self._ray.exceptions.RayError, TimeoutError):
-                self._facts[id(host)] = self._ray.get(coming, timeout=_ANSWER_S)
+        for host, told in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
+            self._facts[id(host)] = told
         found = list(self._facts.values())
         by_node: dict[str, list[Host]] = {}
         for host in self._all:
@@ -306,12 +304,18 @@ class Hosts:
         for thread in self._watchers:
             if thread.is_alive():
                 thread.join(_ANSWER_S)
-        asked = [(host, host.agent.close.remote()) for host in self.there]
+        hosts = self.there
+        for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
+            self._hear(host, news)
+        for host in hosts:  # threads that wait for it go on
+            self._ray.kill(host.agent)
+
+    def _answers(self, asked: Sequence[tuple[Host, Any]]) -> Iterator[tuple[Host, Any]]:
+        """Yield what hosts answer; not those that need too long for it, or are gone."""
         deadline = time.monotonic() + _ANSWER_S
         for host, coming in asked:
             with suppress(self._ray.exceptions.RayError, TimeoutError):
-                self._hear(host, self._ray.get(coming, timeout=max(0.0, deadline - time.monotonic())))
-            self._ray.kill(host.agent)  # threads that wait for it go on
+                yield host, self._ray.get(coming, timeout=max(0.0, deadline - time.monotonic()))
 
     def _hear_all(self) -> None:
         """Ask all hosts for news."""

@@ -60,7 +60,7 @@ class SumBox(Box):
         self._held: dict[Host, Held] = {}
         #: Errors in the place of replies of messages that no host handles any more.
         self.failed: list[Message] = []
-        #: How many replies are in sums that are at the driver.
+        #: How many replies are in sums that are at the driver, or are errors there.
         self.finished = 0
 
     def begin_on(self, host: Host) -> tuple[Message, Held] | None:

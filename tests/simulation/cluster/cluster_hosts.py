@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,22 @@ def problem() -> str:
     return done.stderr.strip()
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where on this machine a host is.
+
+    Attributes
+    ----------
+    ip : str
+        The host's address.
+    around : sequence of str
+        What starts a command there, in its own process: as ``taskset --cpu-list 0``.
+    """
+
+    ip: str = "127.0.0.1"
+    around: Sequence[str] = ()
+
+
 class Host:
     """One host of a cluster.
 
@@ -62,6 +79,10 @@ class Host:
         The head's; None: this is the head.
     gpus : int
         How many stub GPUs it has, of 16 GiB each.
+    env : mapping, optional
+        More variables.
+    place : Place
+        Its CPUs and network, if they are not those of this process.
     """
 
     def __init__(
@@ -71,8 +92,10 @@ class Host:
         address: str | None,
         gpus: int = 0,
         env: Mapping[str, str] | None = None,
+        place: Place = Place(),
     ) -> None:
         self.name = name
+        self._around = place.around
         self.folder = folder
         folder.mkdir(parents=True)
         # Ray puts sockets there, whose names may have no more than 107 characters.
@@ -94,7 +117,7 @@ class Host:
             where = ["--head", "--port", str(self.port), "--include-dashboard=false"]
         else:
             where = ["--address", address]
-        ray = [str(BIN / "ray"), "start", *where, "--node-ip-address", "127.0.0.1", "--num-cpus", "1"]
+        ray = [str(BIN / "ray"), "start", *where, "--node-ip-address", place.ip, "--num-cpus", "1"]
         ray += ["--object-store-memory", str(100 << 20), "--disable-usage-stats", "--block"]
         if address is None:
             ray += ["--temp-dir", str(self.temporary / "ray")]
@@ -102,7 +125,10 @@ class Host:
         self.log = folder / "ray.log"
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                ["unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child", "bash", "-c", script],
+                [
+                    *(*place.around, "unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child"),
+                    *("bash", "-c", script),
+                ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.env,
@@ -117,8 +143,10 @@ class Host:
     @property
     def is_up(self) -> bool:
         """Whether Ray says that it runs."""
-        assert self._process.poll() is None, self.log.read_text()
-        return "Ray runtime started" in self.log.read_text()
+        text = self.log.read_text()
+        has_started = "Ray runtime started" in text
+        assert has_started or self._process.poll() is None, text
+        return has_started
 
     @property
     def first_pid(self) -> int:
@@ -142,7 +170,7 @@ class Host:
 
     def inside(self, command: list[str]) -> list[str]:
         """Return what runs a command on this host."""
-        return ["nsenter", "--target", str(self.first_pid), *_NAMESPACES, *command]
+        return [*self._around, "nsenter", "--target", str(self.first_pid), *_NAMESPACES, *command]
 
     def end(self) -> None:
         """End all processes of this host at once, as when its power is gone."""
@@ -155,9 +183,12 @@ class Host:
 class Cluster:
     """A Ray cluster; the driver runs on its first host."""
 
-    def __init__(self, folder: Path, hosts: int = 2, gpus: int = 0, **env: str) -> None:
+    def __init__(
+        self, folder: Path, hosts: int = 2, gpus: int = 0, places: Sequence[Place] = (), **env: str
+    ) -> None:
         self.folder = folder
         self.gpus = gpus
+        self._places = places  # of the first hosts
         self._env = env
         self.hosts: list[Host] = []
         self._running = ExitStack()
@@ -177,14 +208,19 @@ class Cluster:
     @property
     def address(self) -> str:
         """Where Ray is."""
-        return f"127.0.0.1:{self.hosts[0].port}"
+        return f"{self._place(0).ip}:{self.hosts[0].port}"
+
+    def _place(self, number: int) -> Place:
+        return self._places[number] if number < len(self._places) else Place()
 
     def add(self) -> Host:
         """Have one more host join."""
-        name = f"host-{len(self.hosts)}"
-        if self.hosts:
-            until(lambda: self.hosts[0].is_up, "the head", WAIT_S)
-        host = Host(name, self.folder / name, self.address if self.hosts else None, self.gpus, self._env)
+        number = len(self.hosts)
+        name = f"host-{number}"
+        if self.hosts:  # one after the other: several that start at a time may choose the same ports
+            until(lambda: self.hosts[-1].is_up, self.hosts[-1].name, WAIT_S)
+        address = self.address if self.hosts else None
+        host = Host(name, self.folder / name, address, self.gpus, self._env, self._place(number))
         self.hosts.append(host)
         return host
 

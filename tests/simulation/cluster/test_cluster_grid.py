@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import FedAvg
-from flower_gpu.errors import InvalidResultError
+from flower_gpu.errors import InvalidResultError, NotDeterministicError
 from flower_gpu.flower import record_bytes, streaming
 from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.rounds import replies_to_sum
@@ -322,6 +322,15 @@ def test_late_replies_are_given_up(in_order: bool) -> None:
         rest = test.replies(64, in_order=in_order, timeout=1.0)
         assert 0 < len(rest) < 64
         assert sum(test.calls()) == len(rest)
+        slow.gate.set()
+
+
+def test_a_strict_run_ends_with_late_replies() -> None:
+    slow, fast = InThread("slow", 1), InThread("fast", 2)
+    slow.gate.clear()
+    with under(64, Hosts([slow, fast]), is_strict=True) as test:
+        with pytest.raises(NotDeterministicError, match=r"messages were not done within 0\.5 s"):
+            test.replies(64, in_order=True, timeout=0.5)
         slow.gate.set()
 
 
