@@ -17,12 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu import FedAvg
-from flower_gpu.errors import InvalidResultError, NotDeterministicError
+from flower_gpu.errors import ConfigError, InvalidResultError, NotDeterministicError
 from flower_gpu.flower import record_bytes, streaming
 from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.rounds import replies_to_sum
+from flower_gpu.simulation import machine
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster import grid as cluster_grid
+from flower_gpu.simulation.cluster import hosts as cluster_hosts
+from flower_gpu.simulation.cluster.agent import About
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
 from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
@@ -385,3 +388,23 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
     finally:
         test.grid.close()
     assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3
+
+
+@pytest.mark.parametrize(
+    ("change", "is_strict", "text"),
+    [
+        ({"versions": {"torch": "0.1"}}, False, "host there: torch 0.1 there and .+ Install the same on all"),
+        ({"versions": {"flwr": "1.0"}}, False, "host there: flwr 1.0 there and .+"),
+        ({"versions": {"numpy": "1.0"}}, True, "host there has other processors, GPUs or versions"),
+        ({"cpu": "Z80"}, True, "host there has other processors, GPUs or versions .+ --deterministic wants"),
+    ],
+)
+def test_a_host_that_is_different_is_named(change: dict[str, Any], is_strict: bool, text: str) -> None:
+    hosts = cluster_hosts.Hosts.__new__(cluster_hosts.Hosts)
+    here = machine.described([])
+    hosts._work = SimpleNamespace(is_strict=is_strict)
+    hosts._all = [SimpleNamespace(about=SimpleNamespace(described=here))]
+    hosts._check(About("there", 1, 1, 1, here, 1, []))
+    described = {**here, **change, "versions": {**here["versions"], **change.get("versions", {})}}
+    with pytest.raises(ConfigError, match=text):
+        hosts._check(About("there", 1, 1, 1, described, 1, []))
