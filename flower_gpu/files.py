@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -162,7 +163,8 @@ def locked_folder(path: Path) -> int:
             try:
                 lock(descriptor, time.monotonic() + _REMOVAL_S)
             except TimeoutError:  # a child of an earlier process with this name is still there
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError, RecursionError):
+                    remove(path)
             else:
                 if still_has_name(descriptor, path):
                     for left in path.iterdir():
@@ -172,17 +174,30 @@ def locked_folder(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    """Remove a file, or a folder with all in it, also one that was made to stay.
+
+    Raises
+    ------
+    OSError
+        If it is not there, or its folder is not to be changed.
+    """
+    if not path.is_dir() or path.is_symlink():
         path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except (OSError, RecursionError):
+        # Folders that are too deep for Python, or that nobody may enter.
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
+        if path.exists():
+            raise
 
 
-def remove_unlocked_folders(paths: Iterable[Path], remove: Callable[[Path], object] = shutil.rmtree) -> None:
+def remove_unlocked_folders(paths: Iterable[Path]) -> None:
     """Remove those folders of ``locked_folder`` whose processes have ended without doing it."""
     for path in paths:
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError, RecursionError):  # gone meanwhile, or it stays
             descriptor = opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 # Whoever makes a folder of the same name waits for the lock.

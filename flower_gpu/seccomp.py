@@ -1,7 +1,8 @@
 """Seccomp: system calls that a process gives up for good, with all that it starts. Root is not needed.
 
-Here for what Landlock knows nothing of: other protocols than TCP, keys, and calls by which a process changes
-or asks for something of others of its account. The kernel's side is described in seccomp(2).
+Here for what Landlock knows nothing of: the network besides TCP, keys, and calls by which a process changes
+something of other processes, or of files that it cannot write to. The kernel's side is described in
+seccomp(2).
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ _NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = MappingProxyType(
         "fremovexattr": (199, 16),
         "setxattrat": (463, 463),
         "removexattrat": (466, 466),
+        "getxattr": (191, 8),
+        "lgetxattr": (192, 9),
+        "fgetxattr": (193, 10),
+        "getxattrat": (464, 464),
+        "listxattr": (194, 11),
+        "llistxattr": (195, 12),
+        "flistxattr": (196, 13),
+        "listxattrat": (465, 465),
         "file_setattr": (469, 469),
         "chmod": (90, None),
         "fchmod": (91, 52),
@@ -65,6 +74,23 @@ _NUMBERS: Final[Mapping[str, tuple[int | None, int | None]]] = MappingProxyType(
         "fchown": (93, 55),
         "lchown": (94, None),
         "fchownat": (260, 54),
+        "utimensat": (280, 88),
+        "futimesat": (261, None),
+        "utimes": (235, None),
+        "utime": (132, None),
+        "setpriority": (141, 140),
+        "ioprio_set": (251, 30),
+        "sched_setaffinity": (203, 122),
+        "sched_setscheduler": (144, 119),
+        "sched_setparam": (142, 118),
+        "sched_setattr": (314, 274),
+        "ioctl": (16, 29),
+        "open": (2, None),
+        "creat": (85, None),
+        "openat": (257, 56),
+        "openat2": (437, 437),
+        "mknod": (133, None),
+        "mknodat": (259, 33),
     }
 )
 
@@ -74,10 +100,13 @@ _MISSING: Final = (
     *("add_key", "request_key", "keyctl", "mq_open", "mq_unlink"),
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl"),
     *("msgget", "msgsnd", "msgrcv", "msgctl"),
+    "openat2",  # its flags are in memory, where a filter cannot look
 )
 _UNSUPPORTED: Final = (
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "file_setattr"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
+    *("getxattr", "lgetxattr", "fgetxattr", "getxattrat"),
+    *("listxattr", "llistxattr", "flistxattr", "listxattrat"),
 )
 #: These change files that the process need not be able to open. Nothing is changed, and nothing is said:
 #: each copy of a file would end with an error.
@@ -85,6 +114,21 @@ _WITHOUT_EFFECT: Final = (
     *("chmod", "fchmod", "fchmodat", "fchmodat2"),
     *("chown", "fchown", "lchown", "fchownat"),
 )
+#: The same for dates: the number of the argument with them. Without it the date is that of now, which stays
+#: possible: pathlib's touch() looks by it whether there is a file.
+_SETS_DATES: Final = MappingProxyType({"utimensat": 2, "futimesat": 2, "utimes": 1, "utime": 1})
+#: These change how much of the cores a process gets. Of the process itself only; libraries that name their
+#: own threads are told that it is done.
+_SETS_SHARES: Final = ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
+_PRIORITY_OF_PROCESS, _IO_PRIORITY_OF_PROCESS = 0, 1  # linux/resource.h, linux/ioprio.h
+#: By ioctl file systems change what is only open for reading: flags, or snapshots of files that the process
+#: cannot open at all. The kinds of theirs (Documentation/userspace-api/ioctl/ioctl-number.rst): of all file
+#: systems and ext4, XFS, btrfs, F2FS, FAT, bcachefs, NILFS, Ceph, SMB.
+_OF_FILE_SYSTEMS: Final = (*b"fvX", 0x94, 0xF5, *b"r", 0xBC, *b"n", 0x97, 0xCF)
+_KIND_OF_IOCTL: Final = 0xFF00
+#: Who runs such a program is its owner meanwhile.
+_SETUID_OR_SETGID: Final = 0o6000
+_CREATES: Final = os.O_CREAT | 0o20000000  # or __O_TMPFILE
 
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM = 1, 2
@@ -127,13 +171,13 @@ def check() -> None:
         raise UnavailableError("the kernel has no seccomp filters")
 
 
-def confine(*, udp: bool = False) -> None:
-    """Give up sockets other than Unix's and TCP's, and calls that reach beyond a process and its files.
+def confine(*, network: bool = False) -> None:
+    """Give up the network, and calls that reach beyond a process and its files. Unix sockets stay.
 
     Parameters
     ----------
-    udp : bool
-        Whether UDP stays, which names of hosts are looked up by.
+    network : bool
+        Whether TCP stays, and UDP, which names of hosts are looked up by.
 
     Raises
     ------
@@ -141,7 +185,7 @@ def confine(*, udp: bool = False) -> None:
         If the kernel cannot do that.
     """
     machine = _machine()
-    lines = _program(machine, udp)
+    lines = _program(machine, network)
     code = b"".join(struct.pack("=HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code)
     program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
@@ -158,17 +202,28 @@ def _machine() -> str:
     return machine
 
 
-def _program(machine: str, udp: bool) -> list[_Line]:
+def _program(machine: str, network: bool) -> list[_Line]:
     column = list(_ARCHITECTURES).index(machine)
+    itself = _if_equal(0, [_allow()])
     answers = {
         **{name: [_refuse(errno.ENOSYS)] for name in _MISSING},
         **{name: [_refuse(errno.ENOTSUP)] for name in _UNSUPPORTED},
         **{name: [_refuse(0)] for name in _WITHOUT_EFFECT},
-        "socket": _sockets(udp),
+        **{name: _only_without(argument) for name, argument in _SETS_DATES.items()},
+        **{name: [_argument(0), *itself, _refuse(0)] for name in _SETS_SHARES},
+        "setpriority": _of_itself(_PRIORITY_OF_PROCESS),
+        "ioprio_set": _of_itself(_IO_PRIORITY_OF_PROCESS),
+        "prlimit64": [_argument(0), *itself, _refuse(errno.EPERM)],
+        "ioctl": _ioctls(),
+        "open": _opens(1, 2),
+        "openat": _opens(2, 3),
+        "creat": _without_flag(1, _SETUID_OR_SETGID),
+        "mknod": _without_flag(1, _SETUID_OR_SETGID),
+        "mknodat": _without_flag(2, _SETUID_OR_SETGID),
+        "socket": _sockets(network),
         "sendto": _without_flag(3, _FAST_OPEN),
         "sendmsg": _without_flag(2, _FAST_OPEN),
         "sendmmsg": _without_flag(3, _FAST_OPEN),
-        "prlimit64": [_argument(0), (_EQUAL, 1, 0, 0), _refuse(errno.EPERM), _allow()],  # 0: itself
     }
     lines = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
@@ -184,16 +239,13 @@ def _program(machine: str, udp: bool) -> list[_Line]:
     return [*lines, _allow()]
 
 
-def _sockets(udp: bool) -> list[_Line]:
-    inet: list[_Line] = [
-        _argument(1),
-        (_AND, 0, 0, _SOCKET_TYPES),
-        *_if_equal(_STREAM, [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(_TCP, [_allow()])]),
-    ]
-    if udp:
-        found = [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(_UDP, [_allow()])]
-        inet += [_argument(1), (_AND, 0, 0, _SOCKET_TYPES), *_if_equal(_DATAGRAM, found)]
+def _sockets(network: bool) -> list[_Line]:
     refused = _refuse(errno.EACCES)
+    inet = []
+    if network:
+        for kind, protocol in ((_STREAM, _TCP), (_DATAGRAM, _UDP)):
+            found = [_argument(2), *_if_equal(0, [_allow()]), *_if_equal(protocol, [_allow()])]
+            inet += [_argument(1), (_AND, 0, 0, _SOCKET_TYPES), *_if_equal(kind, found)]
     return [
         _argument(0),
         *_if_equal(_UNIX, [_allow()]),
@@ -202,6 +254,28 @@ def _sockets(udp: bool) -> list[_Line]:
         *_if_equal(_INET6, [*inet, refused]),
         refused,
     ]
+
+
+def _ioctls() -> list[_Line]:
+    refused = [_refuse(errno.ENOTSUP)]
+    kinds = [line for kind in _OF_FILE_SYSTEMS for line in _if_equal(kind << 8, refused)]
+    return [_argument(1), (_AND, 0, 0, _KIND_OF_IOCTL), *kinds, _allow()]
+
+
+def _opens(flags: int, mode: int) -> list[_Line]:
+    # Without these flags the mode is whatever was in the register.
+    looked = _without_flag(mode, _SETUID_OR_SETGID)
+    return [_argument(flags), (_ANY_BIT, 0, len(looked), _CREATES), *looked, _allow()]
+
+
+def _of_itself(kind: int) -> list[_Line]:
+    return [_argument(0), *_if_equal(kind, [_argument(1), *_if_equal(0, [_allow()])]), _refuse(0)]
+
+
+def _only_without(pointer: int) -> list[_Line]:
+    """Answer that it is done, without doing it, where a pointer is given."""
+    low, high = _argument(pointer), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * pointer + 4)
+    return [low, *_if_equal(0, [high, *_if_equal(0, [_allow()])]), _refuse(0)]
 
 
 def _without_flag(argument: int, flag: int) -> list[_Line]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_an_own_folder_is_no_link_and_nobody_else_can_write_to_it(tmp_path: Path
     assert not files.is_own_folder(folder)
     with pytest.raises(FileNotFoundError):
         files.is_own_folder(tmp_path / "missing")
+
+
+def test_a_folder_that_was_made_to_stay_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    descriptor = files.locked_folder(path)
+    (path / "closed").mkdir(mode=0)
+    (path / "link").symlink_to(tmp_path)
+    place = os.open(path, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
+    try:
+        files.remove_unlocked_folders([path])
+        assert path.exists(), "it is in use"
+        os.close(descriptor)
+        files.remove_unlocked_folders([path])
+        assert not list(tmp_path.iterdir())
+    finally:  # pytest could not remove it either
+        subprocess.run(["rm", "-rf", path], check=True)
 
 
 @pytest.mark.timeout(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -69,7 +70,7 @@ def environment(
         return {}
     if reason := confinement.problem():
         raise ConfigError(f"--confine: apps cannot be confined on this host: {reason}")
-    if arguments.confine == _STRICT and (missing := confinement.not_refused()):
+    if arguments.confine == _STRICT and (missing := confinement.not_refused(with_ports=bool(allowed.ports))):
         raise ConfigError(
             f"--confine=strict: this kernel does not refuse {'; '.join(missing)}. Use another host, "
             "or --confine, which does without"
@@ -92,4 +93,6 @@ def describe(arguments: argparse.Namespace) -> list[str]:
 
 
 def _allowed(arguments: argparse.Namespace) -> Allowed:
-    return Allowed(tuple(arguments.data_dir), tuple(arguments.write_dir), tuple(arguments.allow_connect))
+    # What a link leads to now: an app must not be able to change it.
+    read, write = (tuple(map(os.path.realpath, each)) for each in (arguments.data_dir, arguments.write_dir))
+    return Allowed(read, write, tuple(arguments.allow_connect))

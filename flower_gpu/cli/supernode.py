@@ -81,6 +81,7 @@ _MORE: Final = {
     "of the host)"
 }
 _NODE_CONFIG = "--node-config"
+_KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
 _PAUSE_S = 5.0  # before one that has ended is started again
 _EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
 _EARLY_ENDS = 3
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     env = environment(arguments, os.environ)
     _checked_node_config(arguments, env)
-    _tell_limits(arguments, env)
+    _tell(arguments, _limits(arguments, env))
     commands.warm_up_in_background(env)
     os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
 
@@ -135,7 +136,11 @@ def _run_several(arguments: argparse.Namespace) -> int:
         print(f"{count} SuperNodes; logs in {logs.shown}. Ctrl-C ends them", flush=True)
         for number, key in enumerate(keys):
             print(f"SuperNode {number}: {key.register_command}\n  {key.public_text}", flush=True)
-    _tell_limits(arguments, env)
+    limits = _limits(arguments, env)
+    for number in range(count):  # what its apps can do, for who reads its log alone
+        with logs.log(f"supernode-{number}").open("a") as log:
+            log.writelines(f"{line}\n" for line in limits)
+    _tell(arguments, limits)
     with (
         recorded_run(logs.path, "supernodes", f"{count} SuperNodes", clients=count) as run,
         Supervisor(f"{RUN_DIR_VARIABLE}={logs.path}") as supervisor,
@@ -173,17 +178,19 @@ def _keys(arguments: argparse.Namespace) -> list[node_keys.NodeKey]:
     return node_keys.node_keys(arguments.keys, arguments.count)
 
 
-def _tell_limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> None:
-    if is_quiet(arguments):
-        return
-    for line in (guard.describe(env), *confine.describe(arguments)):
-        if line:
-            print(line, flush=True)
+def _limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
+    """Return what the kernel keeps apps from on this host, and what not."""
+    return [line for line in (guard.describe(env), *confine.describe(arguments)) if line]
+
+
+def _tell(arguments: argparse.Namespace, lines: Sequence[str]) -> None:
+    for line in () if is_quiet(arguments) else lines:
+        print(line, flush=True)
 
 
 def _key_files(arguments: argparse.Namespace) -> list[str]:
     """Return the files that a SuperNode reads and its apps must not."""
-    _, given = without_option(arguments.flower, node_keys.OPTION)
+    given = [path for option in _KEYS for path in without_option(arguments.flower, option)[1]]
     return given if arguments.keys is None else [*given, str(arguments.keys)]
 
 

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, Message, RecordDict
+from flwr.cli import install
+from flwr.cli.config_utils import load_and_validate
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
-from flwr.common.config import get_project_config, get_project_dir
+from flwr.common.config import get_metadata_from_config, get_project_config, get_project_dir
 from flwr.supernode.cli import flwr_clientapp
 from flwr.supernode.runtime import run_clientapp
 
@@ -40,6 +42,7 @@ from flower_gpu.workers.transport.plain import PlainBytes
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
+_INSTALLER = "validate_and_install"  # what it installs an app by, once that is unpacked
 
 
 def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
@@ -52,12 +55,11 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     sys.argv = argv
     mutual_tls.use(os.environ)
     ask_for_many()
+    if Allowed.from_environment(os.environ) is not None:
+        install_among_apps()
     if with_lease:
         if not hasattr(run_clientapp, _LOADER):
-            raise ConfigError(
-                f"flwr {version('flwr')} loads apps in another way than the versions that flower-gpu knows, "
-                "so this message would have no lease: install flwr 1.41, or a newer flower-gpu"
-            )
+            raise _unknown("loads apps", "this message would have no lease")
         setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
     if RUN_DIR_VARIABLE in os.environ and hasattr(run_clientapp, _LOADER):
         setattr(run_clientapp, _LOADER, partial(_telling, getattr(run_clientapp, _LOADER)))
@@ -70,6 +72,45 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
             print(end.code, file=sys.stderr)
             return 1
     return 0
+
+
+def install_among_apps() -> None:
+    """Have this process install apps among the others only, and not in a place of their choice.
+
+    Flower makes a path of an app's version, which the app says itself, and which may have slashes in it.
+
+    Raises
+    ------
+    ConfigError
+        If this version of Flower installs apps in another way.
+    """
+    known = getattr(install, _INSTALLER, None)
+    if known is None:
+        raise _unknown("installs apps", "a confined app could be installed anywhere")
+    setattr(install, _INSTALLER, partial(_checked_install, known))
+
+
+def _checked_install(known: Callable[..., Path], folder: Path, *more: Any, **named: Any) -> Path:
+    """Install an app that Flower has unpacked into a folder."""
+    config, _ = load_and_validate(folder / "pyproject.toml", check_module=False)
+    _folder_of(*get_metadata_from_config(config), "")
+    return known(folder, *more, **named)
+
+
+def _folder_of(*app: str) -> Path:
+    folder = get_project_dir(*app)
+    if folder.parent != get_project_dir("a/b", "1", "").parent:
+        raise ConfigError(
+            f"--confine: the app {app[0]!r} of version {app[1]!r} would lie elsewhere than apps do"
+        )
+    return folder
+
+
+def _unknown(what: str, so: str) -> ConfigError:
+    return ConfigError(
+        f"flwr {version('flwr')} {what} in another way than the versions that flower-gpu knows, so {so}: "
+        "install flwr 1.41, or a newer flower-gpu"
+    )
 
 
 def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
@@ -136,7 +177,7 @@ class LeasedClientApp:
     def _confined(self) -> AbstractContextManager[Confinement | None]:
         """Return by what the worker of a message is confined, in a block; None where it is not."""
         allowed = Allowed.from_environment(os.environ)
-        return nullcontext() if allowed is None else for_message(allowed, [str(get_project_dir(*self._app))])
+        return nullcontext() if allowed is None else for_message(allowed, [str(_folder_of(*self._app))])
 
 
 def _learn_imports(app: tuple[str, ...]) -> None:

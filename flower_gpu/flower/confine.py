@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -29,13 +27,16 @@ _PARENT: Final = "confined"  # in the state folder
 #: What no kernel refuses to a confined app, each in words.
 NEVER: Final = (
     "connecting to Unix sockets that have a path: docker.sock, a session bus, an ssh-agent",
-    "files in /dev/shm of other programs of this account",
+    "reading, changing and leaving files in /dev/shm, also those of other programs of this account",
     "names, sizes and dates of files anywhere, and command lines of other processes",
-    "accepting TCP connections on a port that the kernel chooses",
+    "setting the dates of this account's files to now",
     "time of cores and GPUs, main memory, room on the disk: use cgroups and quotas",
 )
 #: What is open besides, once a port is allowed.
-WITH_PORTS: Final = "UDP, which names of hosts are looked up by"
+WITH_PORTS: Final = (
+    "UDP, which names of hosts are looked up by",
+    "accepting TCP connections on a port that the kernel chooses",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Allowed:
                 if not Path(path).is_dir():
                     raise ConfigError(f"{option} {path_text(path)}: there is no such folder")
         secrets = dict(_secrets(keys, environ))
-        for path in (*self.read, *self.write, *confinement.python_paths()):
+        programs = list(confinement.program_paths(environ))
+        for path in (*self.read, *self.write, *programs):
             for secret, what in secrets.items():
                 if _is_in(secret, path) or (what == _OURS and _is_in(path, secret)):
                     raise ConfigError(
@@ -86,19 +88,27 @@ class Allowed:
                         f"{what}. {self._instead(path)}"
                     )
         for path in self.write:
-            for place in (*confinement.SYSTEM, *confinement.python_paths()):
+            for place in (*confinement.SYSTEM, *programs):
                 if _is_in(place, path) or _is_in(path, place):
                     raise ConfigError(
                         f"--write-dir {path_text(path)}: apps could change programs or libraries in "
                         f"{path_text(place)}, which others run, too. Name another folder"
                     )
+            for option, named in (("--data-dir", self.read), ("--write-dir", self.write)):
+                for inner in named:
+                    if any(_is_in(str(folder), path) for folder in Path(inner).parents):
+                        raise ConfigError(
+                            f"{option} {path_text(inner)} is within --write-dir {path_text(path)}, where an "
+                            "app could put a link to anything in its place. Leave it out: apps can read and "
+                            "write there anyway"
+                        )
 
     def _instead(self, path: str) -> str:
         if path in (*self.read, *self.write):
             return "Name a folder that holds data alone"
         return (
-            "Python looks for modules there (PYTHONPATH, or the working folder under python -m): take it "
-            "out, and install what is in it"
+            "Python or the loader look for libraries there (PYTHONPATH, LD_LIBRARY_PATH, CUDA_HOME, or the "
+            "working folder under python -m): take it out, and install what is in it"
         )
 
 
@@ -122,7 +132,8 @@ def _is_in(path: str, folder: str) -> bool:
 
 def not_enforced(allowed: Allowed) -> list[str]:
     """Return what apps can do on this host although they are confined."""
-    return [*confinement.not_refused(), *([WITH_PORTS] if allowed.ports else []), *NEVER]
+    missing = confinement.not_refused(with_ports=bool(allowed.ports))
+    return [*missing, *(WITH_PORTS if allowed.ports else ()), *NEVER]
 
 
 @contextmanager
@@ -145,7 +156,7 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
         parent = state_folder.made_state_dir() / _PARENT
         with suppress(FileExistsError):
             parent.mkdir(mode=0o700)
-        files.remove_unlocked_folders(list(parent.iterdir()), _remove)
+        files.remove_unlocked_folders(list(parent.iterdir()))
         path = parent / f"{os.getpid()}-{os.urandom(6).hex()}"
         lock = files.locked_folder(path)
     except OSError as error:
@@ -153,14 +164,6 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
     try:
         yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
     finally:
-        _remove(path)
+        with suppress(OSError, RecursionError):
+            files.remove(path)
         os.close(lock)
-
-
-def _remove(path: Path) -> None:
-    try:
-        shutil.rmtree(path)
-    except (OSError, RecursionError):
-        # An app can make folders that are too deep for Python, or that nobody may enter.
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)

@@ -35,10 +35,13 @@ class Box:
         self._changed = changed
         self._most_unread = most_unread
         self.replies: dict[str, Message] = {}  # that are there
+        self.expected_s: dict[str, float] = {}  # by message, where something is known
         self._is_closed = False
 
     def push(self, message: Message, expected_s: float = 0.0) -> None:
         """Take a message that is to be handled; the one that takes longest is the first."""
+        if expected_s > 0:
+            self.expected_s[message.metadata.message_id] = expected_s
         heapq.heappush(self.waiting, (-expected_s, next(self._numbers), message))
 
     def begin(self) -> Message:
@@ -48,9 +51,14 @@ class Box:
         return message
 
     @property
+    def count_waiting(self) -> int:
+        """How many messages wait that nobody has taken."""
+        return len(self.waiting)
+
+    @property
     def has_waiting(self) -> bool:
-        """Whether messages wait that nobody has taken."""
-        return bool(self.waiting)
+        """Whether there are any of these."""
+        return self.count_waiting > 0
 
     def again(self, message: Message) -> None:
         """Take a message back that was begun, as nobody handles it any more; it is the next one."""

@@ -19,7 +19,8 @@ from flower_gpu.workers import checked_events, outcomes, own_calls, socket_folde
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.events import Sink, note_imported, send, sending_to
-from flower_gpu.workers.life import Process, StopOrder, deferred_interrupts
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.life import LeftProcesses, Process, StopOrder, deferred_interrupts
 from flower_gpu.workers.outcomes import Lines, Stream, Tail, echo
 from flower_gpu.workers.worker import Outcome
 
@@ -123,6 +124,7 @@ class _Worker:
         self._ended = False
         self._exitcode: int | None = None
         self._pidfd = -1
+        self._left: LeftProcesses | None = None
         try:
             self._selector = selectors.DefaultSelector()
         except OSError as error:
@@ -137,6 +139,8 @@ class _Worker:
         return self._prepared.method.name if self._prepared is not None else ""
 
     def launch(self, call: Call, prepared: start.Prepared, on_event: Callable[[str], None]) -> None:
+        if call.confinement is not None and not prepared.method.from_server:
+            self._left = LeftProcesses()  # a fork server does that itself
         self._process, self._lines = start.launch(call, prepared)
         self._prepared = prepared
         self._pidfd = _open_pidfd(self.pid)
@@ -197,6 +201,8 @@ class _Worker:
                 socket_folder.remove(self.pid)
                 self._exitcode = self._process.reap()
                 self._ended = True
+                if self._left is not None:
+                    self._left.end(sockets.is_server)
             for stream in self._streams:
                 stream.drain()
         return self._exitcode

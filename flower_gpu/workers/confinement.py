@@ -72,7 +72,7 @@ _KEPT_CAPABILITY: Final = 1  # CAP_DAC_OVERRIDE
 class Confinement:
     """What the worker of a message keeps besides the libraries of the system and the Python environment."""
 
-    folder: str  # of this message alone: the one place where it writes
+    folder: str  # of this message alone, and made by the caller: the one place where it writes
     read: tuple[str, ...] = ()  # files and folders: the app's own, and data that the operator names
     write: tuple[str, ...] = ()  # folders that the operator names
     ports: tuple[int, ...] = ()  # to which it can connect by TCP
@@ -122,18 +122,11 @@ def apply(environ: Mapping[str, str]) -> None:
     told = Confinement.from_environment(environ)
     if told is None or _applied is not None:
         return
-    for variable, name in _OWN_FOLDERS.items():
-        folder = Path(told.folder, name)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.environ[variable] = str(folder)
-    tempfile.tempdir = None  # as a library may have found it
-    for variable in _LEFT_OUT:
-        os.environ.pop(variable, None)
     rights = dict(_rights(told, environ))
     try:
         _drop_capabilities()
         landlock.confine(rights, told.ports)
-        seccomp.confine(udp=bool(told.ports))
+        seccomp.confine(network=bool(told.ports))
     except (landlock.UnavailableError, seccomp.UnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
     if proof.can_be_opened():
@@ -142,7 +135,22 @@ def apply(environ: Mapping[str, str]) -> None:
             "since that lies in a folder that it may read. Set FLOWER_GPU_STATE_DIR to another one. The app "
             "was not run"
         )
+    _move_in(told)
     _applied = told
+
+
+def _move_in(told: Confinement) -> None:
+    # By a process that is confined: an earlier worker of the message may have left links to anywhere here.
+    for variable, name in _OWN_FOLDERS.items():
+        folder = Path(told.folder, name)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--confine: the app's own folders cannot be made: {error}") from None
+        os.environ[variable] = str(folder)
+    tempfile.tempdir = None  # as a library may have found it
+    for variable in _LEFT_OUT:
+        os.environ.pop(variable, None)
 
 
 def problem() -> str | None:
@@ -155,32 +163,41 @@ def problem() -> str | None:
     return None
 
 
-def not_refused() -> list[str]:
-    """Return what of the promise the kernel of this host does not keep: each in words, with what it takes."""
+def not_refused(*, with_ports: bool = False) -> list[str]:
+    """Return what of the promise the kernel of this host does not keep: each in words, with what it takes.
+
+    Parameters
+    ----------
+    with_ports : bool
+        Whether there is a TCP port to which apps can connect. Without one they have no TCP at all.
+    """
     found = landlock.version()
     missing = {
         landlock.TRUNCATE_VERSION: "emptying files that it cannot open",
-        landlock.TCP_VERSION: "TCP connections",
         landlock.SCOPES_VERSION: "signals to other processes, and abstract sockets of theirs",
     }
+    if with_ports:
+        missing[landlock.TCP_VERSION] = "TCP connections to other ports"
     return [
         f"{what} (Linux {landlock.KERNELS[least]} or later)"
-        for least, what in missing.items()
+        for least, what in sorted(missing.items())
         if found < least
     ]
 
 
-def python_paths() -> Iterator[str]:
-    """Yield the folders that this Python environment consists of."""
+def program_paths(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the folders of this Python environment, and those where libraries are looked for."""
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix)
     yield from site.getsitepackages()
     if site.ENABLE_USER_SITE:
         yield site.getusersitepackages()
     yield from (path for path in sys.path if Path(path).is_absolute())
+    for variable in _PATHS_OF_LIBRARIES:
+        yield from (path for path in environ.get(variable, "").split(os.pathsep) if Path(path).is_absolute())
 
 
 def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    for path in (*SYSTEM, *python_paths(), *_library_paths(environ)):
+    for path in (*SYSTEM, *program_paths(environ)):
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK
@@ -191,11 +208,6 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
     own_sockets = socket_folder.path()
     for path in (told.folder, *told.write, _SHARED_MEMORY, *([own_sockets] if own_sockets else [])):
         yield path, landlock.WRITE
-
-
-def _library_paths(environ: Mapping[str, str]) -> Iterator[str]:
-    for variable in _PATHS_OF_LIBRARIES:
-        yield from (path for path in environ.get(variable, "").split(os.pathsep) if Path(path).is_absolute())
 
 
 def _drop_capabilities() -> None:

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,11 @@ from flower_gpu import control_group
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _WORKER_OOM_SCORE = 500  # of 1000, see proc(5)
+_ENDS = (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED)
+_END_OF_LEFT_S = 5.0  # each is killed at once; one that starts others as fast as it can is not waited for
+_PAUSE_S = 0.01
 
 # Write ends of life pipes. A fork that kept one would keep other callers' workers alive.
 _life_ends: set[int] = set()
@@ -63,7 +68,7 @@ class OwnChild:
             if hasattr(os, "waitid"):
                 # WNOWAIT: its pid, and so its group's id, stays taken until it is reaped.
                 found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if found is not None:
+                if found is not None and found.si_code in _ENDS:  # else it has only stopped, to be traced
                     self._exited = True
                     by_itself = found.si_code == os.CLD_EXITED
                     self._exitcode = found.si_status if by_itself else -found.si_status
@@ -232,6 +237,28 @@ def end_adopted(
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
     return found
+
+
+class LeftProcesses:
+    """What a worker that this process starts itself leaves in sessions of its own. Linux only.
+
+    To be made before the worker is started. Until :meth:`end` this process is the parent of what is left.
+    """
+
+    def __init__(self) -> None:
+        was = ctypes.c_int(0)
+        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0)
+        self._was_parent = bool(was.value)
+        self._own = children()
+        adopt_orphans()
+
+    def end(self, is_spared: Callable[[int], bool]) -> None:
+        """End it, once the worker is gone."""
+        deadline = time.monotonic() + _END_OF_LEFT_S
+        while end_adopted(self._own, is_spared=is_spared) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        if not self._was_parent:
+            adopt_orphans(False)
 
 
 def explained(error: OSError) -> str:

@@ -270,7 +270,9 @@ def spawn(
         stderr=stderr,
         env={**os.environ, **call.env},
         pass_fds=descriptors.opened(),
-        process_group=0,
+        # What a confined worker starts must not join the group of another one: then a session of its own.
+        process_group=0 if call.confinement is None else None,
+        start_new_session=call.confinement is not None,
     )
     return OwnChild(process.pid, reap=process.wait)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from contextlib import suppress
 from functools import cache
@@ -73,8 +72,8 @@ def path() -> str | None:
 def remove(pid: int) -> None:
     """Remove the folder of a worker that is gone, while nobody else can have its process id."""
     if (parent := _parent()) is not None:
-        with suppress(OSError):
-            shutil.rmtree(parent / _own_name(pid))
+        with suppress(OSError, RecursionError):
+            files.remove(parent / _own_name(pid))
 
 
 def remove_left() -> None:

@@ -98,11 +98,16 @@ def _leave() -> NoReturn:
 
 
 def fork_process(
-    target: Callable[[], None], name: str, handled: Iterable[signal.Signals] | None = None
+    target: Callable[[], None],
+    name: str,
+    handled: Iterable[signal.Signals] | None = None,
+    *,
+    own_session: bool = False,
 ) -> int:
     """Fork this process; the child leads a group of its own, runs ``target`` and exits.
 
     ``handled``: the signals that this process has handlers of its own for, where the caller knows them.
+    ``own_session``: so that nothing of it can join the group of another worker.
     """
     # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
     # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
@@ -118,20 +123,23 @@ def fork_process(
         if pid == 0:
             code = 1
             try:
-                _leave_group_of_caller(handled)
+                _leave_group_of_caller(handled, own_session)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 code = process._bootstrap()  # type: ignore[attr-defined]
             finally:
                 os._exit(code & 0xFF)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with suppress(OSError):  # so that the group exists before anybody tries to end it
-        os.setpgid(pid, pid)
+    if not own_session:  # which the leader of a group cannot have any more
+        with suppress(OSError):  # so that the group exists before anybody tries to end it
+            os.setpgid(pid, pid)
     return pid
 
 
-def _leave_group_of_caller(handled: Iterable[int]) -> None:
+def _leave_group_of_caller(handled: Iterable[int], own_session: bool) -> None:
     """Stop, right after a fork, to receive and to handle signals as the caller does."""
+    if own_session:
+        os.setsid()
     with suppress(OSError):  # the caller does the same, maybe earlier
         os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+NO_NETWORK = os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter", "taskset")))
 SIZE = ["engine", "clients", "rounds", "model_mb"]
 
 Figures = Callable[..., dict[str, Any]]
@@ -86,3 +89,19 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
     assert medians == {**row, "seed": None}
     assert min(row["longest_s"], row["sent_s"]) > row["sleep_s"] > 0 and row["over_bound"] > 0
     assert row["shorter"] == pytest.approx(1 - row["longest_s"] / row["sent_s"], abs=0.01)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.skipif(NO_NETWORK, reason="needs root, and ip: hosts have network interfaces")
+def test_two_hosts_are_compared_to_one_machine(figures: Figures) -> None:
+    """That all clients answered, and that the model is right, the app itself checks."""
+    result = figures("cluster", "--quick", "--only", "overhead,wire")
+    one, two = result["overhead"]
+    for row, way in ((one, "one machine"), (two, "two hosts")):
+        assert [row[name] for name in ("way", "clients", "rounds", "runs")] == [way, 4, 4, 1]
+        assert 0 < row["round_s"] < row["total_s"]
+    (ratio,) = result["overhead-ratios"]
+    assert ratio["round"] == pytest.approx(two["round_s"] / one["round_s"], abs=0.01)
+    (wire,) = result["wire"]
+    assert wire["down_bytes"] > 0 and wire["up_bytes"] > wire["sum_bytes"] == 2 * wire["model_bytes"]
+    assert wire["driver_peak_rss_mb"] > 20 and wire["agent_peak_rss_mb"] > 20

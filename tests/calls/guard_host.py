@@ -9,11 +9,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from flower_gpu import errors, run_in_worker
+from flower_gpu.calls.runner import run_call
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.gpu import guard
 
 METHODS = ("forkserver", "spawn", "fork")
+#: Not the file of kmsg, which takes a right of root's that a confined worker has given up.
+CONFINED = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-caps/nvidia-cap1"]
 
 
 def main() -> None:
@@ -25,6 +31,8 @@ def main() -> None:
             found[f"{name}, {method}"] = run_in_worker(
                 "guard_tasks:opened", paths, start_method=method, **options
             )
+            if method != "fork":
+                found[f"confined, {name}, {method}"] = confined(start_method=method, **options)
     device = os.open("/dev/nvidia0", os.O_RDONLY)
     found["left open"] = run_in_worker("guard_tasks:read", device, start_method="fork", gpu="never")
     found["made"] = run_in_worker(
@@ -59,6 +67,15 @@ def main() -> None:
     except errors.ConfigError as error:
         found["without a worker"] = str(error)
     print(json.dumps(found))
+
+
+def confined(**options: Any) -> Any:
+    """Make the call as ``flower-gpu supernode --confine`` does."""
+    settings = CallSettings.resolve(options)
+    with for_message(Allowed(), []) as found:
+        return run_call(
+            "guard_tasks:opened", (CONFINED,), settings=settings.confined(found), kind="train", by_name=True
+        )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guard_host import METHODS
+from guard_host import CONFINED, METHODS
 from nvml_stub import Host
 
 import flower_gpu
 from flower_gpu import errors, landlock
 from flower_gpu.cli import main as cli
 from flower_gpu.gpu import device_files, guard
+from flower_gpu.workers import confinement
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -95,6 +96,16 @@ class TestWorker:
     def test_a_lease_is_its_own_gpu(self, found: dict[str, Any], method: str) -> None:
         own = ["/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"]
         assert found[f"GPU 1, {method}"] == dict.fromkeys(("here", "thread", "program", "link"), own)
+
+    @pytest.mark.skipif(bool(confinement.problem()), reason=f"no confinement: {confinement.problem()}")
+    @pytest.mark.parametrize(
+        "call", ["never, forkserver", "never, spawn", "GPU 1, forkserver", "GPU 1, spawn"]
+    )
+    def test_a_confined_worker_has_the_same(self, found: dict[str, Any], call: str) -> None:
+        ways = found[call].items()
+        assert found[f"confined, {call}"] == {
+            way: [path for path in paths if path in CONFINED] for way, paths in ways
+        }
 
     def test_a_descriptor_that_was_left_open_is_closed(self, found: dict[str, Any]) -> None:
         assert found["left open"] == "EBADF"

@@ -133,7 +133,8 @@ class Host:
     env : dict of str to str
         Variables that programs on this host start with.
     uuids : list of str
-        Of the GPUs, in the order of their numbers. By default the same for every host, so that output can be compared.
+        Of the GPUs, in the order of their numbers. By default the same for every host, so that output can
+        be compared.
     """
 
     def __init__(

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from live_processes import is_running
 from waiting import until
 
 from flower_gpu.calls.runner import run_call
@@ -19,6 +21,7 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerTaskError
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.workers import confinement, state_folder
+from flower_gpu.workers.life import OwnChild
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -94,6 +97,37 @@ def test_a_worker_of_a_worker_is_confined_and_returns_what_it_likes(confined: Co
 
 def test_a_data_loader_has_workers(confined: Confined) -> None:
     assert confined("loads_data") == [float(number) for number in range(8)]
+
+
+def test_copies_of_files_and_their_dates(confined: Confined) -> None:
+    assert confined("copies_and_touches") == "text"
+
+
+def test_what_it_leaves_ends_with_it(confined: Confined) -> None:
+    assert confined("is_alone")
+    for leaves in ("leaves_a_process", "leaves_a_process_that_leaves_the_group"):
+        pid = confined(leaves)
+        until(lambda: not is_running(pid), leaves, timeout_s=20)  # noqa: B023 - before the next one
+    assert not Path(confined("leaves_what_is_hard_to_remove")).exists()
+    assert confined("variables")
+
+
+def test_a_link_that_it_leaves_for_the_next_try_leads_nowhere(confined: Confined, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the app's own folders cannot be made"):
+        confined("leaves_a_link_for_the_next_try", str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_stops_to_be_traced_has_not_exited() -> None:
+    """Its parent, which is told of that as of an end, would take it for one."""
+    program = "import ctypes, os; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        worker = OwnChild(process.pid, process.wait)
+        until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_TRACING_STOP, "it has stopped")
+        assert not worker.has_exited()
+        os.kill(process.pid, signal.SIGKILL)  # Popen.kill would take it for ended as well
+        until(worker.has_exited, "it has exited")
+        assert worker.reap() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,7 @@ def test_no_app_runs_where_it_could_read_the_state_folder(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator may have it in a folder that all apps can read, such as /dev/shm."""
+    (tmp_path / "own").mkdir()
     own = Confinement(str(tmp_path / "own"), read=(str(Path(__file__).parent),))
     call = Call(
         "tasks_forkserver:server",

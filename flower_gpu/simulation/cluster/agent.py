@@ -140,6 +140,7 @@ class Agent:
     def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
         import ray
 
+        _be_as_nice_as_parent()
         found = environment.without_ray(os.environ)
         os.environ.clear()
         os.environ.update(found)
@@ -161,10 +162,9 @@ class Agent:
         self._handler = self._host.open(self._nodes, lambda message: int(self._here.seed), tries=_TRIES)
         self._host.durations.on_learned = self._learned
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._concurrency = self._host.concurrency + self._host.has_spare
         self._threads = [
             threading.Thread(target=self._work, name=f"flower-gpu-agent-{number}", daemon=True)
-            for number in range(self._concurrency)
+            for number in range(self._host.concurrency + self._host.has_spare)
         ]
         for thread in self._threads:
             thread.start()
@@ -195,7 +195,7 @@ class Agent:
         return About(
             platform.node(),
             os.getpid(),
-            self._concurrency,
+            self._host.concurrency,
             self._host.threads,
             machine.described(self._host.gpus),
             cores(),
@@ -338,6 +338,17 @@ def _new_folder() -> tuple[Path, int]:
     files.remove_unlocked_folders(agents.iterdir())
     folder = agents / f"{os.getpid()}-{secrets.token_hex(4)}"
     return folder, files.locked_folder(folder)
+
+
+def _be_as_nice_as_parent() -> None:
+    """Give this process, and so its workers, the priority that Ray was started with. Ray lowers it by 15.
+
+    Root may do that, and who has the right to (RLIMIT_NICE).
+    """
+    with contextlib.suppress(OSError):
+        nice = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        for task in Path("/proc/self/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
 
 class _Lines(logging.Handler):

@@ -22,7 +22,7 @@ from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, List
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
 from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visited
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import LocalGrid, late_text, reply_of
+from flower_gpu.simulation.grid import SHORT_S, LocalGrid, late_text, reply_of
 from flower_gpu.simulation.messages import Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
@@ -34,6 +34,9 @@ _TAKE_S: Final = 10.0  # between two times that a host's sums are fetched: what 
 _TAKE_SHARE: Final = 0.05  # of the time may be spent on that
 _FAR: Final = 1.5  # so many times as fast is worth waiting for half a call
 _PACE_CALLS: Final = 16  # over which a host's pace is a mean
+# Short messages are sent to a host before it is their turn: else workers would wait while a reply and the
+# next message are on their way.
+_AHEAD: Final = 2
 _MOST_COMING: Final = 4  # sums that are on their way to the driver at a time
 
 
@@ -115,12 +118,16 @@ class ClusterGrid(LocalGrid):
 
     def _joined(self, host: Host) -> None:
         with self._changed:
-            self._most_unread += 2 * host.about.concurrency
+            self._most_unread += 2 * (host.about.concurrency + _AHEAD)
+            count = host.about.concurrency
             threads = [
                 threading.Thread(
-                    target=self._serve, args=(host,), name=f"flower-gpu-{host.name}-{number}", daemon=True
+                    target=self._serve,
+                    args=(host, number >= count),
+                    name=f"flower-gpu-{host.name}-{number}",
+                    daemon=True,
                 )
-                for number in range(host.about.concurrency)
+                for number in range(count + _AHEAD)
             ]
             # Those of hosts that are gone have ended, or will soon.
             self._threads = [thread for thread in self._threads if thread.is_alive()] + threads
@@ -155,21 +162,21 @@ class ClusterGrid(LocalGrid):
 
     # Messages
 
-    def _serve(self, host: Host) -> None:
-        """Have a host handle one message after the other."""
+    def _serve(self, host: Host, is_ahead: bool) -> None:
+        """Have a host handle one message after the other; ``is_ahead``: it may wait there for its turn."""
         while not self._is_closed and not host.is_gone:
             with self._changed:
-                while (job := self._job(host)) is None and not self._is_closed and not host.is_gone:
+                while (job := self._job(host, is_ahead)) is None and not self._is_closed and not host.is_gone:
                     self._changed.wait()
             if job is not None:
                 self._done_by(host, *job)
             del job
 
-    def _job(self, host: Host) -> tuple[Message, Box, Held | None] | None:
-        if host.is_full or host.is_gone:
+    def _job(self, host: Host, is_ahead: bool) -> tuple[Message, Box, Held | None] | None:
+        if host.is_full or host.is_gone or (is_ahead and host.call_s > SHORT_S):
             return None
         for box in self._waiting:
-            if not box.has_room():
+            if not box.has_room() or (is_ahead and box.count_waiting <= self._hosts.concurrency):
                 continue
             held: Held | None = None
             if box.has_any_order and self._is_for_others(host, box):
@@ -190,11 +197,12 @@ class ClusterGrid(LocalGrid):
     def _is_for_others(self, host: Host, box: Box) -> bool:
         """Tell whether the last messages of a round are done earlier by hosts that are far faster."""
         faster = [other for other in self._hosts.there if not other.is_full and _FAR * other.pace < host.pace]
-        return len(box.waiting) <= sum(other.about.concurrency for other in faster)
+        return box.count_waiting <= sum(other.about.concurrency for other in faster)
 
     def _done_by(self, host: Host, message: Message, box: Box, held: Held | None) -> None:
         message_id = message.metadata.message_id
         visited, error = None, None
+        began = time.monotonic()
         try:
             visited = self._visited(host, message, held)
         except HostLostError as lost:
@@ -206,8 +214,10 @@ class ClusterGrid(LocalGrid):
         except Exception as raised:
             error = reply_of(_raises(raised), message)
         if visited is not None and visited.learned is not None:
-            self._learn(host, visited.learned)
+            self._learn(host, visited.learned, box.expected_s.get(message_id, 0.0))
+        seconds = time.monotonic() - began
         with self._changed:
+            host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
             self._where.pop(message_id, None)
             if visited is None:  # no host has handled it
                 box.end(message, error)
@@ -275,8 +285,7 @@ class ClusterGrid(LocalGrid):
         if state or self._states.size_bytes(partition):
             self._states.put_bytes(partition, state)
 
-    def _learn(self, host: Host, learned: Learned) -> None:
-        (expected_s,) = self._learned.expected_s([(learned.kind, learned.client)])
+    def _learn(self, host: Host, learned: Learned, expected_s: float) -> None:
         if expected_s > 0 and learned.is_usual:
             host.pace += (learned.seconds / expected_s - host.pace) / _PACE_CALLS
         self._learned.learn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -105,6 +106,8 @@ class Host:
         How many replies came from it, and how many of them were errors.
     pace : float
         How long its calls take, of what those of all hosts take.
+    call_s : float
+        How long a message takes, there and back, a mean of the last ones.
     """
 
     node: str
@@ -116,6 +119,7 @@ class Host:
     messages: int = 0
     failed: int = 0
     pace: float = 1.0
+    call_s: float = math.inf
 
     @property
     def name(self) -> str:

@@ -195,9 +195,9 @@ class BlockBox(SumBox):
         self._of[message.metadata.message_id] = block
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether messages wait that nobody has taken."""
-        return self._waiting > 0
+    def count_waiting(self) -> int:
+        """How many messages wait that nobody has taken."""
+        return self._waiting
 
     def begin_on(self, host: Host) -> tuple[Message, Held] | None:
         """Return a message of a block that the host has begun, else of a new one."""

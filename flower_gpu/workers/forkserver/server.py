@@ -199,7 +199,8 @@ class Server:
         self._calls += 1
         work = partial(self._work, session, lines, stdout, stderr)
         try:
-            session.pid = child.fork_process(work, f"flower-gpu: {session.record['label']}")
+            name = f"flower-gpu: {session.record['label']}"
+            session.pid = child.fork_process(work, name, own_session=session.record["is_confined"])
         except OSError as error:
             return {"error": explained(error)}
         self._loop.forked()
@@ -211,6 +212,7 @@ class Server:
             raise ValueError("reap without fork")
         status = os.waitpid(session.pid, 0)[1]
         session.pid = -1
+        self._end_sessions()  # also of what has left the worker's group only now
         self._take_imported(session)
         self._grow()
         return {"exitcode": os.waitstatus_to_exitcode(status)}

@@ -116,12 +116,16 @@ def open_log(name: str) -> int:
 def is_server(pid: int) -> bool:
     """Tell whether a process is a fork server of this user, also one that starts or takes no more calls.
 
-    Its errors go to a log that :func:`open_log` has made. Those of a worker go to its caller.
+    Its errors go to a log that :func:`open_log` has made. Those of a worker go to its caller. What a confined
+    worker has left cannot write to such a log, but can have it open without any right.
     """
-    with suppress(OSError):
+    with suppress(OSError, LookupError, ValueError):
         log = Path(os.readlink(f"/proc/{pid}/fd/2").removesuffix(" (deleted)"))
+        words = Path(f"/proc/{pid}/fdinfo/2").read_text().split()
+        flags = int(words[words.index("flags:") + 1], 8)
         return (
-            log.suffix == ".log"
+            flags & (os.O_ACCMODE | os.O_PATH) == os.O_WRONLY
+            and log.suffix == ".log"
             and bool(_OURS.fullmatch(log.name))
             and log.parent == state_folder.state_dir().resolve()
         )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+from flwr.cli import install
 
 from flower_gpu import seccomp
 from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower import clientapp
 from flower_gpu.flower.confine import NEVER, WITH_PORTS, Allowed
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE
 from flower_gpu.workers import confinement
@@ -66,6 +71,13 @@ def test_what_is_named_reaches_the_messages(home: Path) -> None:
         ("--confine --write-dir /usr/share", "apps could change programs or libraries"),
         ("--confine --write-dir {state}", "what flower-gpu keeps of this account"),
         ("--confine --data-dir {state}/inside", "what flower-gpu keeps of this account"),
+        ("--confine --data-dir {home}/keys -- --ssl-keyfile {home}/keys/node", "a key of"),
+        (
+            "--confine --write-dir {home}/data --data-dir {home}/data/one",
+            "is within --write-dir .*Leave it out",
+        ),
+        ("--confine --write-dir {home}/data --data-dir {home}/link", "is within --write-dir .*Leave it out"),
+        ("--confine --write-dir {home}/data --write-dir {home}/data/one", "is within --write-dir"),
     ],
 )
 def test_what_would_give_an_app_too_much_is_refused(home: Path, line: str, text: str) -> None:
@@ -73,6 +85,8 @@ def test_what_would_give_an_app_too_much_is_refused(home: Path, line: str, text:
 
     state = state_folder.made_state_dir()
     (state / "inside").mkdir(exist_ok=True)
+    (home / "data" / "one").mkdir()
+    (home / "link").symlink_to(home / "data" / "one")
     words = line.format(home=home, prefix=sys.prefix, state=state).split()
     with pytest.raises(ConfigError, match=text):
         environment(*words)
@@ -83,6 +97,24 @@ def test_a_link_to_a_folder_of_keys_is_refused(home: Path) -> None:
     (home / "data" / "link").symlink_to(home / ".ssh")
     with pytest.raises(ConfigError, match=r"\.ssh, where keys and passwords are kept"):
         environment("--confine", "--data-dir", str(home / "data" / "link"))
+
+
+@pytest.mark.parametrize("variable", ["LD_LIBRARY_PATH", "CUDA_HOME"])
+def test_libraries_beside_secrets_are_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(home))
+    with pytest.raises(ConfigError, match=f"what Flower keeps of this account.*{variable}"):
+        environment("--confine")
+    monkeypatch.setenv(variable, str(home / "data"))
+    with pytest.raises(ConfigError, match="apps could change programs or libraries"):
+        environment("--confine", "--write-dir", str(home / "data"))
+
+
+def test_what_a_link_leads_to_when_it_starts_is_what_apps_get(home: Path) -> None:
+    (home / "link").symlink_to(home / "data")
+    found = Allowed.from_environment(environment("--confine", "--data-dir", str(home / "link")))
+    assert found == Allowed((str(home / "data"),))
 
 
 @pytest.mark.parametrize("more", ["", "--allow-connect 443"])
@@ -97,8 +129,9 @@ def test_what_is_not_refused_is_said_at_the_start(home: Path, more: str) -> None
             assert text, seen
             seen += text
         process.terminate()
-    assert all(one in seen for one in NEVER)
-    assert (WITH_PORTS in seen) == bool(more)
+    (log,) = home.glob("runs/*/supernode-0.log")
+    assert all(one in seen and one in log.read_text() for one in NEVER)
+    assert [one in seen for one in WITH_PORTS] == [bool(more)] * len(WITH_PORTS)
 
 
 #: Makes the kernel answer landlock_create_ruleset as another one would: with a version, or with an error.
@@ -132,24 +165,67 @@ def test_a_kernel_without_landlock_is_refused(option: str) -> None:
     assert "apps cannot be confined on this host: the kernel has no Landlock" in done.stderr
 
 
+@pytest.mark.parametrize("ports", [(), ("--allow-connect", "443")])
 @pytest.mark.parametrize(
     ("version", "missing"),
     [(2, ["emptying files", "TCP", "signals"]), (3, ["TCP", "signals"]), (4, ["signals"]), (6, [])],
 )
 def test_strict_refuses_a_kernel_that_cannot_do_all(
-    monkeypatch: pytest.MonkeyPatch, version: int, missing: list[str]
+    monkeypatch: pytest.MonkeyPatch, version: int, missing: list[str], ports: tuple[str, ...]
 ) -> None:
     # The version is all that is asked for; what kernels of these versions refuse is landlock(7)'s word.
     monkeypatch.setattr("flower_gpu.landlock.version", lambda: version)
-    assert [any(word in one for word in missing) for one in confinement.not_refused()] == [True] * len(
-        missing
-    )
+    missing = [
+        word for word in missing if ports or word != "TCP"
+    ]  # without a port there are no sockets of TCP
+    found = confinement.not_refused(with_ports=bool(ports))
+    assert [any(word in one for word in missing) for one in found] == [True] * len(missing)
     if missing:
         with pytest.raises(ConfigError, match="this kernel does not refuse"):
-            environment("--confine=strict")
+            environment("--confine=strict", *ports)
     else:
-        environment("--confine=strict")
-    environment("--confine")
+        environment("--confine=strict", *ports)
+    environment("--confine", *ports)
+
+
+def bundle(version: str) -> bytes:
+    """Return an app as Flower sends it."""
+    config = f"""
+        [project]
+        name = "app"
+        version = "{version}"
+        description = ""
+        license = "Apache-2.0"
+        [tool.flwr.app]
+        publisher = "somebody"
+        [tool.flwr.app.components]
+        serverapp = "app:app"
+        clientapp = "app:app"
+        """.encode()
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr("pyproject.toml", config)
+        digest = hashlib.sha256(config).hexdigest()
+        archive.writestr(".info/CONTENT", f"pyproject.toml,{digest},{8 * len(config)}")
+    return written.getvalue()
+
+
+def test_an_app_is_installed_where_apps_are(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower unpacks it into a folder with its version in the name, outside of the worker."""
+    monkeypatch.setenv("FLWR_HOME", str(home / "flwr"))
+    monkeypatch.setattr(install, "validate_and_install", install.validate_and_install)
+    elsewhere = bundle("1/../../../elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setenv("FLWR_HOME", str(home / "other"))
+        assert install.install_from_fab(elsewhere, skip_prompt=True).resolve().parent == home, (
+            "so it could be"
+        )
+    before = set(home.iterdir())
+    clientapp.install_among_apps()
+    with pytest.raises(ConfigError, match="would lie elsewhere than apps do"):
+        install.install_from_fab(elsewhere, skip_prompt=True)
+    assert set(home.iterdir()) == before
+    assert install.install_from_fab(bundle("1.0"), skip_prompt=True).parent == home / "flwr" / "apps"
 
 
 def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:

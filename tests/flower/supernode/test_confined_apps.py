@@ -30,10 +30,12 @@ HOSTILE = Path(__file__).parent / "hostile_app"
 #: What is not refused, by the lines of the list that `--confine` prints.
 ALLOWED = {
     "connect to a socket with a path": "connecting to Unix sockets that have a path",
-    "read a file in /dev/shm": "files in /dev/shm",
+    "read a file in /dev/shm": "reading, changing and leaving files in /dev/shm",
+    "change a file in /dev/shm": "reading, changing and leaving files in /dev/shm",
+    "set the date of a file there to now": "setting the dates of this account's files to now",
+    "read the data": "they may also read ",
     "see the name and size of a file": "names, sizes and dates of files anywhere, and command lines",
     "see a command line": "names, sizes and dates of files anywhere, and command lines",
-    "listen at a port that the kernel chooses": "accepting TCP connections on a port that the kernel chooses",
 }
 #: What an ordinary account on an ordinary kernel can do: so the attempts are real ones.
 POSSIBLE = {
@@ -47,7 +49,10 @@ POSSIBLE = {
     *("connect by TCP in another program", "listen at a TCP port", "send by UDP"),
     *("connect to an abstract socket", "signal a process", "signal the caller", "signal by a pidfd"),
     *("signal it in another program", "read a process's environment", "list a process's files"),
-    *("set a limit of a process", "share memory of System V"),
+    *("set a limit of a process", "share memory of System V", "listen at a port that the kernel chooses"),
+    *("set the date of a file there", "write to the data", "set the date of the data"),
+    *("run a setuid program as its owner", "leave a setuid program", "join the group of a process"),
+    *("lower the priority of a process", "let a process run on idle cores only"),
 }
 
 
@@ -58,6 +63,7 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
     home.mkdir(exist_ok=True)
     for name in ("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2"):
         (home / name).write_text("not for apps")
+    (fed.folder / "data" / "of-client-0").write_text("for this app")
     ssh = fed.folder / ".ssh"
     ssh.mkdir(exist_ok=True)
     (ssh / "id_ed25519").write_text("not for apps")
@@ -81,6 +87,7 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
         yield {
             "secret": str(home / "secret"),
             "data": str(home / "data-of-client-1"),
+            "named": str(fed.folder / "data" / "of-client-0"),
             "key": str(home / "node.key"),
             "victims": [str(home / f"victim-{number}") for number in range(3)],
             "ssh": str(ssh / "id_ed25519"),
@@ -102,6 +109,7 @@ def targets(fed: Federation, leaves: bool) -> Iterator[dict[str, Any]]:
 
 def found_by(fed: Federation, leaves: bool, *options: str) -> tuple[dict[str, str], str]:
     """Return what the app could do under SuperNodes with these options, and what they have printed."""
+    (fed.folder / "data").mkdir()
     nodes = fed.supernodes(1, *options)
     until(lambda: (fed.state / f"flower-gpu-{os.getuid()}").exists(), "the state folder is there")
     made = Path(fed.host.env["FLOWER_GPU_LEDGER_DIR"])
@@ -121,8 +129,10 @@ def found_by(fed: Federation, leaves: bool, *options: str) -> tuple[dict[str, st
 
 def test_a_confined_app_gets_at_nothing_but_what_is_listed(tmp_path: Path) -> None:
     with Federation(tmp_path) as fed:
-        found, output = found_by(fed, True, "--confine", "--gpu", "never")
-        own = found.pop("own")
+        data = str(fed.folder / "data")
+        found, output = found_by(fed, True, "--confine", "--data-dir", data, "--gpu", "never")
+        own, left = found.pop("own"), json.loads(found.pop("left"))
+        assert len(left) >= 2, left
         could = {name for name, how in found.items() if how == "done"}
         assert could <= set(ALLOWED), found
         for name in could:
@@ -130,10 +140,11 @@ def test_a_confined_app_gets_at_nothing_but_what_is_listed(tmp_path: Path) -> No
         assert set(POSSIBLE) <= set(found)
         assert "not for apps" not in json.dumps(found)
         # What it left is gone, and nothing else is.
-        folder = Path(json.loads(own))
-        assert folder.parent.parent == fed.state / f"flower-gpu-{os.getuid()}" / "confined"
+        folder, state = Path(json.loads(own)), fed.state / f"flower-gpu-{os.getuid()}"
+        assert folder.parent.parent == state / "confined"
         assert not list(folder.parent.parent.iterdir())
-        until(lambda: not processes_with("TMPDIR", folder), "the process that was left has ended")
+        until(lambda: not processes_with("TMPDIR", folder), "the processes that were left have ended")
+        until(lambda: not list((state / "sockets").iterdir()), "so are the folders of sockets")
         outside = fed.folder / "outside"
         assert {path.name for path in outside.iterdir()} == {
             *("secret", "data-of-client-1", "node.key", "victim-0", "victim-1", "victim-2", "s")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -190,15 +190,17 @@ class Cluster:
         self.gpus = gpus
         self._places = places  # of the first hosts
         self._env = env
+        self._count = hosts
         self.hosts: list[Host] = []
-        self._running = ExitStack()
-        for _ in range(hosts):
-            self.add()
 
     def __enter__(self) -> Cluster:
-        self._running.enter_context(self._running)
-        for host in self.hosts:
-            until(lambda host=host: host.is_up, f"Ray on {host.name}", WAIT_S)
+        try:
+            for _ in range(self._count):
+                self.add()
+            until(lambda: self.hosts[-1].is_up, self.hosts[-1].name, WAIT_S)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

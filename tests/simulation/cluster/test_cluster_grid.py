@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,11 @@ RUN_ID, SEED = 5, 7
 
 @pytest.fixture(autouse=True)
 def identity() -> Iterator[None]:
+    # Once before there are threads: Python 3.11 cannot always parse headers in several threads at a time.
+    # Real hosts do that in a process each.
+    for shape in ((3, 4), (3,), (5, 7)):
+        for array in ArrayRecord([np.zeros(shape, np.float32)]).values():
+            view_of(array)
     with runs._identity(RUN_ID):
         yield
 
@@ -49,14 +55,13 @@ def client(message: Message, state: RecordDict) -> Message:
     calls = int(state.get("calls", {"count": 0})["count"]) + 1
     state["calls"] = MetricRecord({"count": calls})
     numbers = np.random.default_rng(message.metadata.dst_node_id % 1000 + calls)
-    # Not with `numpy()`: Python 3.11 cannot always parse headers in several threads at a time.
     (weights,) = (view_of(array) for array in message.content["arrays"].values())
     arrays = [weights + numbers.normal(size=weights.shape).astype(np.float32)]
     metrics = MetricRecord({"num-examples": int(numbers.integers(1, 50)), "calls": calls})
     if message.metadata.group_id == "error":
         raise ValueError("of the app")
     if message.metadata.group_id == "misfit" and message.metadata.dst_node_id % 5 == 0:
-        arrays = [np.zeros((2, 3, 4), np.float32)]
+        arrays = [np.zeros((5, 7), np.float32)]
     return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
 
 
@@ -68,8 +73,8 @@ class InThread:
         self.about = SimpleNamespace(concurrency=concurrency)
         self.is_gone = self.is_full = False
         self.messages = self.failed = 0
-        self.pace = 1.0
-        self.gate = threading.Event()
+        self.pace, self.call_s = 1.0, math.inf
+        self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self._sums, self._models = Sums(), FetchedModels(lambda where: pickle.loads(where))
         self._left = dies_at
@@ -86,6 +91,7 @@ class InThread:
 
     def handle(self, visit: Visit) -> Visited:
         self._live()
+        self.begun.set()
         self.gate.wait(60)
         visit = pickle.loads(pickle.dumps(visit))
         message = self._models.message(visit)
@@ -320,6 +326,7 @@ def test_without_hosts_the_run_ends(in_order: bool, monkeypatch: pytest.MonkeyPa
 def test_late_replies_are_given_up(in_order: bool) -> None:
     slow, fast = InThread("slow", 1), InThread("fast", 2)
     slow.gate.clear()
+    fast.gate = slow.begun  # else it may do all before the other one has begun
     hosts = Hosts([slow, fast])
     with under(64, hosts) as test:
         rest = test.replies(64, in_order=in_order, timeout=1.0)
@@ -331,6 +338,7 @@ def test_late_replies_are_given_up(in_order: bool) -> None:
 def test_a_strict_run_ends_with_late_replies() -> None:
     slow, fast = InThread("slow", 1), InThread("fast", 2)
     slow.gate.clear()
+    fast.gate = slow.begun  # else it may do all before the other one has begun
     with under(64, Hosts([slow, fast]), is_strict=True) as test:
         with pytest.raises(NotDeterministicError, match=r"messages were not done within 0\.5 s"):
             test.replies(64, in_order=True, timeout=0.5)

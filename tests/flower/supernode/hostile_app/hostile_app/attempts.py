@@ -1,11 +1,14 @@
 """What an app can try that wants more than its message: each attempt ends with "done", or with why not."""
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import glob
 import json
 import os
 import pathlib
+import re
 import resource
 import signal
 import socket
@@ -14,6 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
+from multiprocessing import process
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYSCALLS = {
@@ -21,6 +25,8 @@ _SYSCALLS = {
     "aarch64": {"io_uring_setup": 425, "add_key": 217, "bpf": 280, "perf_event_open": 241, "mq_open": 180},
 }[os.uname().machine]
 _FAST_OPEN = 0x20000000
+# linux/fs.h
+_GET_FLAGS, _SET_FLAGS, _NO_DUMP = 0x80086601, 0x40086602, 0x40
 _NAMESPACES = {"user": 0x10000000, "mount": 0x00020000}
 
 
@@ -62,6 +68,56 @@ def _mode(path):
     os.chmod(path, before)
     if not changed:
         raise OSError(errno.EPERM, "nothing changed")
+
+
+def _date(path, times):
+    before = os.stat(path).st_mtime_ns
+    os.utime(path, times)
+    if os.stat(path).st_mtime_ns == before:
+        raise OSError(errno.EPERM, "nothing changed")
+
+
+def _flags(path):
+    """Change a flag of a file by a descriptor that is open for reading."""
+    with open(path, "rb") as file:
+        found = struct.unpack("q", fcntl.ioctl(file, _GET_FLAGS, bytes(8)))[0]
+        fcntl.ioctl(file, _SET_FLAGS, struct.pack("q", found ^ _NO_DUMP))
+
+
+def _setuid():
+    """Leave a program that whoever runs it runs as this account."""
+    path = os.path.join(os.environ["TMPDIR"], f"setuid-{os.getpid()}")
+    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o4755))
+    if not os.stat(path).st_mode & stat.S_ISUID:
+        raise OSError(errno.EPERM, "no setuid bit")
+
+
+def _setuid_counts():
+    """Look whether a setuid program of the system would run as its owner."""
+    no_new_privileges = 39  # prctl's PR_GET_NO_NEW_PRIVS
+    if _LIBC.prctl(no_new_privileges, 0, 0, 0, 0):
+        raise OSError(errno.EPERM, "no new privileges")
+
+
+def _priority(pid):
+    before = os.getpriority(os.PRIO_PROCESS, pid)
+    os.setpriority(os.PRIO_PROCESS, pid, before + 1)
+    if os.getpriority(os.PRIO_PROCESS, pid) == before:
+        raise OSError(errno.EPERM, "nothing changed")
+
+
+def _scheduler(pid):
+    os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    if os.sched_getscheduler(pid) != os.SCHED_IDLE:
+        raise OSError(errno.EPERM, "nothing changed")
+
+
+def _join_group(group):
+    """Put a process into another one's group: with a worker's, it would not be ended with this one."""
+    code = "import os, sys; os.setpgid(0, int(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(group)], capture_output=True, text=True)
+    if done.returncode:
+        raise PermissionError(done.stderr.strip().rpartition("\n")[2])
 
 
 def _connect(address, family=socket.AF_INET, protocol=0):
@@ -215,6 +271,15 @@ def attempts(targets):
         "rename a file there": lambda: os.rename(targets["victims"][2], targets["victims"][2] + "-new"),
         "change the mode of a file there": lambda: _mode(secret),
         "set an attribute of a file there": lambda: os.setxattr(secret, "user.x", b"1"),
+        "list the attributes of a file there": lambda: os.listxattr(secret),
+        "set the date of a file there": lambda: _date(secret, (1, 1)),
+        "set the date of a file there to now": lambda: _date(targets["victims"][0], None),
+        "read the data": lambda: _read(targets["named"]),
+        "write to the data": lambda: _write(targets["named"]),
+        "set the date of the data": lambda: _date(targets["named"], (1, 1)),
+        "change a flag of the data": lambda: _flags(targets["named"]),
+        "leave a setuid program": _setuid,
+        "run a setuid program as its owner": _setuid_counts,
         "write to the Python environment": lambda: os.close(os.open(targets["package"], os.O_WRONLY)),
         "make a device": _device,
         "mount": lambda: _mount(["mount"]),
@@ -249,6 +314,9 @@ def attempts(targets):
         "list a process's files": lambda: [os.readlink(one) for one in _required(f"/proc/{pid}/fd/*")],
         "trace a process": lambda: _trace(pid),
         "set a limit of a process": lambda: _limit(pid),
+        "lower the priority of a process": lambda: _priority(pid),
+        "let a process run on idle cores only": lambda: _scheduler(pid),
+        "join the group of a process": lambda: _join_group(os.getpgid(os.getppid())),
         "use io_uring": lambda: os.close(_called(_SYSCALLS["io_uring_setup"], 4, bytes(120))),
         "keep a key": lambda: _called(_SYSCALLS["add_key"], b"user", b"x", b"y", 1, -3),
         "load a program into the kernel": lambda: _called(_SYSCALLS["bpf"], 0, bytes(128), 128),
@@ -257,6 +325,7 @@ def attempts(targets):
             _called(_SYSCALLS["mq_open"], f"q{os.getpid()}".encode(), os.O_RDWR | os.O_CREAT, 0o600, None)
         ),
         "read a file in /dev/shm": lambda: _read(targets["shared"]),
+        "change a file in /dev/shm": lambda: _write(targets["shared"]),
         "see the name and size of a file": lambda: os.stat(secret),
         "see a command line": lambda: _read(f"/proc/{pid}/cmdline"),
         "read a disk": lambda: _read(targets["disk"] or "/dev/disk-that-is-not-there"),
@@ -277,7 +346,9 @@ def attempts(targets):
         found["read it with an empty environment"] = str(error)
     os.environ.update(environment)
     own = os.environ["TMPDIR"]
-    found["own"] = json.dumps(_leave(own) if targets["leaves"] else own)
+    if targets["leaves"]:
+        found["left"] = json.dumps(_leave(own, targets["state"]))
+    found["own"] = json.dumps(own)
     return found
 
 
@@ -287,18 +358,30 @@ def _required(pattern):
     return found
 
 
-def _leave(folder):
-    """Leave what is hard to remove, and a process that goes on."""
-    deep = os.open(folder, os.O_RDONLY)
-    for _ in range(1500):
-        os.mkdir("d", dir_fd=deep)
-        inner = os.open("d", os.O_RDONLY, dir_fd=deep)
+def _leave(folder, state):
+    """Leave what is hard to remove, and processes that go on; return which kinds there are."""
+    for each in (folder, process.current_process()._config["tempdir"]):  # where multiprocessing makes sockets
+        deep = os.open(each, os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("d", dir_fd=deep)
+            inner = os.open("d", os.O_RDONLY, dir_fd=deep)
+            os.close(deep)
+            deep = inner
         os.close(deep)
-        deep = inner
-    os.close(deep)
-    os.mkdir(os.path.join(folder, "closed"), 0)
-    os.symlink(os.path.dirname(folder), os.path.join(folder, "up"))
-    subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)", f"left by {folder}"], start_new_session=True
-    )
-    return folder
+        os.mkdir(os.path.join(each, "closed"), 0)
+        os.symlink(os.path.dirname(each), os.path.join(each, "up"))
+    line = [sys.executable, "-c", "import time; time.sleep(600)", f"left by {folder}"]
+    subprocess.Popen(line, start_new_session=True)
+    left = ["a process in a session of its own"]
+    for log in _logs_of_fork_servers(state):
+        subprocess.Popen(line, start_new_session=True, stderr=log)
+        left.append("a process whose errors seem to go to the log of a fork server")
+    return left
+
+
+def _logs_of_fork_servers(state):
+    """Open logs of fork servers by their paths only, which needs no right. Their names are in /proc."""
+    names = re.findall(r"/\.([0-9a-f]{20})\.\d+$", pathlib.Path("/proc/net/unix").read_text(), re.MULTILINE)
+    for name in dict.fromkeys(names):
+        with contextlib.suppress(OSError):  # of another account
+            yield os.open(f"{state}/{name}.log", os.O_PATH)

@@ -19,7 +19,7 @@ def train(msg: Message, context: Context):
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = task.Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    features, labels = task.load_data(partition)
+    features, labels = task.load_data(partition, context.run_config["data-folder"])
     loss = task.train(model.to(device), features, labels, context.run_config["learning-rate"], device)
     content = {
         "arrays": ArrayRecord(model.state_dict()),
@@ -35,7 +35,7 @@ def evaluate(msg: Message, context: Context):
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     model = task.Net()
     model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-    features, labels = task.load_data(partition)
+    features, labels = task.load_data(partition, context.run_config["data-folder"])
     loss = task.test(model.to(device), features, labels, device)
     metrics = MetricRecord({"eval_loss": loss, "num-examples": len(labels)})
     return Message(RecordDict({"metrics": metrics}), reply_to=msg)
