@@ -51,7 +51,7 @@ POSSIBLE = {
     *("signal it in another program", "read a process's environment", "list a process's files"),
     *("set a limit of a process", "share memory of System V", "listen at a port that the kernel chooses"),
     *("set the date of a file there", "write to the data", "set the date of the data"),
-    *("run a setuid program as its owner", "leave a setuid program", "join the group of a process"),
+    *("leave a setuid program", "join the group of a process"),
     *("lower the priority of a process", "let a process run on idle cores only"),
 }
 
