@@ -6,6 +6,7 @@ its GPUs are a stub's. What they share is the network, and the folder of the tes
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -37,9 +38,7 @@ _NAMESPACES = ("--mount", "--uts", "--pid")
 @cache
 def problem() -> str:
     """Return why there can be no hosts here; empty if there can."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
+    if importlib.util.find_spec("ray") is None:  # not imported: other tests' processes would have it
         return "needs Ray"
     unshare, nsenter = shutil.which("unshare"), shutil.which("nsenter")
     if unshare is None or nsenter is None:
