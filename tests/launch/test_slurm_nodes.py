@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 def test_two_jobs_on_the_same_nodes_have_a_ray_each(slurm: Cluster, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     folders = tmp_path / "first", tmp_path / "second"
     with ExitStack() as stack:
         # With little of a core for each client: those of one job do not wait for those of the other one.
