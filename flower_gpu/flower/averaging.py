@@ -394,7 +394,22 @@ class InBlocks:
 
 
 class SummedElsewhere(ABC):
-    """Replies that are summed where they are made: their sums come, and not they themselves."""
+    """Replies that are summed where they are made: their sums come, and not they themselves.
+
+    Parameters
+    ----------
+    messages : iterable of Message
+        What is sent.
+    timeout : float, optional
+        Seconds after which no further replies are waited for.
+    in_order : bool
+        Whether replies are summed in the order of the nodes.
+    """
+
+    def __init__(self, messages: Iterable[Message], timeout: float | None, *, in_order: bool) -> None:
+        self._messages = messages
+        self._timeout = timeout
+        self._in_order = in_order
 
     @abstractmethod
     def sums(

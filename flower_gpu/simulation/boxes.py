@@ -139,7 +139,7 @@ class OrderedBox(Box):
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""
         if reply is not None:
-            size = self._sizes[message.metadata.message_id] = _size_bytes(reply)
+            size = self._sizes[message.metadata.message_id] = reply_bytes(reply)
             self._bytes += size
             self._largest = max(self._largest, size)
         super().end(message, reply)
@@ -161,7 +161,7 @@ class OrderedBox(Box):
         return super()._pop(message_id)
 
 
-def _size_bytes(reply: Message) -> int:
+def reply_bytes(reply: Message) -> int:
     """Return what the arrays of a reply take."""
     if reply.has_error():
         return 0

@@ -11,8 +11,9 @@ from flwr.supercore.run import Run
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation import machine
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Host, Work
+from flower_gpu.simulation.local_grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
 
@@ -62,7 +63,7 @@ class Engine(Protocol):
     def described(self) -> dict[str, Any]:
         """Return the models of processors and GPUs, and versions, as ``config.json`` has them."""
 
-    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> LocalGrid:
+    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> SimulationGrid:
         """Get ready for messages; ``close_later`` takes what is called at the end, the last one first."""
 
     def has_begun(self) -> None:
@@ -92,7 +93,7 @@ class LocalEngine:
         """Return the models of processors and GPUs, and versions."""
         return machine.described(self._host.gpus)
 
-    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> LocalGrid:
+    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> SimulationGrid:
         """Get ready for messages."""
         host = self._host
         close_later(host.close)
@@ -102,8 +103,8 @@ class LocalEngine:
             rounds.nodes,
             self._handler,
             host.concurrency,
-            rounds.checkpoints,
-            rounds.resumed,
+            checkpoints=rounds.checkpoints,
+            resumed=rounds.resumed,
             has_spare=host.has_spare,
             durations=host.durations if rounds.has_longest_first else None,
             sums_in_order=self._work.is_deterministic,

@@ -1,15 +1,15 @@
-"""Flower's ``Grid`` without a network: messages are handled on this machine, and replies come as they are."""
+"""Flower's ``Grid`` without a network of SuperNodes: replies come as they are."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from logging import WARNING
-from typing import Final, Protocol
+from typing import Final
 
 from flwr.app import Error, Message, RecordDict
 from flwr.clientapp.client_app import LoadClientAppError
@@ -37,27 +37,9 @@ from flower_gpu.workers.outcomes import traceback_of
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
-#: Of such messages the handing over of others takes a part that counts.
-SHORT_S: Final = 0.1
 # Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05
-
-
-class Handler(Protocol):
-    """Handles messages, one at a time in each thread; may keep a worker from one message to the next."""
-
-    def __call__(self, message: Message) -> Message:
-        """Handle a message; what is raised becomes the reply."""
-
-    def idle(self) -> None:
-        """Let go of what this thread's worker holds that others may need: no message waits."""
-
-    def leave(self) -> None:
-        """Let go of this thread's worker: there will be no message."""
-
-    def cancel(self, message: Message) -> None:
-        """End the handling of a message, in whatever thread that is."""
 
 
 class CallError(Error):
@@ -83,8 +65,8 @@ class NoSuchNodeError(FlowerGPUError):
     """A message is to a node that does not exist."""
 
 
-class LocalGrid(Grid):
-    """Hands messages to threads that have them handled, each in a worker.
+class SimulationGrid(Grid):
+    """Messages of a run and their replies, in boxes. Who handles them is a subclass's matter.
 
     Parameters
     ----------
@@ -92,13 +74,6 @@ class LocalGrid(Grid):
         The run that messages are of.
     nodes : VirtualNodes
         Who can be sent something.
-    handle : Handler
-        Handles a message.
-    threads : int
-        How many messages are handled at a time, at most.
-    has_spare : bool
-        Whether there is one more while messages are short and many wait: it is written, or its reply read,
-        while the others are computed.
     checkpoints : Checkpoints, optional
         Where finished rounds are kept.
     resumed : RoundState, optional
@@ -116,12 +91,9 @@ class LocalGrid(Grid):
         self,
         run: Run,
         nodes: VirtualNodes,
-        handle: Handler,
-        threads: int,
+        *,
         checkpoints: Checkpoints | None = None,
         resumed: RoundState | None = None,
-        *,
-        has_spare: bool = False,
         sums_in_order: bool = False,
         durations: Durations | None = None,
         is_strict: bool = False,
@@ -130,7 +102,6 @@ class LocalGrid(Grid):
         self.sums_in_order = sums_in_order
         self._run = run
         self._nodes = nodes
-        self._handle = handle
         self._durations = durations
         self._checkpoints = checkpoints
         self._resumed = resumed
@@ -146,19 +117,17 @@ class LocalGrid(Grid):
         self._is_closed = False
         # In a stream so many replies may be there that nobody has taken: else workers that are faster than
         # the aggregation would fill the memory.
-        self._most_unread = 2 * (threads + has_spare)
-        self._most = threads
-        self._call_s = math.inf  # that messages take, a mean of the last ones
-        self._threads = [
-            threading.Thread(
-                target=self._work,
-                args=(number >= threads,),
-                name=f"flower-gpu-simulation-{number}",
-                daemon=True,
-            )
-            for number in range(threads + has_spare)
-        ]
-        for thread in self._threads:
+        self._most_unread = 0
+        self._threads: list[threading.Thread] = []
+
+    @abstractmethod
+    def cancel(self, message: Message) -> None:
+        """End the handling of a message, whose reply nobody wants."""
+
+    def _start_threads(self, threads: Iterable[threading.Thread]) -> None:
+        """Start threads that end when this is closed."""
+        for thread in threads:
+            self._threads.append(thread)
             thread.start()
 
     @property
@@ -355,51 +324,7 @@ class LocalGrid(Grid):
                 self._waiting.remove(box)
             self._changed.notify_all()
         for message in running:
-            self._handle.cancel(message)
-
-    def _take(self, is_spare: bool) -> tuple[Message, Box] | None:
-        """Return a message whose reply there is room for, if there is any at this moment."""
-        if is_spare and self._call_s > SHORT_S:
-            return None  # it would only take the cores from the others
-        for box in self._waiting:
-            if box.has_room() and (not is_spare or len(box.waiting) > self._most):
-                message = box.begin()
-                if not box.has_waiting:
-                    self._waiting.remove(box)
-                return message, box
-        return None
-
-    def _work(self, is_spare: bool) -> None:
-        while not self._is_closed:
-            with self._changed:
-                job = self._take(is_spare)
-            if job is None:
-                self._handle.idle()
-                with self._changed:
-                    while job is None and not self._is_closed:
-                        job = self._take(is_spare)
-                        if job is None:
-                            self._changed.wait()
-            if job is not None:
-                self._do(*job)
-            del job
-        self._handle.leave()
-
-    def _do(self, message: Message, box: Box) -> None:
-        reply = None
-        began = time.monotonic()
-        try:
-            reply = reply_of(self._handled, message)
-            if not reply.has_error():
-                seconds = time.monotonic() - began
-                self._call_s = seconds if math.isinf(self._call_s) else (3 * self._call_s + seconds) / 4
-        finally:
-            with self._changed:
-                box.end(message, reply)
-
-    def _handled(self, message: Message) -> Message:
-        self.check_node(message)
-        return self._handle(message)
+            self.cancel(message)
 
     def check_node(self, message: Message) -> None:
         """Check that a message is to one of the nodes.

@@ -12,7 +12,7 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.local_grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
 
 RUN_ID = 5

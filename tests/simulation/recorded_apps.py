@@ -25,7 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.local_grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.trace import Event
 

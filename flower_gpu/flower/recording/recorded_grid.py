@@ -118,7 +118,7 @@ class RecordedGrid(Grid):
         self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
     ) -> SummedElsewhere:
         """Return what sends messages and brings the sums of their replies, where the grid has such."""
-        return _RecordedSums(self._grid, self._recorder, messages, timeout, in_order)
+        return _RecordedSums(self._grid, self._recorder, messages, timeout, in_order=in_order)
 
     def resumed(self) -> Any:
         """Return where to go on; None: from the start."""
@@ -158,13 +158,12 @@ class _RecordedSums(SummedElsewhere):
         recorder: Recorder,
         messages: Iterable[Message],
         timeout: float | None,
+        *,
         in_order: bool,
     ) -> None:
+        super().__init__(messages, timeout, in_order=in_order)
         self._grid = grid
         self._recorder = recorder
-        self._messages = messages
-        self._timeout = timeout
-        self._in_order = in_order
 
     def sums(
         self, weighted_by_key: str, *, keeps_integers: bool

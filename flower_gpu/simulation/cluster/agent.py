@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import logging
 import os
 import platform
-import queue
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +31,7 @@ from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import machine
 from flower_gpu.simulation.cluster.visits import FetchedModels, Learned, Part, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import reply_of
 from flower_gpu.simulation.host import Host, Work
 from flower_gpu.simulation.in_worker import AppReference
@@ -43,6 +42,9 @@ from flower_gpu.workers.threads import cores
 
 _TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
 _IDLE_S: Final = 0.2  # without a message, until a worker gives back a lease that others may need
+_FETCH_S: Final = (
+    1.0  # that whoever fetches waits, at most: so a driver hears in that time that a host is lost
+)
 _FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
 
 
@@ -125,7 +127,7 @@ class _Nodes(VirtualNodes):
 
 
 class Agent:
-    """Handles messages on its host. Ray runs its methods in one event loop.
+    """Handles messages on its host. Ray calls its methods in several threads.
 
     Parameters
     ----------
@@ -161,7 +163,7 @@ class Agent:
         self._here = threading.local()
         self._handler = self._host.open(self._nodes, lambda message: int(self._here.seed), tries=_TRIES)
         self._host.durations.on_learned = self._learned
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue = WorkQueue()
         self._threads = [
             threading.Thread(target=self._work, name=f"flower-gpu-agent-{number}", daemon=True)
             for number in range(self._host.concurrency + self._host.has_spare)
@@ -172,7 +174,7 @@ class Agent:
         if self._host.gpus:
             threading.Thread(target=self._look_at_gpus, name="flower-gpu-samples", daemon=True).start()
 
-    async def begin(self, packages: Sequence[str]) -> About:
+    def begin(self, packages: Sequence[str]) -> About:
         """Load what calls find loaded, and tell of this host.
 
         Parameters
@@ -189,7 +191,7 @@ class Agent:
         if missing:
             raise ConfigError(f"the app imports {', '.join(missing)}, which is not installed there")
         try:
-            await self._done(self._host.load_data)
+            self._host.load_data()
         except Exception as error:
             raise ConfigError(f"preload: {text_of(error)}") from error
         return About(
@@ -202,44 +204,50 @@ class Agent:
             told_gpus(),
         )
 
-    async def clock_s(self) -> float:
+    def clock_s(self) -> float:
         """Return what the host's clock says: Unix seconds."""
         return time.time()
 
-    async def handle(self, visit: Visit) -> Visited:
-        """Have a message handled; an error is in the reply."""
-        visited: Visited = await self._done(lambda: self._handle(visit))
-        return visited
+    def give(self, visits: Sequence[Visit]) -> None:
+        """Have messages handled, in this order."""
+        self._queue.give(visits)
 
-    async def settle(self, group: int) -> None:
+    def fetch(self) -> list[Visited]:
+        """Return what has become of messages: errors are in the replies. Waits, not for long."""
+        return self._queue.fetch(_FETCH_S)
+
+    def settle(self, group: int) -> None:
         """Sum the replies of a group, all of which are there."""
-        await asyncio.get_running_loop().run_in_executor(None, self._sums.settle, group)
+        self._sums.settle(group)
 
-    async def take(self, group: int) -> Part | None:
+    def take(self, group: int) -> Part | None:
         """Return the sums of a group so far; None where there is nothing."""
-        return await asyncio.get_running_loop().run_in_executor(None, self._sums.take, group)
+        return self._sums.take(group)
 
-    async def forget(self, groups: Sequence[int]) -> None:
+    def forget(self, groups: Sequence[int]) -> None:
         """Give up groups."""
         self._sums.forget(groups)
 
-    async def cancel(self, message_id: str) -> None:
+    def cancel(self, message_id: str) -> None:
         """Give up a message."""
-        if (message := self._under_way.get(message_id)) is not None:
+        if not self._queue.cancel(message_id) and (message := self._under_way.get(message_id)) is not None:
             self._handler.cancel(message)
 
-    async def news(self) -> News:
+    def news(self) -> News:
         """Return what has happened since the last time."""
         events = self._trace.read_new()
-        return News(events, self._lines.taken(), self._handler.longest_wait_s() > _FULL_S)
+        is_full = self._handler.longest_wait_s() > _FULL_S
+        if is_full:
+            self._queue.give_back()
+        return News(events, self._lines.taken(), is_full)
 
-    async def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this host."""
         return self._handler.facts()
 
-    async def close(self) -> News:
+    def close(self) -> News:
         """End the workers; returns the last news."""
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        self._close()
         events = self._trace.read_new()
         files.remove(self._folder)
         os.close(self._lock)
@@ -253,8 +261,7 @@ class Agent:
         return copied
 
     def _close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._queue.close()
         for message in list(self._under_way.values()):
             self._handler.cancel(message)
         self._host.end_workers()
@@ -265,36 +272,19 @@ class Agent:
             look_at_gpus(self._folder)
         self._host.close()
 
-    async def _done(self, job: Callable[[], Any]) -> Any:
-        """Wait until one of the threads has done a job."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def run() -> None:
-            try:
-                result = job()
-            except BaseException as error:
-                loop.call_soon_threadsafe(_fail, future, error)
-            else:
-                loop.call_soon_threadsafe(_finish, future, result)
-
-        self._jobs.put(run)
-        return await future
-
     def _work(self) -> None:
         has_done = False
-        while True:
-            try:
-                job = self._jobs.get(timeout=_IDLE_S if has_done else None)
-            except queue.Empty:
+        while not self._queue.is_closed:
+            visit = self._queue.next(_IDLE_S if has_done else None)
+            if visit is None:
                 self._handler.idle()
-                has_done = False
-                continue
-            if job is None:
-                break
-            job()
-            del job
-            has_done = True
+            else:
+                try:
+                    self._queue.finish(self._handle(visit))
+                except BaseException as error:  # a fault of ours, or a model that cannot be fetched
+                    self._queue.fail(error)
+            has_done = visit is not None
+            del visit
         self._handler.leave()
 
     def _handle(self, visit: Visit) -> Visited:
@@ -303,15 +293,17 @@ class Agent:
         self._here.seed, self._here.learned = visit.seed, None
         self._nodes.begin(visit.state)
         self._under_way[message_id] = message
+        began = time.monotonic()
         try:
             reply = reply_of(self._handler, message)
         finally:
             del self._under_way[message_id]
+        seconds = time.monotonic() - began
         state, learned = self._nodes.end(), self._here.learned
         if visit.group is None:
-            return Visited(reply, state, learned)
+            return Visited(message_id, reply, state, seconds, learned)
         self._sums.add(visit.group, self._nodes.place_of(message.metadata.dst_node_id), reply, state)
-        return Visited(None, b"", learned)
+        return Visited(message_id, seconds=seconds, learned=learned)
 
     def _learned(
         self,
@@ -367,16 +359,6 @@ class _Lines(logging.Handler):
         """Return the lines since the last time."""
         taken, self._kept = self._kept, []
         return taken
-
-
-def _finish(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def packages_of(app: AppReference | ClientApp) -> list[str]:

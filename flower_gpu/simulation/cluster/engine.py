@@ -12,7 +12,7 @@ from flower_gpu.simulation.cluster.hosts import Hosts
 from flower_gpu.simulation.duration_file import DurationFile
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.engine import Rounds
-from flower_gpu.simulation.grid import LocalGrid
+from flower_gpu.simulation.grid import SimulationGrid
 from flower_gpu.simulation.host import Work
 
 
@@ -39,7 +39,7 @@ class ClusterEngine:
         """Return the models of processors and GPUs, and versions."""
         return self._hosts.described()
 
-    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> LocalGrid:
+    def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> SimulationGrid:
         """Get ready for messages."""
         import ray
 
@@ -50,8 +50,8 @@ class ClusterEngine:
             rounds.states,
             self._work.seed,
             ray.put,
-            rounds.checkpoints,
-            rounds.resumed,
+            checkpoints=rounds.checkpoints,
+            resumed=rounds.resumed,
             durations=self.durations if rounds.has_longest_first else None,
             learned=self.durations,
             sums_in_order=self._work.is_deterministic,

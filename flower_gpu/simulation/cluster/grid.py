@@ -7,7 +7,8 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from flwr.app import Message
@@ -15,38 +16,51 @@ from flwr.supercore.run import Run
 
 from flower_gpu.errors import NotDeterministicError, RunEndedError, WorkerDiedError
 from flower_gpu.flower.averaging import BLOCK_NODES, SummedElsewhere, SummedReplies
-from flower_gpu.flower.rounds import RoundState
 from flower_gpu.simulation.boxes import Box
-from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, Listener
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
-from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visited
+from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visit, Visited
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import SHORT_S, LocalGrid, late_text, reply_of
+from flower_gpu.simulation.grid import SimulationGrid, late_text, reply_of
+from flower_gpu.simulation.local_grid import SHORT_S
 from flower_gpu.simulation.messages import Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
 
-# On so many hosts that were lost a message may have been under way: then it is what ends them.
+# On so many hosts that were lost a message may have been: then it is what ends them. So that those which were
+# there with it are not taken for that, the last host has it alone.
 _MOST_LOST: Final = 3
 _NO_HOST_S: Final = 60.0  # without any host: then the run ends
 _TAKE_S: Final = 10.0  # between two times that a host's sums are fetched: what is lost with it is younger
 _TAKE_SHARE: Final = 0.05  # of the time may be spent on that
 _FAR: Final = 1.5  # so many times as fast is worth waiting for half a call
 _PACE_CALLS: Final = 16  # over which a host's pace is a mean
-# Short messages are sent to a host before it is their turn: else workers would wait while a reply and the
-# next message are on their way.
-_AHEAD: Final = 2
+# Of short messages a host has so much waiting: else its workers would wait while replies and the next
+# messages are on their way. They are handed over several at a time, which costs less.
+_AHEAD_S: Final = 0.2
+_LEAST_S: Final = 1e-3  # that a message is taken for
 _MOST_COMING: Final = 4  # sums that are on their way to the driver at a time
 
 
-class ClusterGrid(LocalGrid):
+@dataclass(frozen=True)
+class _Job:
+    """A message that a host has."""
+
+    host: Host
+    message: Message
+    box: Box
+    held: Held | None  # what its reply goes to, if that is summed there
+
+
+class ClusterGrid(SimulationGrid):
     """Hands messages to hosts, each of which has as many under way as it says that it can have.
+
+    A thread gives all hosts their messages, and one for each host fetches what is finished there.
 
     Parameters
     ----------
-    run, nodes, checkpoints, resumed, durations, sums_in_order, is_strict
-        As for :class:`flower_gpu.simulation.grid.LocalGrid`.
+    run, nodes, options
+        As for :class:`flower_gpu.simulation.grid.SimulationGrid`.
     hosts : Hosts
         Who handles messages.
     states : StateStore
@@ -55,6 +69,8 @@ class ClusterGrid(LocalGrid):
         The run's.
     put : callable
         Puts an object where all hosts can fetch it.
+    learned : Durations, optional
+        Where is kept what messages take.
     """
 
     sums_elsewhere = True
@@ -66,26 +82,12 @@ class ClusterGrid(LocalGrid):
         hosts: Hosts,
         states: StateStore,
         seed: int,
-        put: Any,
-        checkpoints: Checkpoints | None = None,
-        resumed: RoundState | None = None,
+        put: Callable[[Any], Any],
         *,
-        durations: Durations | None = None,
         learned: Durations | None = None,
-        sums_in_order: bool = False,
-        is_strict: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            run,
-            nodes,
-            _Canceller(self),
-            0,
-            checkpoints,
-            resumed,
-            durations=durations,
-            sums_in_order=sums_in_order,
-            is_strict=is_strict,
-        )
+        super().__init__(run, nodes, **options)
         self._hosts = hosts
         self._states = states
         self._seeds = Seeds(seed)
@@ -93,9 +95,13 @@ class ClusterGrid(LocalGrid):
         self._models = SentModels(put)
         self._learned = Durations() if learned is None else learned
         self._group_numbers = itertools.count(1)
-        self._where: dict[str, Host] = {}  # what runs, by message
-        self._losses: Counter[str] = Counter()  # of messages that were under way on hosts that were lost
+        self._jobs: dict[str, _Job] = {}  # that hosts have, by message
+        self._under_way: Counter[Host] = Counter()  # how many of them each host has
+        self._with_room: set[Host] = set()
+        self._losses: Counter[str] = Counter()  # of messages that hosts had that were lost
+        self._alone: set[Host] = set()  # hosts that have one message, and get no other until it is finished
         self._sum_boxes: set[SumBox] = set()
+        self._start_threads([threading.Thread(target=self._give_all, name="flower-gpu-giver", daemon=True)])
 
     def listener(self) -> Listener:
         """Return what the hosts are to call."""
@@ -105,34 +111,28 @@ class ClusterGrid(LocalGrid):
         self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
     ) -> SummedElsewhere:
         """Return what sends messages and brings the sums of their replies."""
-        return _Sums(self, messages, timeout, in_order)
+        return _Sums(self, messages, timeout, in_order=in_order)
 
     def cancel(self, message: Message) -> None:
-        """Give up a message that is under way."""
+        """Give up a message that a host has."""
         with self._changed:
-            host = self._where.get(message.metadata.message_id)
-        if host is not None and not host.is_gone:
-            host.cancel(message.metadata.message_id)
+            job = self._jobs.get(message.metadata.message_id)
+        if job is not None and not job.host.is_gone:
+            job.host.cancel(message.metadata.message_id)
 
     # Hosts
 
     def _joined(self, host: Host) -> None:
+        thread = threading.Thread(
+            target=self._fetch_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
+        )
         with self._changed:
-            self._most_unread += 2 * (host.about.concurrency + _AHEAD)
-            count = host.about.concurrency
-            threads = [
-                threading.Thread(
-                    target=self._serve,
-                    args=(host, number >= count),
-                    name=f"flower-gpu-{host.name}-{number}",
-                    daemon=True,
-                )
-                for number in range(count + _AHEAD)
-            ]
+            self._most_unread += 2 * (host.about.concurrency + 1)
+            self._with_room.add(host)
             # Those of hosts that are gone have ended, or will soon.
-            self._threads = [thread for thread in self._threads if thread.is_alive()] + threads
-            for thread in threads:
-                thread.start()
+            self._threads = [each for each in self._threads if each.is_alive()]
+            self._start_threads([thread])
+            self._changed.notify_all()
 
     def _lost(self, host: Host) -> None:
         with self._changed:
@@ -162,25 +162,44 @@ class ClusterGrid(LocalGrid):
 
     # Messages
 
-    def _serve(self, host: Host, is_ahead: bool) -> None:
-        """Have a host handle one message after the other; ``is_ahead``: it may wait there for its turn."""
-        while not self._is_closed and not host.is_gone:
+    def _give_all(self) -> None:
+        """Give hosts messages as they have room for them."""
+        while True:
             with self._changed:
-                while (job := self._job(host, is_ahead)) is None and not self._is_closed and not host.is_gone:
+                while not (jobs := self._next_jobs()) and not self._is_closed:
                     self._changed.wait()
-            if job is not None:
-                self._done_by(host, *job)
-            del job
+            if self._is_closed:
+                break
+            for host, its_jobs in jobs.items():
+                self._give(host, its_jobs)
+            del jobs, its_jobs
 
-    def _job(self, host: Host, is_ahead: bool) -> tuple[Message, Box, Held | None] | None:
-        if host.is_full or host.is_gone or (is_ahead and host.call_s > SHORT_S):
-            return None
+    def _next_jobs(self) -> dict[Host, list[_Job]]:
+        """Return what hosts are to have now: first messages for all workers, then those that wait there."""
+        jobs: dict[Host, list[_Job]] = {}
+        if self._waiting:
+            concurrency = self._hosts.concurrency
+            for is_ahead in (False, True):
+                turns = deque(host for host in self._with_room if not (host.is_full or host.is_gone))
+                while self._waiting and turns:
+                    host = turns.popleft()
+                    job = self._next_job(host, concurrency, is_ahead=is_ahead)
+                    if job is not None:
+                        jobs.setdefault(host, []).append(job)
+                        turns.append(host)
+            self._with_room = {host for host in self._with_room if self._under_way[host] < _most(host)}
+        return jobs
+
+    def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> _Job | None:
         for box in self._waiting:
-            if not box.has_room() or (is_ahead and box.count_waiting <= self._hosts.concurrency):
+            most = host.about.concurrency
+            if is_ahead:  # and leaves the others their part
+                most = min(_most(host), most + box.count_waiting * most // (2 * max(concurrency, 1)))
+            if host in self._alone or self._under_way[host] >= most or not box.has_room():
+                continue
+            if box.has_any_order and self._is_for_others(host, box, concurrency):
                 continue
             held: Held | None = None
-            if box.has_any_order and self._is_for_others(host, box):
-                continue
             if isinstance(box, SumBox):
                 found = box.begin_on(host)
                 if found is None:
@@ -188,89 +207,120 @@ class ClusterGrid(LocalGrid):
                 message, held = found
             else:
                 message = box.begin()
+            if self._losses[message.metadata.message_id] == _MOST_LOST - 1:
+                if self._under_way[host]:
+                    box.again(message)
+                    return None
+                self._alone.add(host)
             if not box.has_waiting:
                 self._waiting.remove(box)
-            self._where[message.metadata.message_id] = host
-            return message, box, held
+            job = self._jobs[message.metadata.message_id] = _Job(host, message, box, held)
+            self._under_way[host] += 1
+            return job
         return None
 
-    def _is_for_others(self, host: Host, box: Box) -> bool:
+    def _is_for_others(self, host: Host, box: Box, concurrency: int) -> bool:
         """Tell whether the last messages of a round are done earlier by hosts that are far faster."""
+        if box.count_waiting > concurrency:
+            return False
         faster = [other for other in self._hosts.there if not other.is_full and _FAR * other.pace < host.pace]
         return box.count_waiting <= sum(other.about.concurrency for other in faster)
 
-    def _done_by(self, host: Host, message: Message, box: Box, held: Held | None) -> None:
-        message_id = message.metadata.message_id
-        visited, error = None, None
-        began = time.monotonic()
-        try:
-            visited = self._visited(host, message, held)
-        except HostLostError as lost:
-            with self._changed:
-                self._where.pop(message_id, None)
-                self._again(message, box)
-            self._hosts.lost(host, lost)
-            return
-        except Exception as raised:
-            error = reply_of(_raises(raised), message)
-        if visited is not None and visited.learned is not None:
-            self._learn(host, visited.learned, box.expected_s.get(message_id, 0.0))
-        seconds = time.monotonic() - began
-        with self._changed:
-            host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
-            self._where.pop(message_id, None)
-            if visited is None:  # no host has handled it
-                box.end(message, error)
-            elif held is None:
-                self._end(host, message, box, visited)
-            else:
-                assert isinstance(box, SumBox)
-                box.hold(message, held)
-                self._wait_for_host(box)  # where this one was lost meanwhile
-                if isinstance(box, BlockBox) and box.is_complete(message):
-                    host.settle(held.group.number)
+    def _give(self, host: Host, jobs: Iterable[_Job]) -> None:
+        """Send messages to a host. What cannot be sent is an error in the place of the reply."""
+        visits = []
+        for job in jobs:
+            try:
+                visits.append(self._visit(job))
+            except Exception as error:
+                reply = reply_of(_raises(error), job.message)
+                with self._changed:
+                    if self._take_from_host(job):
+                        self._forget(job.message.metadata.message_id)
+                        job.box.end(job.message, reply)
+        if visits:
+            host.give(visits)
 
-    def _visited(self, host: Host, message: Message, held: Held | None) -> Visited:
-        """Have a host handle a message.
-
-        Raises
-        ------
-        HostLostError
-            If it is lost.
-        Exception
-            What is an error in the place of the reply.
-        """
-        message_id, node_id = message.metadata.message_id, message.metadata.dst_node_id
+    def _visit(self, job: _Job) -> Visit:
+        message, message_id = job.message, job.message.metadata.message_id
         self.check_node(message)
-        partition = self._nodes.partition_of(node_id)
+        partition = self._nodes.partition_of(message.metadata.dst_node_id)
         if self._losses[message_id] >= _MOST_LOST:
             raise WorkerDiedError(
                 f"{_MOST_LOST} hosts were lost while they handled a message to client {partition}"
             )
-        with self._changed:
-            if message_id not in self._seed_of:
-                self._seed_of[message_id] = self._seeds(message)
-            seed = self._seed_of[message_id]
-        state = self._states.read(partition)
-        group = None if held is None else held.group
-        return host.handle(self._models.visit(message, seed, state, group))
+        if message_id not in self._seed_of:
+            self._seed_of[message_id] = self._seeds(message)
+        group = None if job.held is None else job.held.group
+        return self._models.visit(message, self._seed_of[message_id], self._states.read(partition), group)
 
-    def _end(self, host: Host, message: Message, box: Box, visited: Visited) -> None:
+    def _fetch_all(self, host: Host) -> None:
+        """Fetch what a host has finished, until it is lost."""
+        try:
+            while not self._is_closed and not host.is_gone:
+                finished = host.fetch()
+                if finished:
+                    self._finished(host, finished)
+                del finished
+        except HostLostError as error:
+            self._hosts.lost(host, error)
+        with self._changed:
+            self._with_room.discard(host)
+            for job in [job for job in self._jobs.values() if job.host is host]:
+                self._take_from_host(job)
+                self._losses[job.message.metadata.message_id] += 1
+                self._again(job)
+
+    def _finished(self, host: Host, finished: Iterable[Visited]) -> None:
+        with self._changed:
+            for visited in finished:
+                job = self._jobs[visited.message_id]
+                self._take_from_host(job)
+                if not visited.is_handled:
+                    if job.box.is_wanted(job.message):
+                        host.is_full = True  # until it says something else
+                    self._again(job)
+                    continue
+                seconds = visited.seconds
+                host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
+                if visited.learned is not None:
+                    self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
+                if job.held is None:
+                    self._end(host, job, visited)
+                else:
+                    assert isinstance(job.box, SumBox)
+                    job.box.hold(job.message, job.held)
+                    self._wait_for_host(job.box)  # where this one was lost meanwhile
+                    if isinstance(job.box, BlockBox) and job.box.is_complete(job.message):
+                        host.settle(job.held.group.number)
+            self._changed.notify_all()
+
+    def _take_from_host(self, job: _Job) -> bool:
+        """Take note that a host does not have a message any more; tells whether it had it until now."""
+        if self._jobs.get(job.message.metadata.message_id) is not job:
+            return False
+        del self._jobs[job.message.metadata.message_id]
+        self._under_way[job.host] -= 1
+        self._alone.discard(job.host)
+        if not job.host.is_gone:
+            self._with_room.add(job.host)
+        return True
+
+    def _end(self, host: Host, job: _Job, visited: Visited) -> None:
         """Put the reply to a message into its box, and keep what the client keeps."""
-        reply = visited.reply
+        reply, message = visited.reply, job.message
         assert reply is not None
         host.messages += 1
         host.failed += reply.has_error()
-        self._forget(message.metadata.message_id)
-        if box.is_wanted(message) and not reply.has_error():
+        self._forget(visited.message_id)
+        if job.box.is_wanted(message) and not reply.has_error():
             self._put_state(self._nodes.partition_of(message.metadata.dst_node_id), visited.state)
-        box.end(message, reply)
+        job.box.end(message, reply)
 
-    def _again(self, message: Message, box: Box) -> None:
-        """Have another host handle a message."""
-        self._losses[message.metadata.message_id] += 1
-        box.again(message)
-        self._wait_for_host(box)
+    def _again(self, job: _Job) -> None:
+        """Have a message handled, by whatever host has room."""
+        job.box.again(job.message)
+        self._wait_for_host(job.box)
         self._changed.notify_all()
 
     def _wait_for_host(self, box: Box) -> None:
@@ -394,36 +444,14 @@ def _of_failed(errors: list[Message]) -> SummedReplies:
     return summed
 
 
-class _Canceller:
-    """What the grid's own threads would call; here hosts have threads, and only messages are given up."""
-
-    def __init__(self, grid: ClusterGrid) -> None:
-        self._grid = grid
-
-    def __call__(self, message: Message) -> Message:
-        raise NotImplementedError
-
-    def idle(self) -> None:
-        """Nothing."""
-
-    def leave(self) -> None:
-        """Nothing."""
-
-    def cancel(self, message: Message) -> None:
-        """Give up a message."""
-        self._grid.cancel(message)
-
-
 class _Sums(SummedElsewhere):
     """The sums of one round's replies."""
 
     def __init__(
-        self, grid: ClusterGrid, messages: Iterable[Message], timeout: float | None, in_order: bool
+        self, grid: ClusterGrid, messages: Iterable[Message], timeout: float | None, *, in_order: bool
     ) -> None:
+        super().__init__(messages, timeout, in_order=in_order)
         self._grid = grid
-        self._messages = messages
-        self._timeout = timeout
-        self._in_order = in_order
 
     def sums(
         self, weighted_by_key: str, *, keeps_integers: bool
@@ -445,6 +473,14 @@ class _Sums(SummedElsewhere):
             lambda message: grid.block_of(message.metadata.dst_node_id),
             lambda: 2 * (len(grid._hosts.there) + grid._hosts.concurrency // BLOCK_NODES + 1),
         )
+
+
+def _most(host: Host) -> int:
+    """Return how many messages a host has at most: those that it handles, and short ones that wait there."""
+    concurrency = host.about.concurrency
+    if host.call_s > SHORT_S:
+        return concurrency
+    return concurrency + int(_AHEAD_S / max(host.call_s, _LEAST_S) * concurrency)
 
 
 def _raises(error: Exception) -> Any:

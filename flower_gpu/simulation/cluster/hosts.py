@@ -8,9 +8,10 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import INFO, WARNING
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _NEWS_S: Final = 0.5  # between two questions for news
 _LOOK_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
-_MANY: Final = 10_000  # calls of an agent's methods at a time: the grid lets fewer be under way
+_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, the others are short
 _SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
 
 
@@ -107,7 +108,7 @@ class Host:
     pace : float
         How long its calls take, of what those of all hosts take.
     call_s : float
-        How long a message takes, there and back, a mean of the last ones.
+        How long it handles a message, a mean of the last ones.
     """
 
     node: str
@@ -120,22 +121,30 @@ class Host:
     failed: int = 0
     pace: float = 1.0
     call_s: float = math.inf
+    _given: deque[Any] = field(default_factory=deque)  # calls that nobody has waited for
 
     @property
     def name(self) -> str:
         """The machine's."""
         return self.about.name
 
-    def handle(self, visit: Visit) -> Visited:
-        """Have a message handled.
+    def give(self, visits: list[Visit]) -> None:
+        """Have messages handled, in this order. That there is no agent any more is told by :meth:`fetch`."""
+        with suppress(ConnectionError):  # of a driver that is not on the cluster itself
+            coming = self.agent.give.remote(visits)
+            self._given.append(coming)
+
+    def fetch(self) -> list[Visited]:
+        """Wait, not for long, for messages that are finished.
 
         Raises
         ------
         HostLostError
-            If the agent is gone.
+            If the agent is gone, or could not take messages.
         """
-        visited: Visited = self._got(self.agent.handle.remote(visit))
-        return visited
+        given = [self._given.popleft() for _ in range(len(self._given))]
+        finished: list[Visited] = self._got(lambda: [*given, self.agent.fetch.remote()])[-1]
+        return finished
 
     def taking(self, group: int) -> Any:
         """Ask for the sums of a group so far; :meth:`taken` waits for them."""
@@ -149,7 +158,7 @@ class Host:
         HostLostError
             If the agent is gone.
         """
-        part: Part | None = self._got(coming)
+        part: Part | None = self._got(lambda: coming)
         return part
 
     def settle(self, group: int) -> None:
@@ -164,14 +173,14 @@ class Host:
         """Give up a message."""
         self.agent.cancel.remote(message_id)
 
-    def _got(self, coming: Any) -> Any:
+    def _got(self, ask: Callable[[], Any]) -> Any:
         import ray
 
         try:
-            return ray.get(coming)
+            return ray.get(ask())
         except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
             raise HostLostError(_cause(error)) from error
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ConnectionError) as error:
             raise HostLostError(_first_line(error)) from error
 
 
@@ -396,7 +405,7 @@ class Hosts:
             actor.options(
                 num_cpus=0,
                 num_gpus=0,
-                max_concurrency=_MANY,
+                max_concurrency=_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             ).remote(self._work, *self._run)
             for node in nodes

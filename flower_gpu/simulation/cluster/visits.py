@@ -89,17 +89,31 @@ class Visited:
 
     Attributes
     ----------
+    message_id : str
+        Of the message.
     reply : Message, optional
-        None: it is in a group.
+        None: it is in a group, or there is none.
     state : bytes
         What the client keeps from now on, if that is not with a group.
+    seconds : float
+        How long the message was handled.
     learned : Learned, optional
         What the call took, if it succeeded.
+    is_handled : bool
+        Whether the message was handled: else it was given up, or is to be handled elsewhere.
     """
 
-    reply: Message | None
-    state: bytes
-    learned: Learned | None
+    message_id: str
+    reply: Message | None = None
+    state: bytes = b""
+    seconds: float = 0.0
+    learned: Learned | None = None
+    is_handled: bool = True
+
+    @classmethod
+    def unhandled(cls, visit: Visit) -> Visited:
+        """Return what becomes of a message that nobody has begun."""
+        return cls(visit.message.metadata.message_id, is_handled=False)
 
 
 @dataclass

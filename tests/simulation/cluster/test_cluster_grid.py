@@ -30,7 +30,9 @@ from flower_gpu.simulation.cluster.agent import About
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
 from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
-from flower_gpu.simulation.grid import LocalGrid, reply_of
+from flower_gpu.simulation.cluster.work_queue import WorkQueue
+from flower_gpu.simulation.grid import SimulationGrid, reply_of
+from flower_gpu.simulation.local_grid import LocalGrid
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
 
@@ -81,6 +83,10 @@ class InThread:
         self._lock = threading.Lock()
         self.forgotten: list[int] = []
 
+        self._queue = WorkQueue()
+        for _ in range(concurrency):
+            threading.Thread(target=self._work, daemon=True).start()
+
     def _live(self) -> None:
         """Die after so many calls, whatever it is that is called."""
         with self._lock:
@@ -89,20 +95,34 @@ class InThread:
                 if self._left < 0:
                     raise HostLostError(f"{self.name} died")
 
+    def give(self, visits: list[Visit]) -> None:
+        self._queue.give(pickle.loads(pickle.dumps(visits)))
+
+    def fetch(self) -> list[Visited]:
+        self._live()
+        return pickle.loads(pickle.dumps(self._queue.fetch(1.0)))
+
+    def _work(self) -> None:
+        while (visit := self._queue.next(None)) is not None:
+            try:
+                self._queue.finish(self.handle(visit))
+            except HostLostError as error:
+                self._queue.fail(error)
+
     def handle(self, visit: Visit) -> Visited:
         self._live()
         self.begun.set()
         self.gate.wait(60)
-        visit = pickle.loads(pickle.dumps(visit))
         message = self._models.message(visit)
+        message_id = message.metadata.message_id
         state = record_bytes.decode(visit.state) if visit.state else RecordDict()
         reply = reply_of(lambda message: client(message, state), message)
         kept = record_bytes.encode(state)
         self._live()
         if visit.group is None:
-            return pickle.loads(pickle.dumps(Visited(reply, kept, None)))
+            return Visited(message_id, reply, kept)
         self._sums.add(visit.group, PLACE[message.metadata.dst_node_id], reply, kept)
-        return Visited(None, b"", None)
+        return Visited(message_id)
 
     def taking(self, group: int) -> int:
         return group
@@ -119,7 +139,10 @@ class InThread:
         self._sums.forget(groups)
 
     def cancel(self, message_id: str) -> None:
-        pass
+        self._queue.cancel(message_id)
+
+    def close(self) -> None:
+        self._queue.close()
 
 
 PLACE: dict[int, int] = {}
@@ -162,10 +185,11 @@ class Under:
 
     def __init__(self, nodes: int, hosts: Hosts | None, **options: Any) -> None:
         self.states = StateStore()
+        self._hosts = hosts
         self.nodes = VirtualNodes(nodes, SEED, RUN_ID, {}, self.states)
         PLACE.update({node_id: self.nodes.place_of(node_id) for node_id in self.nodes.ids})
         run = Run.create_empty(RUN_ID)
-        self.grid: LocalGrid
+        self.grid: SimulationGrid
         if hosts is None:
             self.grid = LocalGrid(run, self.nodes, self._Handler(self.nodes), 2, **options)
         else:
@@ -175,6 +199,11 @@ class Under:
             hosts.listener = self.grid.listener()
             for host in hosts.there:
                 hosts.listener.on_joined(host)
+
+    def close(self) -> None:
+        for host in () if self._hosts is None else self._hosts.all:
+            host.close()
+        self.grid.close()
 
     class _Handler:
         def __init__(self, nodes: VirtualNodes) -> None:
@@ -232,7 +261,7 @@ def under(nodes: int, hosts: Hosts | None, **options: Any) -> Iterator[Under]:
     try:
         yield test
     finally:
-        test.grid.close()
+        test.close()
 
 
 @given(
@@ -394,7 +423,7 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
     try:
         test.train(list(range(30)), in_order=False, rounds=3)
     finally:
-        test.grid.close()
+        test.close()
     assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3
 
 
