@@ -56,5 +56,6 @@ def without_ray(environ: Mapping[str, str]) -> dict[str, str]:
     except OSError:
         return found
     variables = dict(line.split("=", 1) for line in os.fsdecode(text).split("\0") if "=" in line)
-    found.pop(_VISIBLE, None)
+    for name in (_VISIBLE, _RAYLET):  # without the latter nobody asks again
+        found.pop(name, None)
     return found | {name: value for name, value in variables.items() if name == _VISIBLE}

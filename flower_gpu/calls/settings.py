@@ -162,8 +162,7 @@ class HostSettings:
         ConfigError
             If that is so; else the call would wait for ever.
         """
-        most = available_cores()
-        if self.is_leased and self.num_cpus is not None and self.num_cpus > most:
+        if self.is_leased and self.num_cpus is not None and self.num_cpus > (most := available_cores()):
             raise ConfigError(
                 f"{self.source}={self.num_cpus:g} is more than there is: this process may use {most:g} "
                 f"core{'' if most == 1 else 's'} here. Ask for at most {most:g}"

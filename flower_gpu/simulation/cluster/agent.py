@@ -212,8 +212,12 @@ class Agent:
         """Have messages handled, in this order."""
         self._queue.give(visits)
 
-    def fetch(self) -> list[Visited]:
-        """Return what has become of messages: errors are in the replies. Waits, not for long."""
+    def exchange(self, visits: Sequence[Visit]) -> list[Visited]:
+        """Have messages handled, and return what has become of others: errors are in the replies.
+
+        Waits for that, not for long.
+        """
+        self._queue.give(visits)
         return self._queue.fetch(_FETCH_S)
 
     def settle(self, group: int) -> None:

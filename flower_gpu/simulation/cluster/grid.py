@@ -37,7 +37,7 @@ _FAR: Final = 1.5  # so many times as fast is worth waiting for half a call
 _PACE_CALLS: Final = 16  # over which a host's pace is a mean
 # Of short messages a host has so much waiting: else its workers would wait while replies and the next
 # messages are on their way. They are handed over several at a time, which costs less.
-_AHEAD_S: Final = 0.2
+_AHEAD_S: Final = 0.5
 _LEAST_S: Final = 1e-3  # that a message is taken for
 _MOST_COMING: Final = 4  # sums that are on their way to the driver at a time
 
@@ -55,7 +55,8 @@ class _Job:
 class ClusterGrid(SimulationGrid):
     """Hands messages to hosts, each of which has as many under way as it says that it can have.
 
-    A thread gives all hosts their messages, and one for each host fetches what is finished there.
+    A thread gives hosts the first messages of a round. One for each host fetches what is finished there and
+    gives it the next ones.
 
     Parameters
     ----------
@@ -124,7 +125,7 @@ class ClusterGrid(SimulationGrid):
 
     def _joined(self, host: Host) -> None:
         thread = threading.Thread(
-            target=self._fetch_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
+            target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
         )
         with self._changed:
             self._most_unread += 2 * (host.about.concurrency + 1)
@@ -163,31 +164,54 @@ class ClusterGrid(SimulationGrid):
     # Messages
 
     def _give_all(self) -> None:
-        """Give hosts messages as they have room for them."""
+        """Give hosts messages as these are sent, or have to be handled again."""
         while True:
             with self._changed:
-                while not (jobs := self._next_jobs()) and not self._is_closed:
+                while not (jobs := self._next_jobs(self._with_room)) and not self._is_closed:
                     self._changed.wait()
             if self._is_closed:
                 break
             for host, its_jobs in jobs.items():
-                self._give(host, its_jobs)
+                host.give(self._visits(its_jobs))
             del jobs, its_jobs
 
-    def _next_jobs(self) -> dict[Host, list[_Job]]:
+    def _exchange_all(self, host: Host) -> None:
+        """Fetch what a host has finished, and give it the next messages, until it is lost."""
+        jobs: list[_Job] = []
+        try:
+            while not self._is_closed and not host.is_gone:
+                finished = host.exchange(self._visits(jobs))
+                with self._changed:
+                    for visited in finished:
+                        self._finish(host, visited)
+                    jobs = self._next_jobs([host]).get(host, []) if finished else []
+                    if finished:
+                        self._changed.notify_all()
+                del finished
+        except HostLostError as error:
+            self._hosts.lost(host, error)
+        with self._changed:
+            self._with_room.discard(host)
+            for job in [job for job in self._jobs.values() if job.host is host]:
+                self._take_from_host(job)
+                self._losses[job.message.metadata.message_id] += 1
+                self._again(job)
+
+    def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[_Job]]:
         """Return what hosts are to have now: first messages for all workers, then those that wait there."""
         jobs: dict[Host, list[_Job]] = {}
         if self._waiting:
             concurrency = self._hosts.concurrency
+            with_room = [host for host in hosts if not (host.is_full or host.is_gone)]
             for is_ahead in (False, True):
-                turns = deque(host for host in self._with_room if not (host.is_full or host.is_gone))
+                turns = deque(with_room)
                 while self._waiting and turns:
                     host = turns.popleft()
                     job = self._next_job(host, concurrency, is_ahead=is_ahead)
                     if job is not None:
                         jobs.setdefault(host, []).append(job)
                         turns.append(host)
-            self._with_room = {host for host in self._with_room if self._under_way[host] < _most(host)}
+            self._with_room -= {host for host in with_room if self._under_way[host] >= _most(host)}
         return jobs
 
     def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> _Job | None:
@@ -226,8 +250,8 @@ class ClusterGrid(SimulationGrid):
         faster = [other for other in self._hosts.there if not other.is_full and _FAR * other.pace < host.pace]
         return box.count_waiting <= sum(other.about.concurrency for other in faster)
 
-    def _give(self, host: Host, jobs: Iterable[_Job]) -> None:
-        """Send messages to a host. What cannot be sent is an error in the place of the reply."""
+    def _visits(self, jobs: Iterable[_Job]) -> list[Visit]:
+        """Return what is to be sent. What cannot be is an error in the place of the reply."""
         visits = []
         for job in jobs:
             try:
@@ -238,8 +262,7 @@ class ClusterGrid(SimulationGrid):
                     if self._take_from_host(job):
                         self._forget(job.message.metadata.message_id)
                         job.box.end(job.message, reply)
-        if visits:
-            host.give(visits)
+        return visits
 
     def _visit(self, job: _Job) -> Visit:
         message, message_id = job.message, job.message.metadata.message_id
@@ -249,51 +272,34 @@ class ClusterGrid(SimulationGrid):
             raise WorkerDiedError(
                 f"{_MOST_LOST} hosts were lost while they handled a message to client {partition}"
             )
-        if message_id not in self._seed_of:
-            self._seed_of[message_id] = self._seeds(message)
+        with self._changed:
+            if message_id not in self._seed_of:
+                self._seed_of[message_id] = self._seeds(message)
+            seed = self._seed_of[message_id]
         group = None if job.held is None else job.held.group
-        return self._models.visit(message, self._seed_of[message_id], self._states.read(partition), group)
+        return self._models.visit(message, seed, self._states.read(partition), group)
 
-    def _fetch_all(self, host: Host) -> None:
-        """Fetch what a host has finished, until it is lost."""
-        try:
-            while not self._is_closed and not host.is_gone:
-                finished = host.fetch()
-                if finished:
-                    self._finished(host, finished)
-                del finished
-        except HostLostError as error:
-            self._hosts.lost(host, error)
-        with self._changed:
-            self._with_room.discard(host)
-            for job in [job for job in self._jobs.values() if job.host is host]:
-                self._take_from_host(job)
-                self._losses[job.message.metadata.message_id] += 1
-                self._again(job)
-
-    def _finished(self, host: Host, finished: Iterable[Visited]) -> None:
-        with self._changed:
-            for visited in finished:
-                job = self._jobs[visited.message_id]
-                self._take_from_host(job)
-                if not visited.is_handled:
-                    if job.box.is_wanted(job.message):
-                        host.is_full = True  # until it says something else
-                    self._again(job)
-                    continue
-                seconds = visited.seconds
-                host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
-                if visited.learned is not None:
-                    self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
-                if job.held is None:
-                    self._end(host, job, visited)
-                else:
-                    assert isinstance(job.box, SumBox)
-                    job.box.hold(job.message, job.held)
-                    self._wait_for_host(job.box)  # where this one was lost meanwhile
-                    if isinstance(job.box, BlockBox) and job.box.is_complete(job.message):
-                        host.settle(job.held.group.number)
-            self._changed.notify_all()
+    def _finish(self, host: Host, visited: Visited) -> None:
+        """Take what has become of a message."""
+        job = self._jobs[visited.message_id]
+        self._take_from_host(job)
+        if not visited.is_handled:
+            if job.box.is_wanted(job.message):
+                host.is_full = True  # until it says something else
+            self._again(job)
+            return
+        seconds = visited.seconds
+        host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
+        if visited.learned is not None:
+            self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
+        if job.held is None:
+            self._end(host, job, visited)
+            return
+        assert isinstance(job.box, SumBox)
+        job.box.hold(job.message, job.held)
+        self._wait_for_host(job.box)  # where this one was lost meanwhile
+        if isinstance(job.box, BlockBox) and job.box.is_complete(job.message):
+            host.settle(job.held.group.number)
 
     def _take_from_host(self, job: _Job) -> bool:
         """Take note that a host does not have a message any more; tells whether it had it until now."""

@@ -129,13 +129,13 @@ class Host:
         return self.about.name
 
     def give(self, visits: list[Visit]) -> None:
-        """Have messages handled, in this order. That there is no agent any more is told by :meth:`fetch`."""
+        """Have messages handled. That there is no agent any more is told by :meth:`exchange`."""
         with suppress(ConnectionError):  # of a driver that is not on the cluster itself
             coming = self.agent.give.remote(visits)
             self._given.append(coming)
 
-    def fetch(self) -> list[Visited]:
-        """Wait, not for long, for messages that are finished.
+    def exchange(self, visits: list[Visit]) -> list[Visited]:
+        """Have messages handled; waits, not for long, for others that are finished.
 
         Raises
         ------
@@ -143,7 +143,7 @@ class Host:
             If the agent is gone, or could not take messages.
         """
         given = [self._given.popleft() for _ in range(len(self._given))]
-        finished: list[Visited] = self._got(lambda: [*given, self.agent.fetch.remote()])[-1]
+        finished: list[Visited] = self._got(lambda: [*given, self.agent.exchange.remote(visits)])[-1]
         return finished
 
     def taking(self, group: int) -> Any:

@@ -12,7 +12,7 @@ from flower_gpu.simulation.boxes import reply_bytes
 from flower_gpu.simulation.cluster.visits import Visit, Visited
 
 # Of short messages several are fetched at a time, as each time costs more than a short message does.
-_GATHER_S: Final = 0.05
+_GATHER_S: Final = 0.1
 _MOST_BYTES: Final = 1 << 26  # of replies that are fetched at a time, where these are more than one
 
 

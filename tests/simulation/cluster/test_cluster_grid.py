@@ -16,6 +16,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.run import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from flower_gpu import FedAvg
 from flower_gpu.errors import ConfigError, InvalidResultError, NotDeterministicError
@@ -98,8 +99,9 @@ class InThread:
     def give(self, visits: list[Visit]) -> None:
         self._queue.give(pickle.loads(pickle.dumps(visits)))
 
-    def fetch(self) -> list[Visited]:
+    def exchange(self, visits: list[Visit]) -> list[Visited]:
         self._live()
+        self.give(visits)
         return pickle.loads(pickle.dumps(self._queue.fetch(1.0)))
 
     def _work(self) -> None:
@@ -385,6 +387,47 @@ def test_a_full_host_gets_nothing_until_it_has_room() -> None:
         hosts.listener.on_room()
         test.train(list(range(10)), in_order=False)
         assert (full.messages, other.messages) == (10, 10)
+
+
+def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
+    full, other = InThread("full", 1), InThread("other", 1)
+    full.call_s = other.call_s = 0.01  # so messages are sent ahead
+    full.gate.clear()
+    with under(40, Hosts([full, other])) as test:
+        thread = threading.Thread(target=test.train, args=[list(range(40))], kwargs={"in_order": False})
+        thread.start()
+        until(lambda: full.begun.is_set() and full._queue._waiting)
+        full._queue.give_back()  # as its agent does when a message waits for a lease
+        until(lambda: full.is_full)
+        full.gate.set()
+        thread.join(30)
+        assert test.calls() == [1] * 40 and full.messages == 1
+
+
+def test_there_is_one_thread_for_each_host() -> None:
+    """Not one for each message: with a thousand under way all of them woke up at each reply."""
+    with under(10, Hosts([InThread("a", 500), InThread("b", 500)])) as test:
+        assert len(test.grid._threads) == 1 + 2
+        test.train(list(range(10)), in_order=False)
+
+
+def test_messages_beside_a_deadly_one_have_not_failed() -> None:
+    """They were on the same hosts, three times."""
+
+    class Deadly(InThread):
+        def handle(self, visit: Visit) -> Visited:
+            if visit.message.metadata.dst_node_id == victim:
+                raise HostLostError(f"{self.name} died")
+            return super().handle(visit)
+
+    class ManyHosts(Hosts):
+        def join(self, host: InThread) -> None:
+            super().join(Deadly(host.name, host.about.concurrency))
+
+    with under(30, ManyHosts([Deadly("a", 30)])) as test:
+        victim = test.nodes.ids[7]
+        rest = test.replies(30, in_order=False)
+        assert [reply.metadata.src_node_id for reply in rest if reply.has_error()] == [victim]
 
 
 def test_the_last_messages_are_not_for_a_host_that_is_far_slower() -> None:
