@@ -1,7 +1,8 @@
 """A simulation on two hosts of a Ray cluster, and the same on one machine with the same cores, in turn.
 
 Parts: overhead (time of a round and of the command), wire (bytes between the hosts, CPUs and memory), costs
-(of a message, a round, a MB of the model), idle (of a host that waits). README.md says what is measured.
+(of a message, a round, a MB of the model), idle (of a host that waits), many (the driver with many hosts).
+README.md says what is measured.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-from benchmarks.cluster import costs, network, overhead
+from benchmarks.cluster import costs, many, network, overhead
 from benchmarks.shared.driver import Figures, Options, Parser, positive, run
 
 
@@ -39,7 +40,11 @@ def _idle(options: Options, figures: Figures) -> None:
     figures["idle"] = costs.measure_idle(*(costs.QUICK_IDLE if options.quick else costs.IDLE))
 
 
-_PARTS = {"overhead": _overhead, "wire": _wire, "costs": _costs, "idle": _idle}
+def _many(options: Options, figures: Figures) -> None:
+    figures["many"] = many.measure(many.QUICK_SIZES if options.quick else many.SIZES)
+
+
+_PARTS = {"overhead": _overhead, "wire": _wire, "costs": _costs, "idle": _idle, "many": _many}
 
 
 if __name__ == "__main__":

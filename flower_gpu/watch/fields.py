@@ -72,3 +72,9 @@ def call_label(event: Mapping[str, Any]) -> str:
     """Name a call: ``fit of client 3``, ``evaluate on the server``."""
     task, client = event.get("task") or "call", event.get("client")
     return f"{task} on the server" if client in (None, "", "server") else f"{task} of client {client}"
+
+
+def whose(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whose call an event is of: its call, client, task, host and round."""
+    texts = {name: text(event.get(name)) for name in ("call", "client", "task", "host")}
+    return {**texts, "round": whole(event.get("round"))}

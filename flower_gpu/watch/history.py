@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.trace import SERVER_EVALUATE
-from flower_gpu.watch.fields import mappings, node_id, number, text, whole
+from flower_gpu.watch.fields import mappings, number, text, whole, whose
+from flower_gpu.watch.lease_history import LeaseHistory
+from flower_gpu.watch.round_history import RoundHistory
 from flower_gpu.watch.spans import (
     CONSEQUENCES,
     HOST_LOST,
@@ -19,27 +19,24 @@ from flower_gpu.watch.spans import (
     OUT_OF_MEMORY,
     OUTCOMES,
     CallFigures,
-    FailureReasons,
     GPUInfo,
     GPUSample,
     HostSpan,
     LeaseSpan,
-    OpenRound,
     OutOfMemory,
-    RoundPart,
     Tally,
     WorkerSpan,
+    drop_oldest,
 )
 
 _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 # With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
 _MOST_OPEN: Final = 10_000
-_MOST_METRICS: Final = 1000  # of an evaluation
 #: Events that a host which is lost is named in, too.
 _OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
 
-class History:
+class History(RoundHistory):
     """A run, as far as its events tell; fed event by event, so that it can be followed while it goes on.
 
     Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
@@ -51,9 +48,9 @@ class History:
     def __init__(
         self, *, keep_finished: bool = True, keep_rounds: bool = False, tally: Tally | None = None
     ) -> None:
+        super().__init__(Tally() if tally is None else tally)
         self._keep_finished = keep_finished
         self._keep_rounds = keep_rounds
-        self.tally = Tally() if tally is None else tally
         # Of the run; empty or None as long as that is not told.
         self.kind = self.name = self.host = self.version = ""
         self.outcome = ""  # also empty for a run that was killed
@@ -65,34 +62,14 @@ class History:
         self.first_at: float | None = None  # of all events
         self.last_at: float | None = None
         self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
-        # Messages to clients: as the run has told at its end, and as its rounds tell.
-        self.failed_messages: int | None = None
-        self.all_messages: int | None = None
-        self.messages_sent = self.messages_failed = 0
-        self.failures = FailureReasons()  # of replies that are errors
-        self.all_failed = ""  # why the run computes nothing, once that is so
-        # Rounds.
-        self.strategy: str | None = None
-        self.strategy_started_at: float | None = None
-        self.num_rounds: int | None = None
-        self.resumed_round: int | None = None
-        self.highest_round = 0  # of those that have finished
-        self.last_metrics: dict[str, Mapping[str, Any]] = {}  # by task, as told
-        self.open_round: OpenRound | None = None  # messages that are under way
-        self.closed_round: OpenRound | None = None  # the ones before, all of which are over
-        self._parts: dict[tuple[int | None, str], RoundPart] = {}  # that have finished, by round and task
+        self.failed_messages: int | None = None  # to clients, as told at the end of the run
+        self.all_messages: int | None = None  # the same
         self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
-        # GPUs by UUID; leases and workers in the order of their starts.
-        self.gpus: dict[str, GPUInfo] = {}
+        self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
         self.samples: dict[str, list[GPUSample]] = {}
-        self.leases: list[LeaseSpan] = []
-        self.workers: list[WorkerSpan] = []
+        self._gpu_leases, self._core_leases = LeaseHistory(), LeaseHistory()
+        self.workers: list[WorkerSpan] = []  # in the order of their starts
         self.out_of_memory: list[OutOfMemory] = []
-        self.cores_leases: list[LeaseSpan] = []  # of calls on the CPU
-        self._requests: dict[str, LeaseSpan] = {}  # by call, that wait
-        self._cores_requests: dict[str, LeaseSpan] = {}  # the same, for cores
-        self._cores_leases: dict[str, LeaseSpan] = {}  # by id
-        self._leases: dict[str, LeaseSpan] = {}  # by id
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
         self._last_round: int | None = None  # of a worker
         self._calls_round: int | None = None
@@ -121,19 +98,19 @@ class History:
             self._forget_finished()
 
     @property
-    def rounds(self) -> list[RoundPart]:
-        """What has finished of each round, by task; ``round`` is None for messages that say none."""
-        return list(self._parts.values())
+    def leases(self) -> list[LeaseSpan]:
+        """Requests for GPUs and leases on them, in the order of their starts."""
+        return self._gpu_leases.spans
 
     @property
-    def evaluations(self) -> list[RoundPart]:
-        """What has finished, of rounds with a number."""
-        return [part for part in self._parts.values() if part.round is not None]
+    def cores_leases(self) -> list[LeaseSpan]:
+        """Requests for cores and leases on them, of calls on the CPU, in the order of their starts."""
+        return self._core_leases.spans
 
     @property
     def waiting(self) -> list[LeaseSpan]:
-        """Requests that wait for a lease, the oldest first."""
-        return [*self._requests.values(), *self._cores_requests.values()]
+        """Requests that wait for a lease: those for GPUs, then those for cores, each the oldest first."""
+        return [*self._gpu_leases.waiting.values(), *self._core_leases.waiting.values()]
 
     @property
     def running(self) -> list[WorkerSpan]:
@@ -147,7 +124,8 @@ class History:
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
         """Return the lease that a worker has; on the CPU the one on cores; None where it has neither."""
-        return self._leases.get(worker.lease) or self._cores_leases.get(worker.cores_lease)
+        on_gpus, on_cores = self._gpu_leases.granted, self._core_leases.granted
+        return on_gpus.get(worker.lease) or on_cores.get(worker.cores_lease)
 
     @property
     def current_round(self) -> int | None:
@@ -180,18 +158,14 @@ class History:
         return host is not None and host.is_lost and event.get("event") not in _OF_LOST_HOSTS
 
     def _forget_finished(self) -> None:
-        for spans in (self._running, self._requests, self._leases, self._cores_requests):
-            _drop_oldest(spans, _MOST_OPEN)
-        _drop_oldest(self._cores_leases, _MOST_OPEN)
-        self._cores_leases = {i: span for i, span in self._cores_leases.items() if span.released_at is None}
-        self.cores_leases = [*self._cores_requests.values(), *self._cores_leases.values()]
+        for leases in (self._gpu_leases, self._core_leases):
+            leases.forget_finished(_MOST_OPEN)
+        drop_oldest(self._running, _MOST_OPEN)
         if not self._keep_rounds:
-            _drop_oldest(self._parts, _FEW)
-        _drop_oldest(self.last_metrics, _FEW)
-        _drop_oldest(self.hosts, MOST_HOSTS)
+            drop_oldest(self._parts, _FEW)
+        drop_oldest(self.last_metrics, _FEW)
+        drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())
-        self._leases = {id_: span for id_, span in self._leases.items() if span.released_at is None}
-        self.leases = [*self._requests.values(), *self._leases.values()]
         for samples in self.samples.values():
             del samples[:-1]
         del self.out_of_memory[:-_FEW]
@@ -210,8 +184,8 @@ class History:
         self.started_at = time if self.started_at is None else self.started_at
         self.finished_at, self.outcome = None, ""
         if not self._keep_finished:  # what the one before has left open was killed with it
-            self._requests, self._leases, self._running = {}, {}, {}
-            self._cores_requests, self._cores_leases = {}, {}
+            self._gpu_leases, self._core_leases = LeaseHistory(), LeaseHistory()
+            self._running = {}
         self.kind, self.name = text(event.get("kind")), text(event.get("name"))
         self.host, self.pid = text(event.get("host")), whole(event.get("pid"))
         self.version = text(event.get("version"))
@@ -273,14 +247,8 @@ class History:
                 worker.finished_at, worker.outcome = time, HOST_LOST
                 self.tally.workers_finished[HOST_LOST] += 1
                 self._count_call(worker)
-        for requests in (self._requests, self._cores_requests):
-            for request in list(requests.values()):
-                if request.host == host.name:
-                    del requests[request.call]
-                    request.refused_at, request.is_lost = time, True
-        for lease in (*self._leases.values(), *self._cores_leases.values()):
-            if lease.host == host.name and lease.released_at is None:
-                lease.released_at, lease.is_lost = time, True
+        for leases in (self._gpu_leases, self._core_leases):
+            leases.lose_host(time, host.name)
 
     def _leave_hosts(self, until: float) -> None:
         """Forget that hosts are there that joined until then: the run has other agents now."""
@@ -295,140 +263,40 @@ class History:
             host.calls[outcome] += 1
             self.tally.calls_of(host.name)[outcome] += 1
 
-    # Rounds
-
-    def _on_strategy_started(self, time: float, event: Mapping[str, Any]) -> None:
-        self.strategy, self.strategy_started_at = text(event.get("strategy")), time
-        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
-
-    def _on_strategy_resumed(self, time: float, event: Mapping[str, Any]) -> None:
-        self.resumed_round = after = whole(event.get("round"))
-        if after is not None:  # what had finished of later rounds is done again
-            self._parts = {key: part for key, part in self._parts.items() if (key[0] or 0) <= after}
-
-    def _on_all_failed(self, time: float, event: Mapping[str, Any]) -> None:
-        self.all_failed = self.all_failed or text(event.get("reason"))
-
-    def _on_round_started(self, time: float, event: Mapping[str, Any]) -> None:
-        self.open_round = OpenRound(
-            whole(event.get("round")), text(event.get("task")), whole(event.get("messages")), time
-        )
-
-    def _on_round_grew(self, time: float, event: Mapping[str, Any]) -> None:
-        if (open_round := self._open_round_of(event)) is not None:
-            open_round.messages = whole(event.get("messages"))
-
-    def _on_reply(self, time: float, event: Mapping[str, Any]) -> None:
-        has_failed = event.get("error") is not None
-        if (open_round := self._open_round_of(event)) is not None:
-            open_round.replies += 1
-            open_round.failed += has_failed
-            open_round.replied_at.append(time)
-            if open_round.first_reply_at is None:
-                open_round.first_reply_at = time
-            if (node := node_id(event.get("node"))) is not None and (
-                figures := _figures(event.get("metrics"))
-            ):
-                open_round.client_metrics[node] = figures
-        if has_failed:
-            self.failures.add(event)
-
-    def _open_round_of(self, event: Mapping[str, Any]) -> OpenRound | None:
-        told = (whole(event.get("round")), text(event.get("task")))
-        one = self.open_round
-        return one if one is not None and (one.round, one.task) == told else None
-
-    def _on_round_finished(self, time: float, event: Mapping[str, Any]) -> None:
-        task = text(event.get("task"))
-        if self.open_round is not None and self.open_round.task == task:
-            self.closed_round, self.open_round = self.open_round, None
-        self._finish_part(time, event, task)
-
-    def _on_round(self, time: float, event: Mapping[str, Any]) -> None:
-        self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
-        self._finish_part(time, event, SERVER_EVALUATE)
-
-    def _finish_part(self, time: float, event: Mapping[str, Any], task: str) -> None:
-        server_round, metrics = whole(event.get("round")), event.get("metrics")
-        if server_round is not None and server_round > self.highest_round:  # a resumed run does some again
-            self.highest_round = server_round
-            self.tally.rounds_finished += 1
-        told = dict(islice(metrics.items(), _MOST_METRICS)) if isinstance(metrics, Mapping) else {}
-        if told:
-            self.last_metrics.pop(task, None)
-            self.last_metrics[task] = told
-        # A strategy and a simulation may both tell it.
-        part = self._parts.setdefault((server_round, task), RoundPart(time, server_round, task))
-        part.time, part.told = time, dict(islice({**part.told, **told}.items(), _MOST_METRICS))
-        part.metrics = _figures(part.told)
-        seconds = number(event.get("seconds"))
-        part.seconds = part.seconds if seconds is None else seconds
-        sent, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
-        part.messages += sent
-        part.failed += failed
-        self.messages_sent += sent
-        self.messages_failed += failed
-
     # Leases
 
     def _on_lease_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        span = LeaseSpan(**_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
-        self._requests[span.call] = span
-        self.leases.append(span)
+        self._gpu_leases.request(time, event)
 
     def _on_lease_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._requests.pop(text(event.get("call")), None)
-        if span is None:
-            span = LeaseSpan(**_whose(event), requested_at=None)
-            self.leases.append(span)
-        span.granted_at, span.id = time, text(event.get("lease"))
-        span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
+        span = self._gpu_leases.grant(time, event)
         for told in mappings(event.get("gpus")):
             self._learn_gpu(told, span.host)
             span.memory_bytes[text(told.get("uuid"))] = whole(told.get("memory_bytes")) or 0
-        self._leases[span.id] = span
         self.tally.leases_granted += 1
-        span.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
         self.tally.lease_waits.add(span.waited_s)
 
     def _on_lease_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._requests.pop(text(event.get("call")), None)
-        if span is not None:
-            span.refused_at = time
+        self._gpu_leases.refuse(time, event)
         self.tally.leases_not_granted += 1
 
     def _on_lease_released(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._leases.get(text(event.get("lease")))
-        if span is not None:
-            span.released_at = time
+        self._gpu_leases.release(time, event)
 
     def _on_cores_requested(self, time: float, event: Mapping[str, Any]) -> None:
-        span = LeaseSpan(**_whose(event), requested_at=time, caller_pid=whole(event.get("caller_pid")))
-        self._cores_requests[span.call] = span
-        self.cores_leases.append(span)
+        self._core_leases.request(time, event)
 
     def _on_cores_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._cores_requests.pop(text(event.get("call")), None)
-        if span is None:
-            span = LeaseSpan(**_whose(event), requested_at=None)
-            self.cores_leases.append(span)
-        span.granted_at, span.id = time, text(event.get("lease"))
-        span.cores, span.host_memory_bytes = number(event.get("cores")), whole(event.get("host_memory_bytes"))
-        span.waited_s = max(0.0, number(event.get("waited_s")) or 0.0)
-        self._cores_leases[span.id] = span
+        span = self._core_leases.grant(time, event)
         self.tally.cores_granted += 1
         self.tally.cores_waits.add(span.waited_s)
 
     def _on_cores_not_granted(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._cores_requests.pop(text(event.get("call")), None)
-        if span is not None:
-            span.refused_at = time
+        self._core_leases.refuse(time, event)
         self.tally.cores_not_granted += 1
 
     def _on_cores_released(self, time: float, event: Mapping[str, Any]) -> None:
-        span = self._cores_leases.get(text(event.get("lease")))
-        if span is not None:
-            span.released_at = time
+        self._core_leases.release(time, event)
 
     # Workers
 
@@ -438,7 +306,7 @@ class History:
 
     def _begin_worker(self, time: float, event: Mapping[str, Any]) -> WorkerSpan:
         worker = WorkerSpan(
-            **_whose(event),
+            **whose(event),
             pid=whole(event.get("pid")) or 0,
             start_method=text(event.get("start_method")),
             lease=text(event.get("lease")),
@@ -500,21 +368,3 @@ class History:
 
     def _of(self, event: Mapping[str, Any]) -> WorkerSpan | None:
         return self._running.get((text(event.get("call")), whole(event.get("pid")) or 0))
-
-
-def _figures(metrics: object) -> dict[str, float]:
-    """Return the first of these metrics that are numbers."""
-    told = islice(metrics.items(), _MOST_METRICS) if isinstance(metrics, Mapping) else ()
-    figures = {str(name): number(value) for name, value in told}
-    return {name: figure for name, figure in figures.items() if figure is not None}
-
-
-def _drop_oldest(found: dict[Any, Any], most: int) -> None:
-    if len(found) > most:
-        for key in list(islice(found, len(found) - most)):
-            del found[key]
-
-
-def _whose(event: Mapping[str, Any]) -> dict[str, Any]:
-    texts = {name: text(event.get(name)) for name in ("call", "client", "task", "host")}
-    return {**texts, "round": whole(event.get("round"))}

@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, Final
 
 from flower_gpu.apps.failures import LABEL
@@ -296,3 +296,10 @@ class FailureReasons:
         if len(named) < _MOST_NAMED:
             whose = {"client": reply.get("node"), "type": reply.get("task"), "round": reply.get("round")}
             named.append({**whose, "error": error})
+
+
+def drop_oldest(found: dict[Any, Any], most: int) -> None:
+    """Remove the oldest entries, so that at most so many stay."""
+    if len(found) > most:
+        for key in list(islice(found, len(found) - most)):
+            del found[key]

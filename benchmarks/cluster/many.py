@@ -1,0 +1,128 @@
+"""Part ``many``: the driver with many hosts, each of which is a clock: its own threads, without Ray."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.supercore.run import Run
+
+from benchmarks.shared import table
+from flower_gpu.simulation import run as runs
+from flower_gpu.simulation.cluster.grid import ClusterGrid
+from flower_gpu.simulation.cluster.visits import Visit, Visited
+from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.states import StateStore
+
+#: Hosts, messages that each handles at a time, messages of a round for each of these, seconds of a message.
+SIZES, QUICK_SIZES = [(16, 64, 4, 1.0), (100, 64, 4, 2.0)], [(4, 8, 2, 0.05)]
+_WAIT_S = 1.0  # that a host waits for something that is finished, as an agent does
+_RUN_ID = 1
+
+
+class _Clock:
+    """A host whose messages are finished after a time, without anybody who handles them."""
+
+    def __init__(self, name: str, concurrency: int, seconds: float) -> None:
+        self.name = name
+        self.about = SimpleNamespace(concurrency=concurrency)
+        self.is_gone = self.is_full = False
+        self.messages = self.failed = 0
+        self.pace, self.call_s = 1.0, math.inf
+        self.exchanges = 0
+        self._seconds = seconds
+        self._due: deque[tuple[float, Visit]] = deque()
+        self._changed = threading.Condition()
+
+    def give(self, visits: Sequence[Visit]) -> None:
+        """Have messages finished later."""
+        due = time.monotonic() + self._seconds
+        with self._changed:
+            self._due += [(due, visit) for visit in visits]
+            self._changed.notify()
+
+    def exchange(self, visits: Sequence[Visit]) -> list[Visited]:
+        """Have messages finished later; return those that are."""
+        self.give(visits)
+        self.exchanges += 1
+        until = time.monotonic() + _WAIT_S
+        with self._changed:
+            while (now := time.monotonic()) < until and not (self._due and self._due[0][0] <= now):
+                self._changed.wait(min(until, self._due[0][0] if self._due else until) - now)
+            finished = []
+            while self._due and self._due[0][0] <= now:
+                finished.append(self._due.popleft()[1])
+        return [self._visited(visit) for visit in finished]
+
+    def _visited(self, visit: Visit) -> Visited:
+        content = RecordDict({"metrics": MetricRecord({"num-examples": 1})})
+        reply = Message(content, reply_to=visit.message)
+        return Visited(visit.message.metadata.message_id, reply, b"", self._seconds)
+
+
+class _Hosts:
+    def __init__(self, there: list[_Clock]) -> None:
+        self.there = there
+
+    @property
+    def concurrency(self) -> int:
+        return sum(host.about.concurrency for host in self.there)
+
+
+def measure(sizes: Sequence[tuple[int, int, int, float]]) -> list[dict[str, Any]]:
+    """Return a row per size: a round, beside the time that its messages take on all these hosts."""
+    rows = [_measured(*size) for size in sizes]
+    table.show(
+        "many hosts, each a clock",
+        ("hosts", "at a time", "messages", "a round", "at least", "CPU of a message", "exchanges"),
+        [
+            (
+                row["hosts"],
+                row["under_way"],
+                row["messages"],
+                f"{row['round_s']:.2f} s",
+                f"{row['least_s']:.2f} s",
+                f"{row['driver_cpu_ms_per_message']:.3f} ms",
+                row["exchanges"],
+            )
+            for row in rows
+        ],
+    )
+    return rows
+
+
+def _measured(count: int, concurrency: int, turns: int, seconds: float) -> dict[str, Any]:
+    hosts = _Hosts([_Clock(f"host-{number}", concurrency, seconds) for number in range(count)])
+    states = StateStore()
+    messages = count * concurrency * turns
+    with runs._identity(_RUN_ID):
+        nodes = VirtualNodes(messages, 0, _RUN_ID, {}, states)
+        grid = ClusterGrid(Run.create_empty(_RUN_ID), nodes, hosts, states, 0, lambda record: record)  # type: ignore[arg-type]
+        for host in hosts.there:
+            grid.listener().on_joined(host)  # type: ignore[arg-type]
+        try:
+            content = RecordDict({"arrays": ArrayRecord([np.zeros(1000, np.float32)])})
+            sent = [Message(content, node_id, "train", group_id="1") for node_id in nodes.ids]
+            began, cpu_began_s = time.perf_counter(), time.process_time()
+            replies = sum(1 for _ in grid.send_and_receive(sent))
+            round_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began_s
+        finally:
+            grid.close()
+    assert replies == messages
+    return {
+        "hosts": count,
+        "under_way": count * concurrency,
+        "messages": messages,
+        "message_s": seconds,
+        "round_s": round(round_s, 3),
+        "least_s": turns * seconds,
+        "driver_cpu_ms_per_message": round(cpu_s / messages * 1000, 4),
+        "exchanges": sum(host.exchanges for host in hosts.there),
+    }
