@@ -191,11 +191,11 @@ class ClusterGrid(SimulationGrid):
         except HostLostError as error:
             self._hosts.lost(host, error)
         with self._changed:
-            self._with_room.discard(host)
             for job in [job for job in self._jobs.values() if job.host is host]:
                 self._take_from_host(job)
                 self._losses[job.message.metadata.message_id] += 1
                 self._again(job)
+            self._with_room.discard(host)
 
     def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[_Job]]:
         """Return what hosts are to have now: first messages for all workers, then those that wait there."""
