@@ -227,9 +227,8 @@ class Hosts:
         self._all += self._started(self._nodes_alive())
         if not self._all:
             raise ConfigError("the Ray cluster has no host")
-        self._refused: dict[
-            str, tuple[float, float]
-        ] = {}  # machines without an agent: asked again when, and after
+        # Machines without an agent: when they are asked again, and after how many seconds.
+        self._refused: dict[str, tuple[float, float]] = {}
         self._watchers = [
             threading.Thread(target=watch, name=f"flower-gpu-hosts-{number}", daemon=True)
             for number, watch in enumerate((self._hear_all, self._look_for_more))
@@ -364,7 +363,7 @@ class Hosts:
                     continue
                 try:
                     started = self._started([node])
-                except (self._ray.exceptions.RayError, ConfigError) as error:
+                except ConfigError as error:
                     self._refused[node] = time.monotonic() + 2 * wait_s, 2 * wait_s
                     log(WARNING, "A host that has joined cannot be used: %s", error)
                     continue
@@ -395,7 +394,13 @@ class Hosts:
         return [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
 
     def _started(self, nodes: Sequence[str]) -> list[Host]:
-        """Start an agent on each of these hosts, all at a time."""
+        """Start an agent on each of these hosts, all at a time. Those that die meanwhile are left out.
+
+        Raises
+        ------
+        ConfigError
+            If an agent says that its host cannot do the work, or if none starts at all.
+        """
         if not nodes:
             return []
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -412,21 +417,26 @@ class Hosts:
         ]
         asked = [agent.begin.remote(self._packages) for agent in agents]
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
-        hosts = []
+        hosts: list[Host] = []
+        dead: list[str] = []
         for node, agent, coming in zip(nodes, agents, asked, strict=True):
             try:
                 while not self._ray.wait([coming], timeout=_NEWS_S)[0]:
                     if self._is_closed.is_set():
                         return []
                 about: About = self._ray.get(coming)
+                host = Host(node, about, agent, self._ahead_s(agent))
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
             except self._ray.exceptions.RayError as error:
-                raise ConfigError(
-                    f"host {names[node]}: no agent can be started there: {_first_line(error)}"
-                ) from error
+                dead.append(f"host {names[node]}: no agent can be started there: {_first_line(error)}")
+                continue
             self._check(about)
-            hosts.append(Host(node, about, agent, self._ahead_s(agent)))
+            hosts.append(host)
+        if dead and not hosts:
+            raise ConfigError("; ".join(dead))
+        for line in dead:
+            log(WARNING, "The others begin without %s", line)
         return hosts
 
     def _ahead_s(self, agent: Any) -> float:
