@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
@@ -35,7 +34,8 @@ class _Clock:
         self.about = SimpleNamespace(concurrency=concurrency)
         self.is_gone = self.is_full = False
         self.messages = self.failed = 0
-        self.pace, self.call_s = 1.0, math.inf
+        self.pace = 1.0
+        self.call_s: dict[str, float] = {}
         self.exchanges = 0
         self._seconds = seconds
         self._due: deque[tuple[float, Visit]] = deque()

@@ -29,6 +29,7 @@ class Box:
     has_any_order: ClassVar = True
 
     def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
+        self.kind = ""  # the type of the messages, of all that are here in nearly every case
         self.waiting: list[_Waiting] = []  # a heap
         self._numbers = itertools.count()
         self.running: dict[str, Message] = {}
@@ -40,6 +41,7 @@ class Box:
 
     def push(self, message: Message, expected_s: float = 0.0) -> None:
         """Take a message that is to be handled; the one that takes longest is the first."""
+        self.kind = message.metadata.message_type
         if expected_s > 0:
             self.expected_s[message.metadata.message_id] = expected_s
         heapq.heappush(self.waiting, (-expected_s, next(self._numbers), message))
@@ -60,10 +62,11 @@ class Box:
         """Whether there are any of these."""
         return self.count_waiting > 0
 
-    def again(self, message: Message) -> None:
-        """Take a message back that was begun, as nobody handles it any more; it is the next one."""
+    def again(self, message: Message, *, is_last: bool = False) -> None:
+        """Take a message back that was begun and that nobody handles; it is the next one, or the last."""
         if self.running.pop(message.metadata.message_id, None) is not None and not self._is_closed:
-            heapq.heappush(self.waiting, (-math.inf, next(self._numbers), message))
+            is_last = is_last and self.has_any_order
+            heapq.heappush(self.waiting, (math.inf if is_last else -math.inf, next(self._numbers), message))
 
     def is_wanted(self, message: Message) -> bool:
         """Tell whether the reply to a message that was begun is waited for."""

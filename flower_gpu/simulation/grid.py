@@ -37,6 +37,8 @@ from flower_gpu.workers.outcomes import traceback_of
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5
 _LONG_S: Final = 10.0
+#: Of such messages the handing over of others takes a part that counts.
+SHORT_S: Final = 0.1
 # Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05

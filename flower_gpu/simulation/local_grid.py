@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from flwr.app import Message
 from flwr.supercore.run import Run
 
 from flower_gpu.simulation.boxes import Box
-from flower_gpu.simulation.grid import SimulationGrid, reply_of
+from flower_gpu.simulation.grid import SHORT_S, SimulationGrid, reply_of
 from flower_gpu.simulation.nodes import VirtualNodes
-
-#: Of such messages the handing over of others takes a part that counts.
-SHORT_S: Final = 0.1
 
 
 class Handler(Protocol):

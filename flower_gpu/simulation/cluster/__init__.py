@@ -2,7 +2,7 @@
 
 ::
 
-    ServerApp (run) ── messages ──> grid ──> hosts: who has room? a thread for each message under way
+    ServerApp (run) ── messages ──> grid ──> hosts: who has room? a thread for each of them
                                                 │ message and its client's state; the model once for each host
                                                 ▼
                                    agent: an actor on each host, with what one machine has for a run

@@ -209,7 +209,7 @@ class Agent:
         return time.time()
 
     def give(self, visits: Sequence[Visit]) -> None:
-        """Have messages handled, in this order."""
+        """Have messages handled, in this order. Ray may carry what is called after this before it."""
         self._queue.give(visits)
 
     def exchange(self, visits: Sequence[Visit]) -> list[Visited]:
@@ -234,7 +234,8 @@ class Agent:
 
     def cancel(self, message_id: str) -> None:
         """Give up a message."""
-        if not self._queue.cancel(message_id) and (message := self._under_way.get(message_id)) is not None:
+        self._queue.cancel(message_id)
+        if (message := self._under_way.get(message_id)) is not None:
             self._handler.cancel(message)
 
     def news(self) -> News:
@@ -251,7 +252,16 @@ class Agent:
 
     def close(self) -> News:
         """End the workers; returns the last news."""
-        self._close()
+        self._queue.close()
+        for message in list(self._under_way.values()):
+            self._handler.cancel(message)
+        self._host.end_workers()
+        for thread in self._threads:
+            thread.join()
+        self._ended.set()
+        if self._host.gpus:
+            look_at_gpus(self._folder)
+        self._host.close()
         events = self._trace.read_new()
         files.remove(self._folder)
         os.close(self._lock)
@@ -263,18 +273,6 @@ class Agent:
         shutil.copytree(app, copied, symlinks=True)
         os.chdir(copied)
         return copied
-
-    def _close(self) -> None:
-        self._queue.close()
-        for message in list(self._under_way.values()):
-            self._handler.cancel(message)
-        self._host.end_workers()
-        for thread in self._threads:
-            thread.join()
-        self._ended.set()
-        if self._host.gpus:
-            look_at_gpus(self._folder)
-        self._host.close()
 
     def _work(self) -> None:
         has_done = False
@@ -299,6 +297,8 @@ class Agent:
         self._under_way[message_id] = message
         began = time.monotonic()
         try:
+            if self._queue.is_cancelled(visit):
+                return Visited.unhandled(visit)
             reply = reply_of(self._handler, message)
         finally:
             del self._under_way[message_id]

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
@@ -21,8 +21,7 @@ from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, List
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
 from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visit, Visited
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import SimulationGrid, late_text, reply_of
-from flower_gpu.simulation.local_grid import SHORT_S
+from flower_gpu.simulation.grid import SHORT_S, SimulationGrid, late_text, reply_of
 from flower_gpu.simulation.messages import Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
@@ -53,7 +52,7 @@ class _Job:
 
 
 class ClusterGrid(SimulationGrid):
-    """Hands messages to hosts, each of which has as many under way as it says that it can have.
+    """Hands messages to hosts: as many to each as it can handle at a time, more while they are short.
 
     A thread gives hosts the first messages of a round. One for each host fetches what is finished there and
     gives it the next ones.
@@ -106,7 +105,7 @@ class ClusterGrid(SimulationGrid):
 
     def listener(self) -> Listener:
         """Return what the hosts are to call."""
-        return Listener(self._joined, self._lost, self._has_room)
+        return Listener(self._joined, self._lost, self._set_full)
 
     def summed(
         self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
@@ -124,16 +123,14 @@ class ClusterGrid(SimulationGrid):
     # Hosts
 
     def _joined(self, host: Host) -> None:
-        thread = threading.Thread(
-            target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
-        )
         with self._changed:
             self._most_unread += 2 * (host.about.concurrency + 1)
             self._with_room.add(host)
-            # Those of hosts that are gone have ended, or will soon.
-            self._threads = [each for each in self._threads if each.is_alive()]
-            self._start_threads([thread])
             self._changed.notify_all()
+        # Nobody waits for its end: it comes with that of the agent, which may take a while to answer.
+        threading.Thread(
+            target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
+        ).start()
 
     def _lost(self, host: Host) -> None:
         with self._changed:
@@ -146,9 +143,11 @@ class ClusterGrid(SimulationGrid):
             timer.daemon = True
             timer.start()
 
-    def _has_room(self) -> None:
+    def _set_full(self, host: Host, is_full: bool) -> None:
         with self._changed:
-            self._changed.notify_all()
+            if host.is_full and not is_full:
+                self._changed.notify_all()
+            host.is_full = is_full
 
     def _end_without_hosts(self) -> None:
         """End the run if still no host is there."""
@@ -172,7 +171,10 @@ class ClusterGrid(SimulationGrid):
             if self._is_closed:
                 break
             for host, its_jobs in jobs.items():
-                host.give(self._visits(its_jobs))
+                try:
+                    host.give(self._visits(its_jobs))
+                except Exception as error:
+                    self._hosts.lost(host, error)
             del jobs, its_jobs
 
     def _exchange_all(self, host: Host) -> None:
@@ -180,15 +182,8 @@ class ClusterGrid(SimulationGrid):
         jobs: list[_Job] = []
         try:
             while not self._is_closed and not host.is_gone:
-                finished = host.exchange(self._visits(jobs))
-                with self._changed:
-                    for visited in finished:
-                        self._finish(host, visited)
-                    jobs = self._next_jobs([host]).get(host, []) if finished else []
-                    if finished:
-                        self._changed.notify_all()
-                del finished
-        except HostLostError as error:
+                jobs = self._finished(host, host.exchange(self._visits(jobs)))
+        except Exception as error:
             self._hosts.lost(host, error)
         with self._changed:
             for job in [job for job in self._jobs.values() if job.host is host]:
@@ -196,6 +191,22 @@ class ClusterGrid(SimulationGrid):
                 self._losses[job.message.metadata.message_id] += 1
                 self._again(job)
             self._with_room.discard(host)
+
+    def _finished(self, host: Host, finished: Sequence[Visited]) -> list[_Job]:
+        """Take what has become of messages; returns what the host is to have next."""
+        if not finished:
+            return []
+        with self._changed:
+            jobs = [self._jobs[visited.message_id] for visited in finished]
+            for job, visited in zip(jobs, finished, strict=True):
+                self._take_from_host(job)
+                self._finish(job, visited)
+            next_jobs = self._next_jobs([host]).get(host, [])
+            self._changed.notify_all()
+        for job, visited in zip(jobs, finished, strict=True):
+            if visited.learned is not None:
+                self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
+        return next_jobs
 
     def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[_Job]]:
         """Return what hosts are to have now: first messages for all workers, then those that wait there."""
@@ -211,14 +222,20 @@ class ClusterGrid(SimulationGrid):
                     if job is not None:
                         jobs.setdefault(host, []).append(job)
                         turns.append(host)
-            self._with_room -= {host for host in with_room if self._under_way[host] >= _most(host)}
+            kinds = {box.kind for box in self._waiting}
+            for host in with_room:
+                most = max((_most(host, kind) for kind in kinds), default=host.about.concurrency)
+                if self._under_way[host] >= most:
+                    self._with_room.discard(host)
         return jobs
 
     def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> _Job | None:
         for box in self._waiting:
             most = host.about.concurrency
             if is_ahead:  # and leaves the others their part
-                most = min(_most(host), most + box.count_waiting * most // (2 * max(concurrency, 1)))
+                most = min(
+                    _most(host, box.kind), most + box.count_waiting * most // (2 * max(concurrency, 1))
+                )
             if host in self._alone or self._under_way[host] >= most or not box.has_room():
                 continue
             if box.has_any_order and self._is_for_others(host, box, concurrency):
@@ -233,8 +250,8 @@ class ClusterGrid(SimulationGrid):
                 message = box.begin()
             if self._losses[message.metadata.message_id] == _MOST_LOST - 1:
                 if self._under_way[host]:
-                    box.again(message)
-                    return None
+                    box.again(message, is_last=True)
+                    continue
                 self._alone.add(host)
             if not box.has_waiting:
                 self._waiting.remove(box)
@@ -255,14 +272,22 @@ class ClusterGrid(SimulationGrid):
         visits = []
         for job in jobs:
             try:
-                visits.append(self._visit(job))
+                if self._is_wanted(job):
+                    visits.append(self._visit(job))
             except Exception as error:
-                reply = reply_of(_raises(error), job.message)
                 with self._changed:
                     if self._take_from_host(job):
-                        self._forget(job.message.metadata.message_id)
-                        job.box.end(job.message, reply)
+                        self._fail(job, error)
         return visits
+
+    def _is_wanted(self, job: _Job) -> bool:
+        """Tell whether a message is still to be sent to its host."""
+        with self._changed:
+            if job.box.is_wanted(job.message):
+                return self._jobs.get(job.message.metadata.message_id) is job
+            if self._take_from_host(job):
+                self._forget(job.message.metadata.message_id)
+            return False
 
     def _visit(self, job: _Job) -> Visit:
         message, message_id = job.message, job.message.metadata.message_id
@@ -279,26 +304,27 @@ class ClusterGrid(SimulationGrid):
         group = None if job.held is None else job.held.group
         return self._models.visit(message, seed, self._states.read(partition), group)
 
-    def _finish(self, host: Host, visited: Visited) -> None:
-        """Take what has become of a message."""
-        job = self._jobs[visited.message_id]
-        self._take_from_host(job)
+    def _finish(self, job: _Job, visited: Visited) -> None:
+        """Take what has become of a message that a host had."""
+        host, box = job.host, job.box
         if not visited.is_handled:
-            if job.box.is_wanted(job.message):
+            if box.is_wanted(job.message):
                 host.is_full = True  # until it says something else
             self._again(job)
             return
-        seconds = visited.seconds
-        host.call_s = seconds if math.isinf(host.call_s) else (3 * host.call_s + seconds) / 4
         if visited.learned is not None:
-            self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
+            mean_s = host.call_s.get(box.kind, visited.seconds)
+            host.call_s[box.kind] = (3 * mean_s + visited.seconds) / 4
         if job.held is None:
-            self._end(host, job, visited)
+            try:
+                self._end(job, visited)
+            except Exception as error:  # as of a full disk, of what the client keeps
+                self._fail(job, error)
             return
-        assert isinstance(job.box, SumBox)
-        job.box.hold(job.message, job.held)
-        self._wait_for_host(job.box)  # where this one was lost meanwhile
-        if isinstance(job.box, BlockBox) and job.box.is_complete(job.message):
+        assert isinstance(box, SumBox)
+        box.hold(job.message, job.held)
+        self._wait_for_host(box)  # where this one was lost meanwhile
+        if isinstance(box, BlockBox) and box.is_complete(job.message):
             host.settle(job.held.group.number)
 
     def _take_from_host(self, job: _Job) -> bool:
@@ -312,19 +338,27 @@ class ClusterGrid(SimulationGrid):
             self._with_room.add(job.host)
         return True
 
-    def _end(self, host: Host, job: _Job, visited: Visited) -> None:
+    def _end(self, job: _Job, visited: Visited) -> None:
         """Put the reply to a message into its box, and keep what the client keeps."""
-        reply, message = visited.reply, job.message
+        reply, message, host = visited.reply, job.message, job.host
         assert reply is not None
+        if job.box.is_wanted(message) and not reply.has_error():
+            self._put_state(self._nodes.partition_of(message.metadata.dst_node_id), visited.state)
         host.messages += 1
         host.failed += reply.has_error()
         self._forget(visited.message_id)
-        if job.box.is_wanted(message) and not reply.has_error():
-            self._put_state(self._nodes.partition_of(message.metadata.dst_node_id), visited.state)
         job.box.end(message, reply)
 
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """Put an error in the place of a reply."""
+        self._forget(job.message.metadata.message_id)
+        job.box.end(job.message, reply_of(_raises(error), job.message))
+
     def _again(self, job: _Job) -> None:
-        """Have a message handled, by whatever host has room."""
+        """Have a message handled, by whatever host has room, if its reply is wanted."""
+        if not job.box.is_wanted(job.message):
+            self._forget(job.message.metadata.message_id)
+            return
         job.box.again(job.message)
         self._wait_for_host(job.box)
         self._changed.notify_all()
@@ -481,12 +515,12 @@ class _Sums(SummedElsewhere):
         )
 
 
-def _most(host: Host) -> int:
+def _most(host: Host, kind: str) -> int:
     """Return how many messages a host has at most: those that it handles, and short ones that wait there."""
-    concurrency = host.about.concurrency
-    if host.call_s > SHORT_S:
+    concurrency, call_s = host.about.concurrency, host.call_s.get(kind, math.inf)
+    if call_s > SHORT_S:
         return concurrency
-    return concurrency + int(_AHEAD_S / max(host.call_s, _LEAST_S) * concurrency)
+    return concurrency + int(_AHEAD_S / max(call_s, _LEAST_S) * concurrency)
 
 
 def _raises(error: Exception) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
@@ -36,7 +35,7 @@ _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _NEWS_S: Final = 0.5  # between two questions for news
 _LOOK_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
-_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, the others are short
+_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few last
 _SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
 
 
@@ -107,8 +106,8 @@ class Host:
         How many replies came from it, and how many of them were errors.
     pace : float
         How long its calls take, of what those of all hosts take.
-    call_s : float
-        How long it handles a message, a mean of the last ones.
+    call_s : dict of str to float
+        How long it handles a message of each type, a mean of the last ones.
     """
 
     node: str
@@ -120,7 +119,7 @@ class Host:
     messages: int = 0
     failed: int = 0
     pace: float = 1.0
-    call_s: float = math.inf
+    call_s: dict[str, float] = field(default_factory=dict)
     _given: deque[Any] = field(default_factory=deque)  # calls that nobody has waited for
 
     @property
@@ -190,7 +189,7 @@ class Listener:
 
     on_joined: Callable[[Host], None]
     on_lost: Callable[[Host], None]
-    on_room: Callable[[], None]
+    on_full: Callable[[Host, bool], None]  # and whether it is
 
 
 class Hosts:
@@ -269,7 +268,8 @@ class Hosts:
                 return
             host.is_gone = True
         # If it is only out of reach, it must not go on beside the agent that comes after it.
-        self._ray.kill(host.agent)
+        with suppress(Exception):  # as where Ray itself is out of reach
+            self._ray.kill(host.agent)
         reason = shortened(_first_line(error))
         self._write([trace.make("host_lost", host=host.name, ray_node=host.node, reason=reason)])
         left = len(self.there)
@@ -349,9 +349,7 @@ class Hosts:
             return
         if news.events:
             self._write([_here(host, event) for event in news.events])
-        was_full, host.is_full = host.is_full, news.is_full
-        if was_full != host.is_full:
-            self._listener.on_room()
+        self._listener.on_full(host, news.is_full)
 
     def _look_for_more(self) -> None:
         """Look for hosts that have joined, or whose agent is gone."""

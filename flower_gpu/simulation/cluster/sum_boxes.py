@@ -96,7 +96,7 @@ class SumBox(Box):
         self.finished += len(message_ids)
         for message_id in message_ids:
             held.messages.pop(message_id, None)
-            self.running.pop(message_id, None)  # its thread is about to tell that the reply is in the group
+            self.running.pop(message_id, None)  # its host is about to tell that the reply is in the group
 
     def to_take(self, *, is_due: bool, is_last: bool) -> list[Held]:
         """Return the groups whose sums are to be fetched now.
@@ -187,6 +187,7 @@ class BlockBox(SumBox):
 
     def push(self, message: Message, expected_s: float = 0.0) -> None:
         """Take a message that is to be handled; they come in the order of the nodes."""
+        self.kind = message.metadata.message_type
         number = self._block_of(message)
         block = self._blocks.setdefault(number, _Block())
         block.messages[message.metadata.message_id] = message
@@ -215,8 +216,8 @@ class BlockBox(SumBox):
         self._open.add(new.held.group.number)
         return self._begun(new, new.held)
 
-    def again(self, message: Message) -> None:
-        """Take a message back that was begun, as nobody handles it any more."""
+    def again(self, message: Message, *, is_last: bool = False) -> None:
+        """Take a message back that was begun and that nobody handles; it is the last of its block."""
         if self.running.pop(message.metadata.message_id, None) is not None and not self._is_closed:
             self._of[message.metadata.message_id].waiting.append(message)
             self._waiting += 1
@@ -250,9 +251,13 @@ class BlockBox(SumBox):
             self._of.pop(message_id).messages.pop(message_id, None)
 
     def is_complete(self, message: Message) -> bool:
-        """Tell whether all replies of a message's block are in its group."""
+        """Tell whether all replies of a message's block are in its group, as far as one can say.
+
+        Of the last block there may be messages that are not sent yet.
+        """
         block = self._of.get(message.metadata.message_id)
-        return block is not None and block.is_complete
+        is_last = block is next(reversed(self._blocks.values()), None)
+        return block is not None and block.is_complete and not is_last
 
     def to_take(self, *, is_due: bool, is_last: bool) -> list[Held]:
         """Return the group of the first block, if all of it is there."""

@@ -13,7 +13,11 @@ from flower_gpu.simulation.cluster.visits import Visit, Visited
 
 # Of short messages several are fetched at a time, as each time costs more than a short message does.
 _GATHER_S: Final = 0.1
-_MOST_BYTES: Final = 1 << 26  # of replies that are fetched at a time, where these are more than one
+# Of replies and states: so much is fetched at a time, where that is more than one message, and so much may be
+# there that nobody has fetched. Then no further message is begun.
+_MOST_BYTES: Final = 1 << 26
+_MOST_KEPT_BYTES: Final = 1 << 28
+_MOST_CANCELLED: Final = 1000  # messages given up that are remembered: they may come later
 
 
 class WorkQueue:
@@ -24,7 +28,9 @@ class WorkQueue:
         self._has_work = threading.Condition(self._lock)
         self._has_finished = threading.Condition(self._lock)
         self._waiting: deque[Visit] = deque()
+        self._cancelled: deque[str] = deque(maxlen=_MOST_CANCELLED)
         self._finished: deque[tuple[Visited, int]] = deque()  # with their sizes in bytes
+        self._bytes = 0  # of these
         self._first_at = 0.0  # when the first of these was
         self._error: BaseException | None = None
         self._is_closed = False
@@ -43,15 +49,17 @@ class WorkQueue:
     def next(self, timeout_s: float | None) -> Visit | None:
         """Wait for a message that is to be handled; None where there is none in time, or no more."""
         with self._lock:
-            self._has_work.wait_for(lambda: self._waiting or self._is_closed, timeout_s)
-            visit = self._waiting.popleft() if self._waiting and not self._is_closed else None
+            self._has_work.wait_for(self._may_begin, timeout_s)
+            if self._is_closed or not self._may_begin():
+                return None
+            visit = self._waiting.popleft()
             if self._finished and not self._waiting:
                 self._has_finished.notify()  # whoever fetches brings messages
             return visit
 
     def finish(self, visited: Visited) -> None:
         """Take what has become of a message."""
-        size = 0 if visited.reply is None else reply_bytes(visited.reply)
+        size = len(visited.state) + (0 if visited.reply is None else reply_bytes(visited.reply))
         with self._lock:
             self._finish(visited, size)
 
@@ -66,20 +74,21 @@ class WorkQueue:
             What :meth:`fail` was told.
         """
         with self._lock:
-            self._has_finished.wait_for(
-                lambda: self._finished or self._is_closed or self._error is not None, timeout_s
-            )
+            self._has_finished.wait_for(lambda: self._finished or self._error is not None, timeout_s)
             if self._error is not None:
                 raise self._error
-            if self._finished and self._waiting:
+            if self._finished:
                 left_s = self._first_at + _GATHER_S - time.monotonic()
-                self._has_finished.wait_for(lambda: not self._waiting or self._is_closed, max(0.0, left_s))
+                self._has_finished.wait_for(self._is_enough, max(0.0, left_s))
             found: list[Visited] = []
-            size = 0
-            while self._finished and (not found or size + self._finished[0][1] <= _MOST_BYTES):
-                visited, its_size = self._finished.popleft()
+            taken = 0
+            while self._finished and (not found or taken + self._finished[0][1] <= _MOST_BYTES):
+                visited, size = self._finished.popleft()
                 found.append(visited)
-                size += its_size
+                taken += size
+            if self._bytes > _MOST_KEPT_BYTES:
+                self._has_work.notify_all()
+            self._bytes -= taken
             self._first_at = time.monotonic()
             return found
 
@@ -89,15 +98,19 @@ class WorkQueue:
             self._error = error
             self._has_finished.notify()
 
-    def cancel(self, message_id: str) -> bool:
-        """Give up a message that no thread has taken; tells whether that is so."""
+    def cancel(self, message_id: str) -> None:
+        """Give up a message that no thread has taken, also one that comes later."""
         with self._lock:
+            self._cancelled.append(message_id)
             for visit in self._waiting:
                 if visit.message.metadata.message_id == message_id:
                     self._waiting.remove(visit)
                     self._finish(Visited.unhandled(visit), 0)
-                    return True
-        return False
+                    break
+
+    def is_cancelled(self, visit: Visit) -> bool:
+        """Tell whether a message was given up."""
+        return visit.message.metadata.message_id in self._cancelled
 
     def give_back(self) -> None:
         """Give up all messages that no thread has taken: others may handle them earlier."""
@@ -106,16 +119,23 @@ class WorkQueue:
                 self._finish(Visited.unhandled(self._waiting.popleft()), 0)
 
     def close(self) -> None:
-        """Have all that wait go on: there will be no message."""
+        """Have all who wait for a message go on: there will be none."""
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
             self._has_work.notify_all()
-            self._has_finished.notify_all()
+
+    def _may_begin(self) -> bool:
+        return self._is_closed or (bool(self._waiting) and self._bytes <= _MOST_KEPT_BYTES)
+
+    def _is_enough(self) -> bool:
+        """Tell whether what is finished is to be fetched at once: workers need messages, or memory."""
+        return not self._waiting or self._bytes > _MOST_BYTES
 
     def _finish(self, visited: Visited, size: int) -> None:
         if not self._finished:
             self._first_at = time.monotonic()
         self._finished.append((visited, size))
-        if len(self._finished) == 1 or not self._waiting:
+        self._bytes += size
+        if len(self._finished) == 1 or self._is_enough():
             self._has_finished.notify()

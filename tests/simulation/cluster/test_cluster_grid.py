@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import pickle
 import threading
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ from flower_gpu.simulation.cluster import hosts as cluster_hosts
 from flower_gpu.simulation.cluster.agent import About
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
-from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.sum_boxes import BlockBox
+from flower_gpu.simulation.cluster.visits import FetchedModels, Learned, Sums, Visit, Visited
 from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import SimulationGrid, reply_of
 from flower_gpu.simulation.local_grid import LocalGrid
@@ -76,7 +77,8 @@ class InThread:
         self.about = SimpleNamespace(concurrency=concurrency)
         self.is_gone = self.is_full = False
         self.messages = self.failed = 0
-        self.pace, self.call_s = 1.0, math.inf
+        self.pace = 1.0
+        self.call_s: dict[str, float] = {}
         self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self._sums, self._models = Sums(), FetchedModels(lambda where: pickle.loads(where))
@@ -121,10 +123,11 @@ class InThread:
         reply = reply_of(lambda message: client(message, state), message)
         kept = record_bytes.encode(state)
         self._live()
+        learned = Learned("train", 0, 0.0, "", None, False)
         if visit.group is None:
-            return Visited(message_id, reply, kept)
+            return Visited(message_id, reply, kept, learned=learned)
         self._sums.add(visit.group, PLACE[message.metadata.dst_node_id], reply, kept)
-        return Visited(message_id)
+        return Visited(message_id, learned=learned)
 
     def taking(self, group: int) -> int:
         return group
@@ -383,15 +386,15 @@ def test_a_full_host_gets_nothing_until_it_has_room() -> None:
     with under(10, hosts) as test:
         test.train(list(range(10)), in_order=False)
         assert (full.messages, other.messages) == (0, 10)
-        full.is_full, other.is_full = False, True
-        hosts.listener.on_room()
+        hosts.listener.on_full(full, False)
+        hosts.listener.on_full(other, True)
         test.train(list(range(10)), in_order=False)
         assert (full.messages, other.messages) == (10, 10)
 
 
 def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
     full, other = InThread("full", 1), InThread("other", 1)
-    full.call_s = other.call_s = 0.01  # so messages are sent ahead
+    full.call_s = other.call_s = {"train": 0.01}  # so messages are sent ahead
     full.gate.clear()
     with under(40, Hosts([full, other])) as test:
         thread = threading.Thread(target=test.train, args=[list(range(40))], kwargs={"in_order": False})
@@ -406,9 +409,70 @@ def test_a_host_that_becomes_full_gives_back_what_it_has_not_begun() -> None:
 
 def test_there_is_one_thread_for_each_host() -> None:
     """Not one for each message: with a thousand under way all of them woke up at each reply."""
-    with under(10, Hosts([InThread("a", 500), InThread("b", 500)])) as test:
-        assert len(test.grid._threads) == 1 + 2
-        test.train(list(range(10)), in_order=False)
+    before = set(threading.enumerate())
+    hosts = [InThread("a", 0), InThread("b", 0)]
+    for host in hosts:
+        host.about.concurrency = 500
+    with under(10, Hosts(hosts)):
+        assert len(set(threading.enumerate()) - before) == 1 + 2
+
+
+def test_long_messages_are_not_sent_ahead_after_short_ones() -> None:
+    host = InThread("a", 1)
+    with under(20, Hosts([host])) as test:
+        test.train(list(range(20)), in_order=False)
+        assert host.call_s["train"] < 0.1
+        host.gate.clear()
+        messages = [
+            Message(message.content, message.metadata.dst_node_id, "query", group_id="1")
+            for message in test.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(20)))
+        ]
+        ids = list(test.grid.push_messages(messages))
+        until(lambda: host._queue._waiting or test.grid._under_way[host])
+        assert test.grid._under_way[host] == 1
+        host.gate.set()
+        until(lambda: all(box.replies for box in [test.grid._boxes[ids[-1]]]))
+
+
+@pytest.mark.parametrize("method", ["give", "exchange"])
+def test_a_host_with_a_fault_is_lost_and_the_run_goes_on(method: str) -> None:
+    faulty = InThread("faulty", 1)
+
+    def fails(visits: list[Visit]) -> list[Visited]:
+        raise MemoryError("no room in the object store")
+
+    setattr(faulty, method, fails)
+    with under(20, Hosts([faulty])) as test:
+        assert test.replies(20, in_order=False) and test.calls() == [1] * 20
+
+
+def test_a_state_that_cannot_be_kept_is_an_error_of_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    with under(4, Hosts([InThread("a", 2)])) as test:
+        put_bytes = test.states.put_bytes
+
+        def fails(partition: int, state: bytes) -> None:
+            if partition == 2:
+                raise OSError("no space left on device")
+            put_bytes(partition, state)
+
+        monkeypatch.setattr(test.states, "put_bytes", fails)
+        messages = test.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(4)))
+        replies = list(test.grid.send_and_receive(messages))
+        assert [reply.has_error() for reply in replies] == [False, False, True, False]
+        assert "no space left" in replies[2].error.reason
+
+
+def test_messages_that_nobody_wants_any_more_are_not_sent() -> None:
+    host = InThread("a", 1)
+    host.gate.clear()
+    with under(20, Hosts([host])) as test:
+        sent = test.messages(ArrayRecord([np.zeros(3, np.float32)]), list(range(20)))
+        assert not list(test.grid.send_and_receive(sent, timeout=0.3))
+        host.gate.set()
+        until(lambda: not test.grid._under_way[host])
+        test.train([3], in_order=False)
+        assert sum(test.calls()) == 1, "of the first messages none was counted"
+        assert not test.grid._seed_of and not test.grid._losses and not test.grid._jobs
 
 
 def test_messages_beside_a_deadly_one_have_not_failed() -> None:
@@ -436,6 +500,35 @@ def test_the_last_messages_are_not_for_a_host_that_is_far_slower() -> None:
     with under(2, Hosts([slow, fast])) as test:
         test.train([0, 1], in_order=False)
         assert (slow.messages, fast.messages) == (0, 2)
+
+
+def test_a_block_is_complete_when_the_next_one_has_begun() -> None:
+    """Until then messages of it may not be sent: summed without them, the bits would be others."""
+    blocks = {"a": 0, "b": 0, "c": 1}
+    box = BlockBox(
+        threading.Condition(),
+        itertools.count(),
+        "num-examples",
+        False,
+        lambda message: blocks[message.metadata.message_id],
+        lambda: 10,
+    )
+
+    def sent(message_id: str) -> Message:
+        message = Message(RecordDict(), 1, "train", group_id="1")
+        message.metadata.__dict__["_message_id"] = message_id
+        box.push(message)
+        return message
+
+    with box._changed:
+        for message_id, is_complete in (("a", False), ("b", False), ("c", True)):
+            message = sent(message_id)
+            found = box.begin_on("host")
+            assert found is not None and found[0] is message
+            if message_id != "c":
+                box.hold(*found)
+                first = message
+            assert box.is_complete(first) is is_complete
 
 
 @pytest.mark.parametrize("in_order", [False, True])
