@@ -42,6 +42,7 @@ class _Question(Generic[T]):
         self._asked = time.monotonic()
         self._answer: T
         self._error: BaseException | None = None
+        self._is_done = False
         self._done = threading.Lock()  # faster than an Event, and as much is not needed
         self._done.acquire()
 
@@ -51,10 +52,13 @@ class _Question(Generic[T]):
             self._answer = self._work()
         except BaseException as error:
             self._error = error
+        self._is_done = True
         self._done.release()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until so long after the question was asked."""
+        if self._is_done:  # whoever has waited before may have been interrupted with the lock
+            return
         left_s = self._asked + timeout_s - time.monotonic()
         if not self._done.acquire(timeout=max(0.0, left_s)):
             raise LateError(time.monotonic() - self._asked)

@@ -10,6 +10,8 @@ import pytest
 from nvml_stub import Host
 from waiting import until
 
+from flower_gpu.gpu.nvml_thread import _Question
+
 pytestmark = pytest.mark.timeout(60)
 
 Start = Callable[[dict[str, str]], Callable[..., Any]]
@@ -76,3 +78,21 @@ def test_a_fork_finds_neither_nvml_nor_its_thread(host: Host, take: Callable[...
     assert take("fork-finds") == {"users": 0, "threads": 1}
     assert take("open") == {"users": 0, "threads": 1}
     assert take()["usable"] == host.uuids
+
+
+def test_a_ctrl_c_that_comes_with_an_answer_keeps_nobody_waiting() -> None:
+    """It came between two lines: who asked next waited for a minute, and was told that the driver hangs."""
+    question = _Question(lambda: 7)
+    lock = question._done
+
+    class Interrupted:
+        def acquire(self, *, timeout: float) -> bool:
+            question._done = lock
+            question.work()
+            assert lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+    question._done = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        question.wait(60)
+    assert question.answer(0) == 7
