@@ -58,8 +58,9 @@ class ClusterEngine:
             is_strict=self._work.is_strict,
         )
         close_later(self.durations.save)
-        close_later(grid.close)
+        close_later(grid.wait)  # last: without its threads Ray can be left
         close_later(self._hosts.close)
+        close_later(grid.close)
         self._hosts.begin(grid.listener())
         return grid
 

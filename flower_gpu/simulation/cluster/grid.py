@@ -30,6 +30,7 @@ from flower_gpu.simulation.states import StateStore
 # there with it are not taken for that, the last host has it alone.
 _MOST_LOST: Final = 3
 _NO_HOST_S: Final = 60.0  # without any host: then the run ends
+_END_S: Final = 5.0  # that a thread which asks a host may go on at the end
 _TAKE_S: Final = 10.0  # between two times that a host's sums are fetched: what is lost with it is younger
 _TAKE_SHARE: Final = 0.05  # of the time may be spent on that
 _FAR: Final = 1.5  # so many times as fast is worth waiting for half a call
@@ -101,6 +102,7 @@ class ClusterGrid(SimulationGrid):
         self._losses: Counter[str] = Counter()  # of messages that hosts had that were lost
         self._alone: set[Host] = set()  # hosts that have one message, and get no other until it is finished
         self._sum_boxes: set[SumBox] = set()
+        self._exchanging: list[threading.Thread] = []
         self._start_threads([threading.Thread(target=self._give_all, name="flower-gpu-giver", daemon=True)])
 
     def listener(self) -> Listener:
@@ -120,6 +122,11 @@ class ClusterGrid(SimulationGrid):
         if job is not None and not job.host.is_gone:
             job.host.cancel(message.metadata.message_id)
 
+    def wait(self) -> None:
+        """Wait until no host is asked any more: after this was closed, and then the hosts."""
+        for thread in self._exchanging:
+            thread.join(_END_S)
+
     # Hosts
 
     def _joined(self, host: Host) -> None:
@@ -127,10 +134,11 @@ class ClusterGrid(SimulationGrid):
             self._most_unread += 2 * (host.about.concurrency + 1)
             self._with_room.add(host)
             self._changed.notify_all()
-        # Nobody waits for its end: it comes with that of the agent, which may take a while to answer.
-        threading.Thread(
+        thread = threading.Thread(
             target=self._exchange_all, args=(host,), name=f"flower-gpu-{host.name}", daemon=True
-        ).start()
+        )
+        self._exchanging = [*(each for each in self._exchanging if each.is_alive()), thread]
+        thread.start()
 
     def _lost(self, host: Host) -> None:
         with self._changed:
