@@ -176,7 +176,7 @@ class Host:
         import ray
 
         try:
-            return ray.get(ask())
+            return _get(ask())
         except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
             raise HostLostError(_cause(error)) from error
         except (ray.exceptions.RayError, ConnectionError) as error:
@@ -268,8 +268,7 @@ class Hosts:
                 return
             host.is_gone = True
         # If it is only out of reach, it must not go on beside the agent that comes after it.
-        with suppress(Exception):  # as where Ray itself is out of reach
-            self._ray.kill(host.agent)
+        _kill(host)
         reason = shortened(_first_line(error))
         self._write([trace.make("host_lost", host=host.name, ray_node=host.node, reason=reason)])
         left = len(self.there)
@@ -320,26 +319,27 @@ class Hosts:
         for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
             self._hear(host, news)
         for host in hosts:  # threads that wait for it go on
-            self._ray.kill(host.agent)
+            _kill(host)
 
     def _answers(self, asked: Sequence[tuple[Host, Any]]) -> Iterator[tuple[Host, Any]]:
         """Yield what hosts answer; not those that need too long for it, or are gone."""
         deadline = time.monotonic() + _ANSWER_S
         for host, coming in asked:
-            with suppress(self._ray.exceptions.RayError, TimeoutError):
-                yield host, self._ray.get(coming, timeout=max(0.0, deadline - time.monotonic()))
+            with suppress(self._ray.exceptions.RayError, TimeoutError, ConnectionError):
+                yield host, _get(coming, max(0.0, deadline - time.monotonic()))
 
     def _hear_all(self) -> None:
         """Ask all hosts for news."""
         while not self._is_closed.wait(_NEWS_S):
-            for host, coming in [(host, host.agent.news.remote()) for host in self.there]:
+            asked = []
+            with suppress(ConnectionError):  # the threads that exchange messages tell of that
+                asked = [(host, host.agent.news.remote()) for host in self.there]
+            for host, coming in asked:
                 try:
-                    self._hear(host, self._ray.get(coming, timeout=_ANSWER_S))
-                except (
-                    TimeoutError
-                ):  # Ray's, too: of a host that is busy, or a network that is gone for a while
+                    self._hear(host, _get(coming, _ANSWER_S))
+                except TimeoutError:  # of a host that is busy, or a network that is gone for a while
                     continue
-                except self._ray.exceptions.RayError as error:
+                except (self._ray.exceptions.RayError, ConnectionError) as error:
                     self.lost(host, error)
 
     def _hear(self, host: Host, news: News) -> None:
@@ -355,7 +355,11 @@ class Hosts:
         """Look for hosts that have joined, or whose agent is gone."""
         while not self._is_closed.wait(_LOOK_S):
             known = {host.node for host in self.there}
-            for node in self._nodes_alive():
+            try:
+                nodes = self._nodes_alive()
+            except Exception:  # of many kinds: Ray cannot be reached, for a while or for good
+                continue
+            for node in nodes:
                 due, wait_s = self._refused.get(node, (0.0, _LOOK_S))
                 if node in known or time.monotonic() < due:
                     continue
@@ -389,6 +393,7 @@ class Hosts:
                 trace.append(folder, event)
 
     def _nodes_alive(self) -> list[str]:
+        _check_connection()
         return [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
 
     def _started(self, nodes: Sequence[str]) -> list[Host]:
@@ -461,6 +466,43 @@ class Hosts:
                 f"host {about.name} has other processors, GPUs or versions than the others "
                 f"({about.described} there, {first} elsewhere): --deterministic wants hosts of one kind"
             )
+
+
+def _get(coming: Any, timeout_s: float | None = None) -> Any:
+    """Return what was asked for.
+
+    Raises
+    ------
+    ConnectionError, RayError, TimeoutError
+        If there is no answer.
+    """
+    import ray
+
+    _check_connection()
+    return ray.get(coming, timeout=timeout_s)
+
+
+def _kill(host: Host) -> None:
+    """End an agent, if Ray can be reached."""
+    import ray
+
+    with suppress(Exception):
+        _check_connection()
+        ray.kill(host.agent)
+
+
+def _check_connection() -> None:
+    """Check that this process is part of the cluster: else Ray's functions would start one of their own.
+
+    Raises
+    ------
+    ConnectionError
+        If it is not any more.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        raise ConnectionError("the connection to the Ray cluster is lost")
 
 
 def _joined(host: Host) -> Event:
