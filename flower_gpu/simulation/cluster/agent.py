@@ -42,9 +42,7 @@ from flower_gpu.workers.threads import cores
 
 _TRIES: Final = 2  # of a message whose worker dies: on another day, or with other neighbours, it may not
 _IDLE_S: Final = 0.2  # without a message, until a worker gives back a lease that others may need
-_FETCH_S: Final = (
-    1.0  # that whoever fetches waits, at most: so a driver hears in that time that a host is lost
-)
+_FETCH_S: Final = 1.0  # that whoever fetches waits, at most
 _FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until the host takes no more
 
 

@@ -35,7 +35,7 @@ _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _NEWS_S: Final = 0.5  # between two questions for news
 _LOOK_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
-_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few last
+_CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few others are made
 _SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
 
 

@@ -110,7 +110,8 @@ class WorkQueue:
 
     def is_cancelled(self, visit: Visit) -> bool:
         """Tell whether a message was given up."""
-        return visit.message.metadata.message_id in self._cancelled
+        with self._lock:
+            return visit.message.metadata.message_id in self._cancelled
 
     def give_back(self) -> None:
         """Give up all messages that no thread has taken: others may handle them earlier."""
