@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 NODES = 200
-SAME = ("--seed", "3", "--deterministic", "--gpu", "never", "--run-config", "num-server-rounds=4")
+ROUNDS = "num-server-rounds=4"
+SAME = ("--seed", "3", "--deterministic", "--gpu", "never", "--run-config", ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,10 @@ def test_states_and_replies_that_are_not_summed(cluster: Cluster) -> None:
 
 
 def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(alone: Simulation, tmp_path: Path) -> None:
-    """An agent, and then a whole host; another one joins."""
-    with Cluster(tmp_path) as cluster, cluster.running("exact", NODES, *SAME) as done:
+    """An agent, and then a whole host; another one joins. The third round does not end before that."""
+    file = tmp_path / "all has happened"
+    options = (*SAME[:-1], f"{ROUNDS} waits-for='{file}'")
+    with Cluster(tmp_path) as cluster, cluster.running("exact", NODES, *options) as done:
         done.says("round 1/4  train")
         (agent,) = cluster.hosts[0].pids("ray::Agent")
         os.kill(agent, signal.SIGKILL)
@@ -81,11 +84,13 @@ def test_what_dies_costs_nothing_but_time_and_what_joins_is_used(alone: Simulati
         done.says("Host host-0 has joined")
         cluster.hosts[1].end()
         cluster.add()
+        done.says("Host host-2 has joined")
+        file.touch()
         done.wait(200)
         checked(done, alone)
         hosts = {host["host"]: host for host in done.summary["hosts"]}
         assert hosts["host-1"]["is_lost"] and not hosts["host-0"]["is_lost"]
-        assert hosts["host-0"]["agents_lost"] == 1
+        assert hosts["host-0"]["agents_lost"] == 1 and hosts["host-2"]["messages"] > 0
         assert {event["host"] for event in done.events("host_lost")} == {"host-0", "host-1"}
 
 

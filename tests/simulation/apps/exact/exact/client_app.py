@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ def train(message: Message, context: Context) -> Message:
     """Train for one step."""
     partition = int(context.node_config["partition-id"])
     _die(str(context.run_config["dies"]), partition)
+    _wait(str(context.run_config["waits-for"]), int(message.content["config"]["server-round"]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = torch.tensor(message.content["arrays"].to_numpy_ndarrays()[0]).to(device)
     drawn = torch.randn(200_000) * random.random() + float(np.random.rand())
@@ -46,3 +48,9 @@ def _die(file: str, partition: int) -> None:
     if file and partition == 1 and not Path(file).exists():
         Path(file).touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait(file: str, server_round: int) -> None:
+    """Wait for a file from the third round on, so that a test can do something before the end of a run."""
+    while file and server_round >= 3 and not Path(file).exists():
+        time.sleep(0.01)
