@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -38,6 +39,7 @@ LIB_RM_VERSION_MISMATCH = 18
 UNKNOWN = 999
 
 _SOURCE = Path(__file__).with_name("nvml.c")
+FILES = Path(__file__).with_name("host_files.h")
 _NAME = "libnvidia-ml.so.1"
 _NO_MIG = -1
 _FIRST_PROGRAM = 9_000_000  # more than Linux ever gives a process (PID_MAX_LIMIT is 4,194,304)
@@ -73,7 +75,7 @@ def build(folder: Path, driver: int = 550) -> Path:
 @cache
 def compiled(driver: int) -> Path:
     """Return the library; compiled once for all processes, as a module's bytecode is."""
-    code = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    code = hashlib.sha256(_SOURCE.read_bytes() + FILES.read_bytes()).hexdigest()[:16]
     name = f"nvml-{driver}-{platform.machine()}-{code}"
     library = Path(__file__).absolute().parent / "__pycache__" / name / _NAME
     if not library.exists():
@@ -173,7 +175,8 @@ class Host:
             ``util`` in percent; ``temp`` in degrees Celsius; ``error`` (a code, for every call);
             ``hidden=1`` (processes are listed, their memory is not told); ``unlisted=1`` (none is listed);
             ``shift`` (added to their numbers, as those of another namespace); ``persistence`` (mode, 0 or
-            1); None takes a field away.
+            1); ``compute_mode`` (3: EXCLUSIVE_PROCESS); ``mps=1`` (its processes are clients of MPS); None
+            takes a field away.
         """
         if lost is not None:
             fields["error"] = GPU_IS_LOST if lost else 0
@@ -186,12 +189,13 @@ class Host:
         pid: int | None = None,
         name: str = "/usr/bin/other",
         graphics: bool = False,
+        mps: bool = False,
     ) -> Program:
         """Let another program use memory, until its ``end()``. Without a pid: one of no process."""
         number = next(_COUNTER)
         pid = _FIRST_PROGRAM + number if pid is None else pid
         gpu, mig = _find(self.folder, index)
-        kind = "graphics" if graphics else "program"
+        kind = "graphics" if graphics else "mps" if mps else "program"
         path = self.folder / "use" / f"{kind}-{os.getpid()}-{number}"
         _replace(path, f"{pid} {gpu} {mig} {nbytes} {name}\n".encode())
         return Program(pid, path)
@@ -214,6 +218,18 @@ class Host:
         (self.folder / "hang").unlink(missing_ok=True)
         for path in self.folder.glob("hanging-*"):
             path.unlink()
+
+    def count_calls(self) -> None:
+        """Note the calls of NVML functions from now on, those of all processes."""
+        shutil.rmtree(self.folder / "calls", ignore_errors=True)
+        (self.folder / "calls").mkdir()
+        _update(self.folder / "host", {"count": 1})
+
+    def calls(self) -> dict[int, Counter[str]]:
+        """Return how often each process has called which function since :meth:`count_calls`."""
+        return {
+            int(path.name): Counter(path.read_text().split()) for path in (self.folder / "calls").iterdir()
+        }
 
     def set_cuda(self, version: int) -> None:
         """Set the newest CUDA that the driver supports, as NVML says it: 12040 for 12.4."""
@@ -293,7 +309,7 @@ def _used(folder: Path, index: int | str) -> int:
             pid, _, start = path.name.partition(".")
             if not start.isdigit() or _start_of(int(pid)) != start:
                 continue
-        elif not path.name.startswith(("program-", "graphics-")):
+        elif not path.name.startswith(("program-", "graphics-", "mps-")):
             continue
         try:
             lines = path.read_text().splitlines()

@@ -5,28 +5,28 @@
  *
  *   host        "driver 550.54.14", "init <code>" (what nvmlInit answers), "gpus <count>", "fail <function> <code>",
  *               "cuda 12040" (the newest CUDA of this driver)
+ *               "count 1" (calls are noted, in calls/<pid>: the name of a function in each line)
  *   hang        "<function> <pid or 0>": that function does not return, in that process or all, while this is so
  *   gpu-<i>     "uuid", "name", "total", "used", "reserved" (bytes), "util" (percent), "temp" (degrees Celsius),
- *               "persistence 1" (mode, 0 is off), "error <code>" (of every call), "hidden 1" (processes without memory figures), "mig 1", "instances <count>",
- *               "unlisted 1" (no process is listed), "shift <number>" (added to their pids, as of another namespace),
- *               "fail <function> <code>"
+ *               "persistence 1" (mode, 0 is off), "compute_mode 3" (EXCLUSIVE_PROCESS), "error <code>" (of every
+ *               call), "hidden 1" (processes without memory figures), "unlisted 1" (no process is listed), "shift
+ *               <number>" (added to their pids, as of another namespace), "mps 1" (its processes are clients of
+ *               MPS), "mig 1", "instances <count>", "fail <function> <code>"
  *   gpu-<i>-<j> the same of MIG device j of GPU i
- *   use/<pid>.<start>   what a simulated worker uses, counted while that process is there: lines of
- *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]"
+ *   use/<pid>.<start>   what a process uses, counted while it is there: lines of
+ *                       "<pid> <gpu> <MIG device or -1> <bytes> [name]". Simulated workers write them
+ *                       (nvml_stub.allocate), or the stand-in for CUDA does (../cuda_stub)
  *   use/program-<n>     the same of a program that need not exist, counted as long as the file is there
  *   use/graphics-<n>    the same of a program that draws
+ *   use/mps-<n>         the same of a client of MPS
  *
  * A handle is good for one nvmlInit in one process: after nvmlShutdown, or in a fork, it is refused, which is
  * stricter than the real library. DRIVER is the major version of the driver whose symbols are exported.
  */
 
-#include <dirent.h>
-#include <fcntl.h>
 #include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
+
+#include "host_files.h"
 
 #ifndef DRIVER
 #define DRIVER 550
@@ -50,55 +50,13 @@ enum {
     UNKNOWN = 999,
 };
 
-#define TEXT_BYTES 65536
 #define NOT_AVAILABLE (~0ULL)
-#define NO_MIG (-1)
-#define ANY (-1)
 
 typedef void *Device;
-typedef unsigned long long Bytes;
 
 EXPORT int users;      /* nvmlInit minus nvmlShutdown; exported for tests */
 static pid_t user_pid; /* of the process that called it: a fork starts anew */
 static unsigned epoch; /* counts initialisations, so that older handles are known as such */
-
-/* --- files ------------------------------------------------------------------------------------------------ */
-
-static int read_path(const char *path, char *text, size_t size) {
-    int file = open(path, O_RDONLY | O_CLOEXEC);
-    if (file < 0) return 0;
-    size_t length = 0;
-    ssize_t got;
-    while (length + 1 < size && (got = read(file, text + length, size - 1 - length)) > 0) length += (size_t)got;
-    close(file);
-    text[length] = 0;
-    return 1;
-}
-
-static int read_stub(const char *name, char *text, size_t size) {
-    const char *folder = getenv("NVML_STUB_DIR");
-    char path[4096];
-    text[0] = 0;
-    if (folder == NULL || snprintf(path, sizeof path, "%s/%s", folder, name) >= (int)sizeof path) return 0;
-    return read_path(path, text, size);
-}
-
-/* The rest of the line that starts with a word and a space; its length, or -1. */
-static int field(const char *text, const char *key, const char **value) {
-    size_t length = strlen(key);
-    for (const char *line = text; line && *line; line = strchr(line, '\n'), line = line ? line + 1 : NULL) {
-        if (strncmp(line, key, length) == 0 && line[length] == ' ') {
-            *value = line + length + 1;
-            return (int)strcspn(*value, "\n");
-        }
-    }
-    return -1;
-}
-
-static long long number(const char *text, const char *key, long long absent) {
-    const char *value;
-    return field(text, key, &value) < 0 ? absent : strtoll(value, NULL, 10);
-}
 
 static int copy(const char *text, const char *key, char *target, unsigned size) {
     const char *value;
@@ -118,10 +76,23 @@ static int forced(const char *text, const char *function) {
 
 /* --- what every call starts with -------------------------------------------------------------------------- */
 
+/* Note this call where calls are counted. */
+static void note(const char *function) {
+    char text[TEXT_BYTES], path[4096], line[128];
+    if (!read_stub("host", text, sizeof text) || !number(text, "count", 0)) return;
+    snprintf(path, sizeof path, "%s/calls/%d", getenv("NVML_STUB_DIR"), getpid());
+    int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    if (file < 0) return;
+    int length = snprintf(line, sizeof line, "%s\n", function);
+    if (write(file, line, (size_t)length) != length) abort(); /* a test would count wrong */
+    close(file);
+}
+
 /* Wait as long as the file "hang" names this function, and this process or 0; "hanging-<pid>" says so. */
 static void hang(const char *function) {
     char text[256], name[128], path[4096];
     int pid;
+    note(function);
     while (read_stub("hang", text, sizeof text) && sscanf(text, "%127s %d", name, &pid) == 2 &&
            strcmp(name, function) == 0 && (pid == 0 || pid == getpid())) {
         snprintf(path, sizeof path, "%s/hanging-%d", getenv("NVML_STUB_DIR"), getpid());
@@ -177,63 +148,6 @@ static int device(const char *function, Device of, int *gpu, int *mig, char *tex
     if (error) return error
 
 /* --- who uses how much ------------------------------------------------------------------------------------ */
-
-/* Whether the process that wrote this file is there. A zombie has given its memory back, and a later process
- * with the same number started at another time. */
-static int alive(const char *file_name) {
-    char path[64], stat[2048];
-    char *dot;
-    long pid = strtol(file_name, &dot, 10);
-    if (pid <= 0 || *dot != '.') return 0;
-    unsigned long long started = strtoull(dot + 1, NULL, 10), start = 0;
-    snprintf(path, sizeof path, "/proc/%ld/stat", pid);
-    if (!read_path(path, stat, sizeof stat)) return 0;
-    char state = 0;
-    char *rest = strrchr(stat, ')'); /* the name before it may contain anything */
-    if (rest == NULL) return 0;
-    sscanf(rest + 2, "%c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &state,
-           &start);
-    return start == started && state != 'Z' && state != 'X';
-}
-
-typedef struct {
-    unsigned pid;
-    Bytes bytes;
-    char name[256];
-    int graphics;
-} Use;
-
-/* Call `each` for every use of a device (ANY: of all); a card's includes its MIG devices'. */
-static void uses(int gpu, int mig, void (*each)(const Use *use, void *context), void *context) {
-    const char *folder = getenv("NVML_STUB_DIR");
-    char path[4096], text[TEXT_BYTES];
-    if (folder == NULL || snprintf(path, sizeof path, "%s/use", folder) >= (int)sizeof path) return;
-    DIR *names = opendir(path);
-    if (names == NULL) return;
-    for (struct dirent *entry; (entry = readdir(names)) != NULL;) {
-        int simulated = entry->d_name[0] >= '0' && entry->d_name[0] <= '9';
-        int graphics = strncmp(entry->d_name, "graphics-", 9) == 0;
-        if (!simulated && !graphics && strncmp(entry->d_name, "program-", 8) != 0) continue;
-        if (snprintf(path, sizeof path, "%s/use/%s", folder, entry->d_name) >= (int)sizeof path) continue;
-        if (!read_path(path, text, sizeof text)) continue;
-        int known = !simulated;
-        for (char *line = text; *line;) {
-            char *end = line + strcspn(line, "\n");
-            char *next = *end ? end + 1 : end;
-            *end = 0;
-            Use use = {.graphics = graphics};
-            int on_gpu, on_mig;
-            if (sscanf(line, "%u %d %d %llu %255[^\n]", &use.pid, &on_gpu, &on_mig, &use.bytes, use.name) >= 4 &&
-                (gpu == ANY || on_gpu == gpu) && (mig == NO_MIG || on_mig == mig)) {
-                if (!known && !alive(entry->d_name)) break;
-                known = 1;
-                each(&use, context);
-            }
-            line = next;
-        }
-    }
-    closedir(names);
-}
 
 static void add(const Use *use, void *context) { *(Bytes *)context += use->bytes; }
 
@@ -370,6 +284,13 @@ EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, Device *result) {
     return NOT_FOUND;
 }
 
+EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Device *result) {
+    unsigned domain, number;
+    if (sscanf(bus, "%x:%x:", &domain, &number) != 2 || domain || number < FIRST_BUS) return INVALID_ARGUMENT;
+    int code = nvmlDeviceGetHandleByIndex_v2(number - FIRST_BUS, result);
+    return code == INVALID_ARGUMENT ? NOT_FOUND : code;
+}
+
 EXPORT int nvmlDeviceGetUUID(Device of, char *uuid, unsigned length) {
     DEVICE(of);
     return copy(text, "uuid", uuid, length);
@@ -385,6 +306,12 @@ EXPORT int nvmlDeviceGetPersistenceMode(Device of, unsigned *mode) {
     long long on = number(text, "persistence", -1);
     if (on < 0 || mig != NO_MIG) return NOT_SUPPORTED;
     *mode = (unsigned)on;
+    return SUCCESS;
+}
+
+EXPORT int nvmlDeviceGetComputeMode(Device of, unsigned *mode) {
+    DEVICE(of);
+    *mode = (unsigned)number(text, "compute_mode", 0);
     return SUCCESS;
 }
 
@@ -460,7 +387,11 @@ EXPORT int nvmlDeviceGetTemperature(Device of, int sensor, unsigned *result) {
 
 /* --- processes -------------------------------------------------------------------------------------------- */
 
-#if DRIVER >= 450
+typedef struct {
+    unsigned pid;
+    Bytes bytes;
+} Process_v1;
+
 typedef struct {
     unsigned pid;
     Bytes bytes;
@@ -470,13 +401,14 @@ typedef struct {
 typedef struct {
     Process *into;
     unsigned room, found;
-    int hidden, graphics;
+    int hidden, kind, is_mps;
     unsigned shift;
 } Listing;
 
 static void list(const Use *use, void *context) {
     Listing *listing = context;
-    if (use->graphics != listing->graphics) return;
+    int kind = listing->is_mps && use->kind == COMPUTE ? MPS : use->kind;
+    if (kind != listing->kind) return;
     if (listing->into != NULL && listing->found < listing->room) {
         Process process = {use->pid + listing->shift, listing->hidden ? NOT_AVAILABLE : use->bytes, ~0U, ~0U};
         listing->into[listing->found] = process;
@@ -484,8 +416,11 @@ static void list(const Use *use, void *context) {
     listing->found++;
 }
 
-static int processes(const char *text, int gpu, int mig, unsigned *count, Process *into, int graphics) {
-    Listing listing = {into, *count, 0, (int)number(text, "hidden", 0), graphics,
+static int processes(const char *function, Device of, unsigned *count, Process *into, int kind) {
+    char text[TEXT_BYTES];
+    int gpu, mig, error = device(function, of, &gpu, &mig, text, sizeof text);
+    if (error) return error;
+    Listing listing = {into, *count, 0, (int)number(text, "hidden", 0), kind, (int)number(text, "mps", 0),
                        (unsigned)number(text, "shift", 0)};
     if (!number(text, "unlisted", 0)) uses(gpu, mig, list, &listing);
     int fits = listing.found <= *count;
@@ -493,28 +428,44 @@ static int processes(const char *text, int gpu, int mig, unsigned *count, Proces
     return listing.found == 0 || (into != NULL && fits) ? SUCCESS : INSUFFICIENT_SIZE;
 }
 
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v2(Device of, unsigned *count, Process *into) {
-    DEVICE(of);
-    return processes(text, gpu, mig, count, into, 0);
+/* Without a version: as PyTorch asks when memory has run out. */
+EXPORT int nvmlDeviceGetComputeRunningProcesses(Device of, unsigned *count, Process_v1 *into) {
+    Process found[1024];
+    unsigned room = *count, most = sizeof found / sizeof *found;
+    *count = room < most ? room : most;
+    int error = processes(__func__, of, count, into == NULL ? NULL : found, COMPUTE);
+    for (unsigned i = 0; into != NULL && error == SUCCESS && i < *count; i++) {
+        into[i] = (Process_v1){found[i].pid, found[i].bytes};
+    }
+    return error;
 }
 
-EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v2(Device of, unsigned *count, Process *into) {
-    DEVICE(of);
-    return processes(text, gpu, mig, count, into, 1);
-}
+#define LISTS(version)                                                                                      \
+    EXPORT int nvmlDeviceGetComputeRunningProcesses##version(Device of, unsigned *count, Process *into) {    \
+        return processes(__func__, of, count, into, COMPUTE);                                               \
+    }                                                                                                       \
+    EXPORT int nvmlDeviceGetGraphicsRunningProcesses##version(Device of, unsigned *count, Process *into) {   \
+        return processes(__func__, of, count, into, GRAPHICS);                                              \
+    }                                                                                                       \
+    EXPORT int nvmlDeviceGetMPSComputeRunningProcesses##version(Device of, unsigned *count, Process *into) { \
+        return processes(__func__, of, count, into, MPS);                                                   \
+    }
+
+#if DRIVER >= 450
+LISTS(_v2)
 #endif
-
 #if DRIVER >= 510
-EXPORT int nvmlDeviceGetComputeRunningProcesses_v3(Device of, unsigned *count, Process *into) {
-    DEVICE(of);
-    return processes(text, gpu, mig, count, into, 0);
-}
-
-EXPORT int nvmlDeviceGetGraphicsRunningProcesses_v3(Device of, unsigned *count, Process *into) {
-    DEVICE(of);
-    return processes(text, gpu, mig, count, into, 1);
-}
+LISTS(_v3)
 #endif
+
+/* --- NVLink: PyTorch asks as soon as memory has run out, to say which other GPUs could be used ------------- */
+
+#define NOT_HERE(function) \
+    EXPORT int function(Device of) { return (void)of, NOT_SUPPORTED; }
+
+NOT_HERE(nvmlDeviceGetNvLinkRemoteDeviceType)
+NOT_HERE(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+NOT_HERE(nvmlDeviceGetGpuFabricInfoV)
 
 /* --- MIG -------------------------------------------------------------------------------------------------- */
 
