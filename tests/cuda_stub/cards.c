@@ -1,0 +1,413 @@
+/* See cards.h. What a process uses goes into the file that the NVML stub counts, so both tell the same. */
+
+#define _GNU_SOURCE
+#include "cards.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include "../nvml_stub/host_files.h"
+
+#define PIECE ((size_t)2 << 20) /* the driver gives memory by pieces of 2 MiB */
+#define ROUNDED(size) (((size) + PIECE - 1) & ~(PIECE - 1))
+#define NAMES_THREADS_SINCE 570 /* driver */
+
+typedef struct {
+    int gpu, mig;     /* in the host's files */
+    int has_context, is_lost;
+    Bytes used;       /* by this process, context included */
+    Stream stream;    /* the default one */
+} Card;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Card cards[MOST_CARDS];
+static int card_count, init_code;
+static pid_t init_pid; /* 0: not begun */
+static long long busy_until;
+static Block *blocks;
+
+/* --- which cards there are -------------------------------------------------------------------------------- */
+
+static int card_file(int gpu, int mig, char *text) {
+    char name[64];
+    snprintf(name, sizeof name, mig == NO_MIG ? "gpu-%d" : "gpu-%d-%d", gpu, mig);
+    return read_stub(name, text, TEXT_BYTES);
+}
+
+static int value(const char *text, const char *key, char *target, size_t size) {
+    const char *at;
+    int length = field(text, key, &at);
+    if (length < 0) return 0;
+    snprintf(target, size, "%.*s", length, at);
+    return 1;
+}
+
+static void show(int gpu, int mig) {
+    if (card_count < MOST_CARDS) cards[card_count++] = (Card){.gpu = gpu, .mig = mig};
+}
+
+/* A number, or the beginning of a UUID, of a card or of a MIG device. */
+static int show_named(const char *name, int count) {
+    char text[TEXT_BYTES], uuid[128], *rest;
+    long index = strtol(name, &rest, 10);
+    if (*name && !*rest) {
+        if (index < 0 || index >= count) return 0;
+        show((int)index, NO_MIG);
+        return 1;
+    }
+    for (int gpu = 0; gpu < count && *name; gpu++) {
+        if (!card_file(gpu, NO_MIG, text)) continue;
+        int instances = (int)number(text, "instances", 0);
+        for (int mig = NO_MIG; mig < instances; mig++) {
+            if (!card_file(gpu, mig, text) || !value(text, "uuid", uuid, sizeof uuid)) continue;
+            if (strncmp(uuid, name, strlen(name)) == 0) {
+                show(gpu, mig);
+                return 1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* All cards, or those of CUDA_VISIBLE_DEVICES up to the first that is not there. A card in MIG mode is not to be
+ * had as a whole; without the variable CUDA shows the first of its devices and nothing else. */
+static void look_for_cards(int count) {
+    char text[TEXT_BYTES], names[4096], *rest;
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (visible != NULL) {
+        snprintf(names, sizeof names, "%s", visible);
+        for (char *name = strtok_r(names, ", ", &rest); name != NULL; name = strtok_r(NULL, ", ", &rest)) {
+            if (!show_named(name, count)) break;
+        }
+        return;
+    }
+    for (int gpu = 0; gpu < count; gpu++) {
+        if (!card_file(gpu, NO_MIG, text)) continue;
+        if (number(text, "instances", 0) > 0) {
+            card_count = 0;
+            show(gpu, 0);
+            return;
+        }
+        show(gpu, NO_MIG);
+    }
+}
+
+static void *idle(void *nothing) {
+    for (;;) pause();
+    return nothing;
+}
+
+/* Drivers from 570 on start threads and name them, by /proc/self/task/<thread>/comm. */
+static int name_a_thread(void) {
+    pthread_t thread;
+    pthread_attr_t small;
+    pthread_attr_init(&small);
+    pthread_attr_setdetachstate(&small, PTHREAD_CREATE_DETACHED);
+    if (pthread_create(&thread, &small, idle, NULL)) return OPERATING_SYSTEM;
+    return pthread_setname_np(thread, "cuda-EvtHandlr") ? OPERATING_SYSTEM : OK;
+}
+
+int stub_init(void) {
+    char host[TEXT_BYTES];
+    if (init_pid) return init_pid == getpid() ? init_code : NOT_INITIALIZED;
+    pthread_mutex_lock(&mutex);
+    if (!init_pid) {
+        if (!read_stub("host", host, sizeof host)) {
+            init_code = NO_DEVICE;
+        } else if (number(host, "cuda", 0) / 1000 < CUDART_VERSION / 1000) {
+            init_code = INSUFFICIENT_DRIVER;
+        } else {
+            dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL); /* who looks whether it is there finds it */
+            look_for_cards((int)number(host, "gpus", 0));
+            int names = number(host, "driver", 0) >= NAMES_THREADS_SINCE;
+            init_code = card_count == 0 ? NO_DEVICE : names ? name_a_thread() : OK;
+        }
+        init_pid = getpid();
+    }
+    pthread_mutex_unlock(&mutex);
+    return init_code;
+}
+
+int stub_has_begun(void) { return init_pid == getpid(); }
+int stub_count(void) { return card_count; }
+
+static int text_of(int card, char *text) { return card_file(cards[card].gpu, cards[card].mig, text); }
+
+long long stub_number(int card, const char *key, long long absent) {
+    char text[TEXT_BYTES];
+    return text_of(card, text) ? number(text, key, absent) : absent;
+}
+
+void stub_name(int card, char *target, size_t size) {
+    char text[TEXT_BYTES];
+    *target = 0;
+    if (text_of(card, text)) value(text, "name", target, size);
+}
+
+void stub_uuid(int card, unsigned char bytes[16]) {
+    char text[TEXT_BYTES], uuid[128] = "";
+    memset(bytes, 0, 16);
+    if (!text_of(card, text) || !value(text, "uuid", uuid, sizeof uuid)) return;
+    int found = 0;
+    for (char *digits = strchr(uuid, '-'); digits && *digits && found < 16; digits += *digits == '-' ? 1 : 2) {
+        if (*digits != '-' && sscanf(digits, "%2hhx", &bytes[found++]) != 1) return;
+    }
+}
+
+int stub_bus(int card) { return FIRST_BUS + cards[card].gpu; }
+
+int stub_driver_cuda(void) {
+    char host[TEXT_BYTES];
+    return read_stub("host", host, sizeof host) ? (int)number(host, "cuda", 0) : 0;
+}
+
+/* A MIG device is lost with its card. */
+int stub_is_lost(int card) {
+    char text[TEXT_BYTES];
+    if (!cards[card].is_lost) {
+        cards[card].is_lost = !card_file(cards[card].gpu, NO_MIG, text) || number(text, "error", 0) != 0;
+    }
+    return cards[card].is_lost ? UNKNOWN : OK;
+}
+
+/* --- memory ----------------------------------------------------------------------------------------------- */
+
+/* The folder with what processes use; its lock, where somebody changes or adds it up. */
+static int lock_uses(char *folder, size_t size) {
+    char path[4096];
+    snprintf(folder, size, "%s/use", getenv("NVML_STUB_DIR"));
+    snprintf(path, sizeof path, "%s/.lock", folder);
+    int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    if (file < 0 || flock(file, LOCK_EX)) abort(); /* figures without a lock would be wrong now and then */
+    return file;
+}
+
+static void unlock_uses(int file) {
+    flock(file, LOCK_UN); /* a fork of another thread may have the file open, too */
+    close(file);
+}
+
+static void own_file(char *name, size_t size) {
+    snprintf(name, size, "%d.%llu", (int)getpid(), start_of(getpid()));
+}
+
+static void write_use(const char *folder) {
+    char name[64], path[4096], new[4096], line[128];
+    own_file(name, sizeof name);
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    snprintf(new, sizeof new, "%s/.%s.new", folder, name);
+    int file = open(new, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+    if (file < 0) abort();
+    for (int card = 0; card < card_count; card++) {
+        if (!cards[card].used) continue;
+        int length = snprintf(line, sizeof line, "%d %d %d %llu\n", (int)getpid(), cards[card].gpu,
+                              cards[card].mig, cards[card].used);
+        if (write(file, line, (size_t)length) != length) abort();
+    }
+    close(file);
+    if (rename(new, path)) abort();
+}
+
+/* Files of processes that are gone: nobody else takes them away where a process was killed. */
+static void clear_up(const char *folder) {
+    DIR *names = opendir(folder);
+    char path[4096];
+    if (names == NULL) return;
+    for (struct dirent *entry; (entry = readdir(names)) != NULL;) {
+        if (entry->d_name[0] < '0' || entry->d_name[0] > '9' || alive(entry->d_name)) continue;
+        snprintf(path, sizeof path, "%s/%s", folder, entry->d_name);
+        unlink(path);
+    }
+    closedir(names);
+}
+
+static __attribute__((destructor)) void end(void) {
+    char name[64], path[4096];
+    if (!stub_has_begun() || getenv("NVML_STUB_DIR") == NULL) return;
+    own_file(name, sizeof name);
+    snprintf(path, sizeof path, "%s/use/%s", getenv("NVML_STUB_DIR"), name);
+    unlink(path);
+}
+
+static void add(const Use *use, void *sum) { *(Bytes *)sum += use->bytes; }
+
+static void count_other(const Use *use, void *count) { *(int *)count += use->pid != (unsigned)getpid(); }
+
+static Bytes in_use(int card) {
+    Bytes sum = (Bytes)stub_number(card, "used", 0);
+    uses(cards[card].gpu, cards[card].mig, add, &sum);
+    return sum;
+}
+
+size_t stub_total(int card) {
+    return (size_t)(stub_number(card, "total", 0) - stub_number(card, "reserved", 0));
+}
+
+size_t stub_free(int card) {
+    Bytes used = in_use(card), total = stub_total(card);
+    return used < total ? (size_t)(total - used) : 0;
+}
+
+static int take(int card, size_t bytes, const char *folder) {
+    if (bytes > stub_free(card)) return OUT_OF_MEMORY;
+    cards[card].used += bytes;
+    write_use(folder);
+    return OK;
+}
+
+int stub_take(int card, size_t bytes) {
+    char folder[4096];
+    pthread_mutex_lock(&mutex);
+    int lock = lock_uses(folder, sizeof folder);
+    int code = take(card, bytes, folder);
+    unlock_uses(lock);
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+void stub_give(int card, size_t bytes) {
+    char folder[4096];
+    pthread_mutex_lock(&mutex);
+    int lock = lock_uses(folder, sizeof folder);
+    cards[card].used -= bytes;
+    write_use(folder);
+    unlock_uses(lock);
+    pthread_mutex_unlock(&mutex);
+}
+
+int stub_has_context(int card) { return stub_has_begun() && card < card_count && cards[card].has_context; }
+
+int stub_context(int card) {
+    char folder[4096];
+    int code = stub_init(), others = 0;
+    if (code) return code;
+    if (card < 0 || card >= card_count) return INVALID_DEVICE;
+    if (cards[card].has_context) return stub_is_lost(card);
+    if ((code = stub_is_lost(card))) return code;
+    pthread_mutex_lock(&mutex);
+    if (!cards[card].has_context) {
+        int lock = lock_uses(folder, sizeof folder);
+        clear_up(folder);
+        uses(cards[card].gpu, cards[card].mig, count_other, &others);
+        long long mode = stub_number(card, "compute_mode", 0);
+        if (mode == 2 || (mode && others)) { /* PROHIBITED; exclusive */
+            code = UNAVAILABLE;
+        } else {
+            code = take(card, (size_t)stub_number(card, "context", 0), folder);
+        }
+        unlock_uses(lock);
+        if (code == OK) {
+            cards[card].has_context = 1;
+            usleep((useconds_t)(1000 * stub_number(card, "context_ms", 0)));
+        }
+    }
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+static void remember(void *at, size_t size, int card, int is_pinned) {
+    Block *block = malloc(sizeof *block);
+    if (block == NULL) abort();
+    pthread_mutex_lock(&mutex);
+    *block = (Block){at, size, card, is_pinned, blocks};
+    blocks = block;
+    pthread_mutex_unlock(&mutex);
+}
+
+static int forget(void *at, Block *found) {
+    int is_there = 0;
+    pthread_mutex_lock(&mutex);
+    for (Block **link = &blocks; *link != NULL; link = &(*link)->next) {
+        if ((*link)->at != at) continue;
+        Block *block = *link;
+        *found = *block;
+        *link = block->next;
+        free(block);
+        is_there = 1;
+        break;
+    }
+    pthread_mutex_unlock(&mutex);
+    return is_there;
+}
+
+int stub_find(const void *at, Block *found) {
+    int is_there = 0;
+    pthread_mutex_lock(&mutex);
+    for (Block *block = blocks; block != NULL && !is_there; block = block->next) {
+        is_there = (const char *)at >= block->at && (const char *)at < block->at + block->size;
+        if (is_there) *found = *block;
+    }
+    pthread_mutex_unlock(&mutex);
+    return is_there;
+}
+
+int stub_allocate(int card, size_t size, void **at) {
+    size_t rounded = ROUNDED(size);
+    int code = stub_take(card, rounded);
+    if (code) return code;
+    *at = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (*at == MAP_FAILED) {
+        stub_give(card, rounded);
+        return OUT_OF_MEMORY;
+    }
+    remember(*at, rounded, card, 0);
+    return OK;
+}
+
+int stub_release(void *at) {
+    Block block;
+    if (!forget(at, &block)) return INVALID_VALUE;
+    munmap(block.at, block.size);
+    stub_give(block.card, block.size);
+    return OK;
+}
+
+int stub_pin(void *at, size_t size, int card) {
+    remember(at, size, card, 1);
+    return OK;
+}
+
+int stub_unpin(void *at) {
+    Block block;
+    return forget(at, &block) ? OK : INVALID_VALUE;
+}
+
+void stub_map(void *at, size_t size, int card) { remember(at, size, card, 0); }
+
+void stub_unmap(void *at) {
+    Block block;
+    forget(at, &block);
+}
+
+/* --- time ------------------------------------------------------------------------------------------------- */
+
+long long stub_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+long long stub_busy_until(void) { return busy_until; }
+
+Stream *stub_stream(void *handle, int card) {
+    return (size_t)handle <= 2 ? &cards[card].stream : (Stream *)handle;
+}
+
+void stub_launch(Stream *stream, int card) {
+    long long length = 1000 * stub_number(card, "kernel_us", 0);
+    if (length == 0) return;
+    pthread_mutex_lock(&mutex);
+    long long now = stub_now();
+    stream->until = (stream->until > now ? stream->until : now) + length;
+    if (stream->until > busy_until) busy_until = stream->until;
+    pthread_mutex_unlock(&mutex);
+}
+
+int stub_wait(long long until) {
+    struct timespec then = {until / 1000000000, until % 1000000000};
+    if (until > 0) clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &then, NULL);
+    return OK;
+}

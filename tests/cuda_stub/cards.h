@@ -1,0 +1,69 @@
+/* The cards of a host and what this process has of them; both libraries use it. Results are codes of CUDA. */
+
+#ifndef CARDS_H
+#define CARDS_H
+
+#include <stddef.h>
+
+enum {
+    OK = 0,
+    INVALID_VALUE = 1,
+    OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
+    INSUFFICIENT_DRIVER = 35,
+    UNAVAILABLE = 46, /* the card is taken by another process, in compute mode EXCLUSIVE_PROCESS */
+    NO_DEVICE = 100,
+    INVALID_DEVICE = 101,
+    OPERATING_SYSTEM = 304,
+    NOT_READY = 600,
+    NOT_SUPPORTED_HERE = 801,
+    UNKNOWN = 999, /* a card that is lost answers this from then on */
+};
+
+enum { MOST_CARDS = 64 };
+
+int stub_init(void);              /* what cuInit does; a fork of a process that has done it gets NOT_INITIALIZED */
+int stub_has_begun(void);         /* whether this process has done it */
+int stub_count(void);             /* of the cards that this process sees */
+int stub_context(int card);       /* makes the context where there is none */
+int stub_has_context(int card);
+int stub_is_lost(int card);       /* UNKNOWN where it is, OK where not */
+int stub_take(int card, size_t bytes);
+void stub_give(int card, size_t bytes);
+size_t stub_total(int card);
+size_t stub_free(int card);
+long long stub_number(int card, const char *key, long long absent); /* of the card's file */
+void stub_name(int card, char *text, size_t size);
+void stub_uuid(int card, unsigned char bytes[16]);
+int stub_bus(int card);
+int stub_driver_cuda(void);       /* the newest CUDA that the driver supports, as 13000 */
+
+/* Time on the card. A stream is busy until then, in nanoseconds of CLOCK_MONOTONIC; kernels take time and do nothing. */
+typedef struct {
+    long long until;
+    int priority;
+} Stream;
+
+Stream *stub_stream(void *handle, int card); /* NULL, 1 and 2 are the default stream */
+void stub_launch(Stream *stream, int card);
+int stub_wait(long long until);
+long long stub_now(void);
+long long stub_busy_until(void); /* when all streams of this process are done */
+
+/* Memory of this process that CUDA knows: of a card, or pinned. */
+typedef struct Block {
+    char *at;
+    size_t size;
+    int card, is_pinned;
+    struct Block *next;
+} Block;
+
+int stub_allocate(int card, size_t size, void **at);
+int stub_release(void *at);
+int stub_pin(void *at, size_t size, int card);
+int stub_unpin(void *at);
+int stub_find(const void *at, Block *found);
+void stub_map(void *at, size_t size, int card); /* memory that was taken by cuMemCreate */
+void stub_unmap(void *at);
+
+#endif
