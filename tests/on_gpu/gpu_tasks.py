@@ -21,14 +21,14 @@ def used_bytes() -> int:
 def train(weights: list[Any], config: dict[str, Any]) -> tuple[Any, ...]:
     """Hold a gibibyte, take a few steps of a small network, report the card's use meanwhile."""
     import torch
-    from torch import nn
+    from gpu_hosts import layer
 
     import flower_gpu
 
     device = flower_gpu.device()
     assert device.type == "cuda", "the GPU is hidden from the worker"
     held = torch.zeros(GIB // 4, device=device)
-    model = nn.Linear(256, 256).to(device)
+    model = layer(256, 256).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
         loss = model(torch.randn(64, 256, device=device)).square().mean() + held[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_hosts import layer
 from gpu_tasks import used_bytes
 from torch import nn
 
@@ -29,7 +30,7 @@ GIB = 1 << 30
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+    return nn.Sequential(layer(256, 512), nn.ReLU(), layer(512, 512), nn.ReLU(), layer(512, 10))
 
 
 def first_weights() -> list[Any]:

@@ -14,7 +14,7 @@ from flower_gpu.gpu.inventory import GPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.card("there are no device files"), pytest.mark.timeout(150)]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.p
 MIB, GIB = 2**20, 2**30
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+needs_nccl = pytest.mark.card("NCCL has a runtime of its own")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,7 @@ def test_one_gpu_is_as_without(name: str, weights: Any) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(expected, learned, strict=True))
 
 
+@needs_nccl
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_gpus_learn_what_one_does(name: str, weights: Any, gpus: int) -> None:
     if gpus < 2:
@@ -66,6 +68,7 @@ def test_two_gpus_learn_what_one_does(name: str, weights: Any, gpus: int) -> Non
     assert all(now - was < 64 * MIB for now, was in zip(used(), before, strict=True))
 
 
+@needs_nccl
 def test_nccl_in_a_group_of_one(gpus: int) -> None:
     found = run_in_worker("on_gpu_rank_tasks:nccl_alone", num_gpus=1, gpu="require")
     assert found["backend"] == "nccl"
