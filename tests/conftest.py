@@ -11,9 +11,11 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cuda_stub
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
@@ -91,6 +93,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 Script = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def cuda_host(tmp_path: Path) -> Callable[..., cuda_stub.Host]:
+    """Make a host with cards that PyTorch can use; see tests/cuda_stub/README.md."""
+    if reason := cuda_stub.reason_not_to_run():
+        pytest.skip(reason)
+    return partial(cuda_stub.Host, tmp_path / "cuda-host")
 
 
 @pytest.fixture

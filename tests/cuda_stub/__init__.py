@@ -1,6 +1,7 @@
-"""Cards that are not there, under the real PyTorch: a stand-in for CUDA's runtime and driver. README.md says what it plays.
+"""Cards that are not there, under the real PyTorch: a stand-in for CUDA's runtime and driver.
 
-An unmodified CUDA build of PyTorch finds the cards of a :class:`Host`, makes contexts and allocates there::
+An unmodified CUDA build of PyTorch finds the cards of a :class:`Host`, makes contexts and allocates there
+(README.md says what is played and what is not)::
 
     host = Host(tmp_path / "host", gpus=2, total=16 * GIB)
     host.set(0, context_ms=400)
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import nvml_stub
+from nvml_stub import GIB
+
+__all__ = ["GIB", "MIB", "Host", "compiled", "reason_not_to_run"]
 
 MIB = 2**20
 
@@ -150,7 +154,7 @@ def _compile(into: Path, torch: Path, cuda: str) -> None:
 
 
 def _with_missing(folder: Path, imported: set[str], *names: str) -> list[str]:
-    """Return objects, and one more with what PyTorch imports besides: it is there, and answers that it cannot."""
+    """Return objects, and one with the other functions that PyTorch imports, which answer NOT_SUPPORTED."""
     objects = [str(folder / f"{name}.o") for name in names]
     exported = set(_EXPORTED.findall(_run(["nm", *objects])))
     missing = sorted(imported - exported - {""})

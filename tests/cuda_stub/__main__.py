@@ -1,4 +1,7 @@
-"""Runs a command on a host with cards that are not there: ``PYTHONPATH=tests python -m cuda_stub -- COMMAND``."""
+"""Runs a command on a host with cards that are not there.
+
+``PYTHONPATH=tests python -m cuda_stub --gpus 2 -- flower-gpu gpus``
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ import tempfile
 from pathlib import Path
 
 import cuda_stub
-
 from flower_gpu.leases.request import memory_bytes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cuda_stub", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cuda_stub", description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", type=int, default=1, metavar="N")
     parser.add_argument("--total", default="16GiB", metavar="SIZE", help="memory of each card")
     parser.add_argument(
