@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from flower_gpu.gpu import device_files, nvml
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
 from flower_gpu.gpu.visible_devices import visible as visible
 from flower_gpu.gpu.visible_devices import with_uuid
+
+T = TypeVar("T")
 
 # Without persistence mode the driver takes some seconds to start, for each GPU.
 _START_S, _ANSWER_S = 60.0, 15.0
@@ -19,6 +23,7 @@ _MIG_CARD_WITHOUT_DEVICES = (
     "MIG mode is on and it has no MIG device: make some (nvidia-smi mig -cgi PROFILE -C), or turn MIG mode "
     "off (nvidia-smi -i INDEX -mig 0)"
 )
+_PROHIBITED = "its compute mode is PROHIBITED, so no program may use it: as root, nvidia-smi -i {} -c DEFAULT"
 _NO_MEMORY_FIGURES = "its driver does not tell how much memory it has and uses, so it cannot be shared out"
 _NO_GPU = (
     "the NVIDIA driver runs and shows no GPU: see nvidia-smi; in a container, start that with access to the "
@@ -32,7 +37,8 @@ class GPUProcess:
 
     pid: int  # its number; in a container it may be that of the host
     used_bytes: int | None  # memory it uses, context included; None where the driver does not tell
-    name: str = ""  # its program; empty where not known
+    name: str = ""  # its program; empty where not known, or not asked
+    computes: bool = True  # and does not only draw
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class GPU:
     # that is not told
     persistence_mode: bool | None = None
     device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
+    # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, that of its card; None where that is not told
+    compute_mode: str | None = None
 
     @property
     def is_usable(self) -> bool:
@@ -109,6 +117,14 @@ def take(*, processes: bool = True) -> Inventory:
         Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
     """
     return _host().take(processes)
+
+
+def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
+    """Look at these GPUs only: their memory, and who uses it. What else they are is left out.
+
+    For a worker, which has a lease of some: others are not opened, and nothing is asked about them.
+    """
+    return _host().take_of(uuids)
 
 
 def temperatures() -> dict[str, int]:
@@ -188,6 +204,14 @@ class _Host:
         except LateError as late:
             return Inventory((), self._driver_version, _hangs(self._asked, late.waited_s), hangs=True)
 
+    def take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
+        try:
+            return self.thread.ask(
+                lambda: self._take_of(uuids), _START_S if self._session is None else _ANSWER_S
+            )
+        except LateError:
+            return ()
+
     def temperatures(self) -> dict[str, int]:
         try:
             return self.thread.ask(self._temperatures, _ANSWER_S)
@@ -198,17 +222,30 @@ class _Host:
 
     def _take(self, processes: bool) -> Inventory:
         try:
+            return self._asked_of(lambda session: self._snapshot(session, processes))
+        except nvml.QueryError as problem:
+            return Inventory((), self._driver_version, str(problem))
+
+    def _take_of(self, uuids: Sequence[str]) -> tuple[GPU, ...]:
+        try:
+            found = self._asked_of(lambda session: [_read_by_uuid(session, uuid) for uuid in uuids])
+        except nvml.QueryError:
+            return ()
+        return tuple(gpu for gpu in found if gpu is not None)
+
+    def _asked_of(self, look: Callable[[nvml.Session], T]) -> T:
+        try:
             was_open = self._session is not None
             try:
-                return self._snapshot(processes)
+                return look(self._started())
             except nvml.QueryError as problem:
                 self._forget()
                 if not (was_open and problem.ends_session):
                     raise
-                return self._snapshot(processes)  # somebody shut it down under us
-        except nvml.QueryError as problem:
+                return look(self._started())  # somebody shut it down under us
+        except nvml.QueryError:
             self._forget()
-            return Inventory((), self._driver_version, str(problem))
+            raise
 
     def _temperatures(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -226,17 +263,16 @@ class _Host:
         if session is not None:
             session.close()
 
-    def _snapshot(self, processes: bool) -> Inventory:
+    def _started(self) -> nvml.Session:
         self._asked = "to start"
         if self._session is None:
             self._session = nvml.Session()
             self._driver_version = self._session.driver_version()
             self._cuda_version = self._session.cuda_version()
-        gpus = [
-            gpu
-            for index in range(self._session.count())
-            for gpu in self._read_card(self._session, index, processes)
-        ]
+        return self._session
+
+    def _snapshot(self, session: nvml.Session, processes: bool) -> Inventory:
+        gpus = [gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)]
         problem = None if gpus else _NO_GPU
         return Inventory(tuple(gpus), self._driver_version, problem, cuda_version=self._cuda_version)
 
@@ -284,16 +320,21 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
             raise
         # Who may use MIG devices need not be allowed to look at the whole card.
         gpu = replace(_broken(index, None, ""), uuid=card.uuid, name=card.name)
-    gpu = replace(gpu, persistence_mode=card.persistence_mode, device_files=card.device_files)
+    mode = session.compute_mode(card.handle)
+    gpu = replace(
+        gpu, persistence_mode=card.persistence_mode, device_files=card.device_files, compute_mode=mode
+    )
+    prohibited = _PROHIBITED.format(index) if mode == "PROHIBITED" else None
     if handles is None:
-        return [gpu]
+        return [replace(gpu, problem=prohibited or gpu.problem)]
     gpus = [replace(gpu, problem=_MIG_CARD if handles else _MIG_CARD_WITHOUT_DEVICES)]
     for handle in handles:
         try:
             if isinstance(handle, nvml.QueryError):
                 raise handle
             mig = _read(session, index, handle, session.uuid(handle), session.name(handle), processes)
-            mig = replace(mig, device_files=_files_of_mig(session, card, handle))
+            mig = replace(mig, device_files=_files_of_mig(session, card, handle), compute_mode=mode)
+            mig = replace(mig, problem=prohibited or mig.problem)
         except nvml.QueryError as problem:
             if problem.ends_session:
                 raise
@@ -312,20 +353,41 @@ def _files_of_mig(session: nvml.Session, card: _Card, handle: nvml.Handle) -> tu
 def _read(
     session: nvml.Session, index: int, handle: nvml.Handle, uuid: str, name: str, processes: bool
 ) -> GPU:
+    gpu = _read_use(session, handle, uuid, processes)
+    named = gpu.processes and tuple(
+        replace(process, name=session.process_name(process.pid)) for process in gpu.processes
+    )
+    percent = session.utilization_percent(handle)
+    return replace(gpu, index=index, name=name, utilization_percent=percent, processes=named)
+
+
+def _read_by_uuid(session: nvml.Session, uuid: str) -> GPU | None:
+    try:
+        # Each time anew: the handle of a MIG device may be another one's by now.
+        return _read_use(session, session.with_uuid(uuid), uuid, processes=True)
+    except nvml.QueryError as problem:
+        if problem.ends_session:
+            raise
+        return None
+
+
+def _read_use(session: nvml.Session, handle: nvml.Handle, uuid: str, processes: bool) -> GPU:
     # In this order: one that starts in between then counts as used by nobody we know, and not as unused.
     listed = session.processes(handle) if processes else None
     memory = session.memory(handle)
     total, used, free, reserved = memory or (None,) * 4
     return GPU(
-        index=index,
+        index=-1,
         uuid=uuid,
-        name=name,
+        name="",
         total_bytes=total,
         used_bytes=used,
         free_bytes=free,
         reserved_bytes=reserved,
-        utilization_percent=session.utilization_percent(handle),
-        processes=None if listed is None else tuple(GPUProcess(*process) for process in listed),
+        utilization_percent=None,
+        processes=None
+        if listed is None
+        else tuple(GPUProcess(pid, bytes_, computes=computes) for pid, bytes_, computes in listed),
         problem=None if memory else _NO_MEMORY_FIGURES,
     )
 

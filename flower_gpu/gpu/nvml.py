@@ -56,6 +56,10 @@ _OF_A_GPU: Final = {
 }
 
 
+#: How many processes may compute on a card at a time: any, one, or none. As ``nvidia-smi -c`` takes them.
+COMPUTE_MODES: Final = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
+
+
 class QueryError(Exception):
     """NVML cannot answer. The text says why, in words, and what to do.
 
@@ -128,6 +132,10 @@ class Session:
         """Return the GPU with this number, as ``nvidia-smi`` counts them."""
         return Handle(self._call("nvmlDeviceGetHandleByIndex", index))
 
+    def with_uuid(self, uuid: str) -> Handle:
+        """Return the GPU or MIG device with this UUID. No other one need be opened for that."""
+        return Handle(self._call("nvmlDeviceGetHandleByUUID", uuid))
+
     def uuid(self, handle: Handle) -> str:
         """Return ``GPU-...`` or ``MIG-...``."""
         return str(self._call("nvmlDeviceGetUUID", handle))
@@ -157,6 +165,10 @@ class Session:
         """Tell whether the driver keeps a GPU ready while nobody uses it; None where that is not told."""
         return self._told(bool, "nvmlDeviceGetPersistenceMode", handle)
 
+    def compute_mode(self, card: Handle) -> str | None:
+        """Return how many processes may compute on a card: one of :data:`COMPUTE_MODES`; None: not told."""
+        return self._told(COMPUTE_MODES.get, "nvmlDeviceGetComputeMode", card)
+
     def minor_number(self, card: Handle) -> int | None:
         """Return the number in the name of a card's device file; None where it is not told."""
         return self._told(int, "nvmlDeviceGetMinorNumber", card)
@@ -170,13 +182,14 @@ class Session:
         found = [self._told(int, f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
         return None if None in found else (found[0], found[1])  # type: ignore[return-value]
 
-    def processes(self, handle: Handle) -> list[tuple[int, int | None, str]] | None:
-        """Return pid, memory in bytes (None: not told) and name of each process; None if that is refused.
+    def processes(self, handle: Handle) -> list[tuple[int, int | None, bool]] | None:
+        """Return of each process pid, memory in bytes (None: not told), and whether it does more than draw.
 
-        Numbers of processes may be those of another namespace (containers), and of processes that are gone.
+        None where that is refused. Numbers of processes may be those of another namespace (containers), and
+        of processes that are gone.
         """
-        found: dict[int, int | None] = {}
-        for kind in ("Compute", "Graphics"):
+        found: dict[int, tuple[int | None, bool]] = {}
+        for kind in ("Compute", "MPSCompute", "Graphics"):  # the second: clients of an MPS server
             try:
                 listed = self._running(kind, handle)
             except QueryError as problem:
@@ -185,11 +198,11 @@ class Session:
             if listed is None and kind == "Compute":
                 return None
             for process in listed or ():
-                # One that computes and draws is in both lists, with all its memory.
-                known = found.get(int(process.pid))
+                # One that computes and draws is in two lists, with all its memory in each.
+                known, computes = found.get(int(process.pid), (None, kind != "Graphics"))
                 told = process.usedGpuMemory
-                found[int(process.pid)] = known if told is None else max(int(told), known or 0)
-        return [(pid, used, self._process_name(pid)) for pid, used in sorted(found.items())]
+                found[int(process.pid)] = known if told is None else max(int(told), known or 0), computes
+        return [(pid, *found[pid]) for pid in sorted(found)]
 
     def mig_devices(self, handle: Handle) -> list[Handle | QueryError] | None:
         """Return the MIG devices of a card, or why one cannot be had; None where MIG mode is off.
@@ -219,7 +232,8 @@ class Session:
                 return list(self._call_if_there(f"nvmlDeviceGet{kind}RunningProcesses_{version}", handle))
         return None
 
-    def _process_name(self, pid: int) -> str:
+    def process_name(self, pid: int) -> str:
+        """Return the program of a process; empty where it is not told."""
         with suppress(UnicodeDecodeError):  # a name may be any bytes
             return self._told(str, "nvmlSystemGetProcessName", pid) or ""
         return ""

@@ -5,6 +5,7 @@ Admission itself is asked. What an app's own code asks for is not known here; th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +14,7 @@ from flower_gpu import options
 from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import inventory, policy
+from flower_gpu.gpu import inventory, policy, sharing
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases import admission
@@ -173,8 +174,13 @@ def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -
 def _possible(request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[Option]:
     """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
     asked = [
-        # A call whose amount is not known yet is alone on a GPU.
-        Option(gpu.uuid, memory_bytes=request.memory_bytes, share=request.share, alone=request.is_auto)
+        Option(
+            gpu.uuid,
+            memory_bytes=request.memory_bytes,
+            share=request.share,
+            # So is a call whose amount is not known yet.
+            alone=request.is_auto or sharing.is_for_one(gpu, os.environ),
+        )
         for gpu in gpus
     ]
     found = admission.possible(sizes, asked)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
-from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu import inventory, sharing
+from flower_gpu.gpu.inventory import GPU, GPUProcess, Inventory
 from flower_gpu.leases import admission, host, tickets
 from flower_gpu.leases.admission import CORES, Card, Need, Option, Part
 from flower_gpu.leases.host import HostMeasured
@@ -306,6 +306,10 @@ class Ledger:
         """
         assert gpu.total_bytes is not None and gpu.used_bytes is not None
         listed = {process.pid: process.used_bytes for process in gpu.processes or ()}
+        if _other_program(gpu) and not any(
+            part.uuid == gpu.uuid for entry in (*holders, *ended) for part in entry.parts
+        ):
+            return Card(gpu.uuid, 0)
         ours = untold = 0
         for entry in (*holders, *ended):
             leased = sum(part.memory_bytes for part in entry.parts if part.uuid == gpu.uuid)
@@ -338,7 +342,8 @@ class Ledger:
         possible = admission.possible(sizes, options)
         if len(possible) < wish.count:
             raise LeaseError(_impossible(wish, options, state.gpus, sizes))
-        return tuple(possible)
+        alone = {gpu.uuid for gpu in state.gpus if sharing.is_for_one(gpu, os.environ)}
+        return tuple(Option(one.uuid, alone=True) if one.uuid in alone else one for one in possible)
 
     def _wait(self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline) -> None:
         """Wait until the ticket is granted."""
@@ -408,9 +413,21 @@ class Ledger:
                 for part in entry.parts:
                     if part.uuid == gpu.uuid:
                         lines.append(f"  {format_bytes(part.memory_bytes)} held by {describe(entry)}")
+            if not card.capacity_bytes and (other := _other_program(gpu)):
+                lines.append(
+                    f"  its compute mode is {gpu.compute_mode}, and process {other.pid} {other.name} has it: "
+                    f"end that, or as root nvidia-smi -i {gpu.index} -c DEFAULT"
+                )
         text = "\n".join(lines)
         what = "GPU" if wish.count else "cores or memory"
         return f"{wish.label or 'a call'} got no {what} in time; {len(state.waiting)} were waiting.\n{text}"
+
+
+def _other_program(gpu: GPU) -> GPUProcess | None:
+    """Return who computes on a GPU that is for one process at a time; None where nobody is in the way."""
+    if not sharing.is_for_one(gpu, os.environ):
+        return None
+    return next((process for process in gpu.processes or () if process.computes), None)
 
 
 def _check(measured: _Measured, wish: Wish) -> None:

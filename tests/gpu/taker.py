@@ -62,6 +62,8 @@ def answer(command: str, *arguments: str) -> object:
         return taken()
     if command == "quick":
         return taken(processes=False)
+    if command == "of":
+        return [asdict(gpu) for gpu in inventory.take_of(arguments)]
     if command == "fork":
         return in_a_fork()
     if command == "fork-meanwhile":

@@ -29,6 +29,10 @@ def take(host: Host, taker: Start) -> Callable[..., Any]:
     return taker(host.env)
 
 
+def listed(pid: int, used: int | None, name: str, computes: bool = True) -> dict[str, Any]:
+    return {"pid": pid, "used_bytes": used, "name": name, "computes": computes}
+
+
 def memory(gpu: dict[str, Any]) -> tuple[Any, ...]:
     return gpu["total_bytes"], gpu["used_bytes"], gpu["free_bytes"], gpu["reserved_bytes"]
 
@@ -53,6 +57,7 @@ def test_an_idle_host(host: Host, take: Callable[..., Any]) -> None:
         "problem": None,
         "persistence_mode": None,
         "device_files": ["/dev/nvidia0"],
+        "compute_mode": "DEFAULT",
     }
     another = {"index": 1, "uuid": host.uuids[1], "device_files": ["/dev/nvidia1"]}
     assert second == {**first, **another}
@@ -68,7 +73,7 @@ def test_another_program_fills_a_gpu_and_ends(host: Host, take: Callable[..., An
     program = host.program(0, 3 * GIB, name="/opt/other/train")
     gpu = take()["gpus"][0]
     assert gpu["used_bytes"] == 15 * GIB
-    assert gpu["processes"] == [{"pid": program.pid, "used_bytes": 3 * GIB, "name": "/opt/other/train"}]
+    assert gpu["processes"] == [listed(program.pid, 3 * GIB, "/opt/other/train")]
     program.end()
     assert take()["gpus"][0]["used_bytes"] == 12 * GIB
     assert take()["gpus"][1]["used_bytes"] == 0
@@ -170,16 +175,14 @@ def test_figures_of_processes_that_are_refused(host: Host, take: Callable[..., A
 def test_processes_without_memory_figures(host: Host, take: Callable[..., Any]) -> None:
     program = host.program(0, GIB, name="/usr/bin/hidden")
     host.set(0, hidden=1)
-    assert take()["gpus"][0]["processes"] == [
-        {"pid": program.pid, "used_bytes": None, "name": "/usr/bin/hidden"}
-    ]
+    assert take()["gpus"][0]["processes"] == [listed(program.pid, None, "/usr/bin/hidden")]
     assert take()["usable"] == host.uuids
 
 
 def test_a_process_that_is_gone_but_still_listed(host: Host, take: Callable[..., Any]) -> None:
     program = host.program(0, GIB)
     host.fail("nvmlSystemGetProcessName", 6)  # not found
-    assert take()["gpus"][0]["processes"] == [{"pid": program.pid, "used_bytes": GIB, "name": ""}]
+    assert take()["gpus"][0]["processes"] == [listed(program.pid, GIB, "")]
 
 
 def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Callable[..., Any]) -> None:
@@ -187,15 +190,64 @@ def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Call
     host.program(0, GIB, pid=7_000_000, name="/usr/bin/blender", graphics=True)
     host.program(0, 2 * GIB, pid=7_000_001, name="/usr/bin/Xorg", graphics=True)
     assert take()["gpus"][0]["processes"] == [
-        {"pid": 7_000_000, "used_bytes": GIB, "name": "/usr/bin/blender"},
-        {"pid": 7_000_001, "used_bytes": 2 * GIB, "name": "/usr/bin/Xorg"},
+        listed(7_000_000, GIB, "/usr/bin/blender"),
+        listed(7_000_001, 2 * GIB, "/usr/bin/Xorg", computes=False),
     ]
+
+
+def test_clients_of_mps_are_listed_and_one_in_two_lists_counts_once(
+    host: Host, take: Callable[..., Any]
+) -> None:
+    client = host.program(0, 2 * GIB, mps=True)
+    host.program(0, GIB, pid=client.pid, mps=True)
+    host.program(0, GIB, pid=client.pid)
+    server = host.program(0, 100 * MIB, name="nvidia-cuda-mps-server")
+    assert take()["gpus"][0]["processes"] == [
+        listed(client.pid, 2 * GIB, "/usr/bin/other"),
+        listed(server.pid, 100 * MIB, "nvidia-cuda-mps-server"),
+    ]
+    host.fail("nvmlDeviceGetMPSComputeRunningProcesses_v3", nvml_stub.NO_PERMISSION)
+    assert take()["gpus"][0]["processes"][1] == listed(server.pid, 100 * MIB, "nvidia-cuda-mps-server")
+
+
+def test_compute_modes(host: Host, take: Callable[..., Any]) -> None:
+    for number, mode in ((3, "EXCLUSIVE_PROCESS"), (2, "PROHIBITED"), (0, "DEFAULT")):
+        host.set(0, compute_mode=number)
+        found = take()
+        assert found["gpus"][0]["compute_mode"] == mode
+        assert (host.uuids[0] in found["usable"]) == (mode != "PROHIBITED")
+        if mode == "PROHIBITED":
+            assert "nvidia-smi -i 0 -c DEFAULT" in found["gpus"][0]["problem"]
+    host.set(0, compute_mode=2)
+    [mig] = host.mig(0, [8 * GIB])
+    take("close")  # NVML tells at its start whether a card knows MIG
+    assert "PROHIBITED" in take()["gpus"][1]["problem"]
+    host.set(0, compute_mode=3)
+    assert (take()["usable"][0], take()["gpus"][1]["compute_mode"]) == (mig, "EXCLUSIVE_PROCESS")
+
+
+def test_who_has_a_lease_of_some_looks_at_no_other_gpu(host: Host, take: Callable[..., Any]) -> None:
+    [mig] = host.mig(1, [8 * GIB])
+    host.program(0, GIB)
+    host.program(mig, 2 * GIB)
+    host.count_calls()
+    for uuid, used in ((host.uuids[0], GIB), (mig, 2 * GIB)):
+        [gpu] = take(f"of {uuid}")
+        assert (gpu["uuid"], gpu["used_bytes"], len(gpu["processes"])) == (uuid, used, 1)
+    [calls] = host.calls().values()
+    assert calls["nvmlDeviceGetHandleByUUID"] == 2
+    assert not [name for name in calls if "ByIndex" in name or "Count" in name]
+    # Nothing of what is no lease's stands in the way of the next look.
+    host.set(0, lost=True)
+    assert take(f"of {host.uuids[0]}") == []
+    host.set(0, lost=False)
+    assert len(take(f"of {host.uuids[0]}")) == 1
 
 
 def test_a_process_whose_name_is_no_text(host: Host, take: Callable[..., Any]) -> None:
     program = host.program(0, GIB)
     program.path.write_bytes(b"%d 0 -1 %d \xff\xfe\n" % (program.pid, GIB))
-    assert take()["gpus"][0]["processes"] == [{"pid": program.pid, "used_bytes": GIB, "name": ""}]
+    assert take()["gpus"][0]["processes"] == [listed(program.pid, GIB, "")]
 
 
 def test_without_processes_nobody_is_asked_about_them(host: Host, take: Callable[..., Any]) -> None:
@@ -285,7 +337,7 @@ def test_an_old_driver_that_lacks_functions(tmp_path: Path, taker: Start, driver
         assert found["driver_version"] == driver
         # What the driver reserves is in what is used: it cannot be told apart.
         assert memory(gpu) == (16 * GIB, GIB + 500 * MIB, 15 * GIB - 500 * MIB, None)
-        told = [{"pid": program.pid, "used_bytes": GIB, "name": "/usr/bin/other"}]
+        told = [listed(program.pid, GIB, "/usr/bin/other")]
         assert gpu["processes"] == (told if driver.startswith("470") else None)
         assert found["usable"] == host.uuids
 

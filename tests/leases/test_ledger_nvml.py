@@ -113,3 +113,55 @@ def test_a_share_does_not_shrink_by_a_lease_that_was_given_back_meanwhile(
     worker("release")
     go_on.touch()
     assert late.answer() == third("acquire", share=0.25, gpus=[0])
+
+
+# Cards for one process at a time ----------------------------------------------------------------------------
+
+EXCLUSIVE_PROCESS = 3
+
+
+def test_a_card_for_one_process_is_leased_as_a_whole(one_gpu: LedgerHost) -> None:
+    one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
+    first, second = one_gpu.start(2)
+    [had] = first("acquire", memory=GIB).values()
+    assert had > 15 * GIB
+    one_gpu.line_up((second, {"share": 0.25}))
+    assert one_gpu.status()["ready"] == []
+    first("release")
+    assert list(second.answer().values()) == [had]
+    second("release")
+    with pytest.raises(RefusedError, match=r"asks for 17\.0 GiB of one GPU, which none can ever give"):
+        first("acquire", memory=17 * GIB)
+
+
+def test_a_card_for_one_process_that_another_program_has_is_waited_for(one_gpu: LedgerHost) -> None:
+    one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
+    draws = one_gpu.stub.program(0, GIB, graphics=True)
+    other = one_gpu.stub.program(0, GIB, name="train")
+    [claimant] = one_gpu.start(1)
+    with pytest.raises(RefusedError) as refused:
+        claimant("acquire", memory=GIB, timeout_s=0.2)
+    assert f"its compute mode is EXCLUSIVE_PROCESS, and process {other.pid} train has it" in str(
+        refused.value
+    )
+    one_gpu.line_up((claimant, {"memory": GIB}))
+    other.end()
+    [had] = claimant.answer().values()
+    assert had > 14 * GIB
+    draws.end()
+
+
+def test_clients_of_mps_share_a_card_for_one_process(one_gpu: LedgerHost, tmp_path: Path) -> None:
+    """The server of MPS is that process. Its daemon is found as CUDA finds it."""
+    one_gpu.stub.set(0, compute_mode=EXCLUSIVE_PROCESS)
+    one_gpu.stub.program(0, GIB, name="nvidia-cuda-mps-server")
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    (pipes / "control").touch()
+    first, second, without = one_gpu.start(3, CUDA_MPS_PIPE_DIRECTORY=str(pipes))
+    assert list(first("acquire", memory=GIB).values()) == [GIB]
+    assert list(second("acquire", memory=GIB).values()) == [GIB]
+    (pipes / "nvidia-cuda-mps-control.pid").write_text("4194305")  # no process has such a number
+    with pytest.raises(RefusedError) as refused:
+        without("acquire", memory=GIB, timeout_s=0.2)
+    assert refused.value.kind == "LeaseTimeoutError"
