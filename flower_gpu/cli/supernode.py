@@ -38,7 +38,6 @@ from flower_gpu.options import (
     CallOptions,
     options_of,
 )
-from flower_gpu.workers.forkserver.identity import script_folders
 
 HELP = "run SuperNodes whose messages get leases, whatever the app is"
 DESCRIPTION = """\
@@ -302,7 +301,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
         env[CONCURRENCY_VARIABLE] = str(min(nodes, arguments.max_concurrent or nodes))
     env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.1")  # Flower's 1 s is felt in every message
     env = {**frameworks.UNTOUCHED_CUDA, **env}  # an app's import does not start CUDA
-    path = os.pathsep.join([*script_folders(), env.get("PATH", os.defpath)])
+    path = commands.with_flowers(env.get("PATH"))
     return commands.fast_start({**env, "PATH": path}, with_lease=True, nodes=nodes)
 
 

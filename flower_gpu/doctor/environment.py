@@ -87,12 +87,14 @@ def wanted_flower() -> SpecifierSet:
 
 
 def _commands() -> Iterator[Found]:
-    folders = [folder for folder in map(Path, script_folders()) if folder.exists()]
+    # pip install --target puts them into a folder beside the packages.
+    beside = Path(str(metadata.distribution("flwr").locate_file("bin")))
+    folders = [folder for folder in (*map(Path, script_folders()), beside) if folder.exists()]
     found = {name: shutil.which(name) for name in _COMMANDS}
     missing = [name for name, path in found.items() if path is None]
     foreign = [path for path in found.values() if path and not any(map(Path(path).parent.samefile, folders))]
-    # That of a virtual environment: where python itself is.
-    todo = f'export PATH="{folders[0]}:$PATH"'
+    having = (folder for folder in folders if (folder / _COMMANDS[0]).exists())
+    todo = f'export PATH="{next(having, folders[0])}:$PATH"'
     if foreign:
         text = f"{', '.join(foreign)} belong to another environment than this flower-gpu"
         yield "problem", f"{text}, and Flower starts its parts by their names", todo

@@ -32,6 +32,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -43,6 +45,7 @@ from flower_gpu.flower.waits import pace, wakeup
 from flower_gpu.options import POLL_VARIABLE, value_of
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver import client, identity, sockets
+from flower_gpu.workers.forkserver.identity import script_folders
 
 #: Our commands, by the module with the ``main`` of each.
 COMMANDS: Final = MappingProxyType(
@@ -85,22 +88,42 @@ exec {interpreter} {program} "$@"
 """
 _PROGRAM = """\
 import sys; sys.path[:] = {path}
-from {module} import main; main()
+from {module} import {function} as main; sys.exit(main())
 """
+
+
+@cache
+def flowers() -> Mapping[str, str]:
+    """Return Flower's own commands by their entry points: ``module:function`` by name.
+
+    Their scripts need not be beside the interpreter: ``pip install --target`` and ``--user`` put them elsewhere.
+    """
+    found = entry_points(group="console_scripts")
+    return {each.name: each.value for each in found if each.module.partition(".")[0] == "flwr"}
+
+
+def function_of(reference: str) -> tuple[str, str]:
+    """Return the module and the function that a command runs: ``main``, where its name is not given."""
+    module, _, function = reference.partition(":")
+    return module, function or "main"
 
 
 class CommandFolder:
     """The folder of this Python environment's commands, which goes first on ``PATH``.
 
-    Its commands use the interpreter that made them. ``commands`` are their modules by their names.
-    Raises ConfigError if the state folder cannot be used.
+    Its commands use the interpreter that made them. ``commands`` are their modules by their names, or
+    ``module:function``. Raises ConfigError if the state folder cannot be used.
     """
 
     def __init__(self, commands: Mapping[str, str] = COMMANDS) -> None:
         self._commands = commands
         interpreter = shlex.join([sys.executable, *identity.interpreter_flags()])
         path = ascii([entry for entry in sys.path if entry])
-        texts = {name: _PROGRAM.format(path=path, module=module) for name, module in commands.items()}
+        functions = {name: function_of(reference) for name, reference in commands.items()}
+        texts = {
+            name: _PROGRAM.format(path=path, module=module, function=function)
+            for name, (module, function) in functions.items()
+        }
         name = hashlib.sha256(repr((interpreter, texts)).encode()).hexdigest()[:20]
         self.path = sockets.folder() / "commands" / name
         # The program beside its starter, under the same name: that is what is seen of a process.
@@ -141,6 +164,14 @@ class CommandFolder:
                     "this user"
                 )
         return path
+
+
+def with_flowers(path: str | None) -> str:
+    """Return a ``PATH`` that begins with Flower's own commands, then has those of this Python environment."""
+    path = os.pathsep.join([*script_folders(), path or os.defpath])
+    with suppress(ConfigError):  # no folder for them: those beside the interpreter, where there are some
+        return CommandFolder(flowers()).first_on(path)
+    return path
 
 
 def fast_start(

@@ -13,6 +13,7 @@ from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import mutual_tls
+from flower_gpu.flower.commands import with_flowers
 from flower_gpu.launch.ports import HOST
 from flower_gpu.options import (
     CLIENT_VARIABLE,
@@ -21,7 +22,6 @@ from flower_gpu.options import (
     RUN_DIR_VARIABLE,
     CallOptions,
 )
-from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import planned_threads
 
 
@@ -41,7 +41,7 @@ def service_environment(
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         RUN_DIR_VARIABLE: str(folder.path),
-        "PATH": os.pathsep.join([*script_folders(), base.get("PATH", os.defpath)]),
+        "PATH": with_flowers(base.get("PATH")),
     }
     env.pop(CLIENT_VARIABLE, None)  # set for clients only
     env.pop(mutual_tls.VARIABLE, None)  # of the run that this launch was started in
@@ -81,7 +81,7 @@ def check_commands(names: tuple[str, ...]) -> None:
     ConfigError
         If one is missing.
     """
-    path = os.pathsep.join([*script_folders(), os.environ.get("PATH", os.defpath)])
+    path = with_flowers(os.environ.get("PATH"))
     for name in names:
         if shutil.which(name, path=path) is None:
-            raise ConfigError(f"{name} is not installed beside {sys.executable}: pip install flwr")
+            raise ConfigError(f"{name} is not installed for {sys.executable}: pip install flwr")

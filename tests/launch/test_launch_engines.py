@@ -13,6 +13,8 @@ import pytest
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
+from flower_gpu.flower import commands
+from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.launch import engine, ports, superlink
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
@@ -37,7 +39,8 @@ def test_environment_keeps_runs_apart(tmp_path: Path) -> None:
     assert env["FLOWER_GPU_RUN_DIR"] == str(tmp_path)
     assert "FLOWER_GPU_CLIENT" not in env
     assert (env["FLOWER_GPU_START_METHOD"], env["FLOWER_GPU_TIMEOUT_S"]) == ("fork", "2.5")
-    assert env["PATH"].split(os.pathsep) == [*script_folders(), "/usr/bin"]
+    flowers = str(CommandFolder(commands.flowers()).path)
+    assert env["PATH"].split(os.pathsep) == [flowers, *script_folders(), "/usr/bin"]
     assert env["FLWR_TELEMETRY_ENABLED"] == "0"
     assert env["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] == "0.1"
     assert env["FLWR_DISABLE_UPDATE_CHECK"] == "1"

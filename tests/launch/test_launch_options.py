@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flower_gpu.cli import main as cli
+from flower_gpu.flower import commands
 from flower_gpu.kinds import flag
 from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.environment import client_environment
@@ -173,8 +174,8 @@ def test_missing_flower_commands(
     tiny_app: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tiny_app))
-    monkeypatch.setattr(sys, "executable", str(tiny_app / "python"))
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tiny_app))
+    monkeypatch.setattr(commands, "flowers", dict)
+    monkeypatch.setattr(commands, "script_folders", list)
     code, _, err = run_main(["launch", str(tiny_app)], capsys)
     assert code == 2
     assert is_one_line_with(err, "flower-superlink not installed pip install flwr")

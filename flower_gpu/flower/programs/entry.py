@@ -7,13 +7,17 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from flower_gpu.flower.commands import COMMANDS, OPERATOR_COMMANDS, SERVER_COMMANDS, CommandFolder
-from flower_gpu.flower.programs.starter import is_flowers
+from flower_gpu.flower.commands import (
+    COMMANDS,
+    OPERATOR_COMMANDS,
+    SERVER_COMMANDS,
+    CommandFolder,
+    flowers,
+    function_of,
+)
 from flower_gpu.workers.forkserver.identity import script_folders
 
 
@@ -46,20 +50,9 @@ def find(name: str, environ: Mapping[str, str]) -> Entry:
     if path is None:
         raise NoEntryError(f"there is no command {name}")
     folder, name = Path(path).parent, Path(path).name
-    for commands in (COMMANDS, SERVER_COMMANDS, OPERATOR_COMMANDS):
+    for commands in (COMMANDS, SERVER_COMMANDS, OPERATOR_COMMANDS, flowers()):
         if name in commands and folder == CommandFolder(commands).path:
-            return Entry(path, commands[name], "main")
-    flowers = _entries_of_flower().get(name)
-    if flowers is None or folder not in map(Path, script_folders()):
+            return Entry(path, *function_of(commands[name]))
+    if name not in flowers() or folder not in map(Path, script_folders()):
         raise NoEntryError(f"{path} is another program")
-    return Entry(path, *flowers)
-
-
-@cache
-def _entries_of_flower() -> dict[str, tuple[str, str]]:
-    found = entry_points(group="console_scripts")
-    return {
-        each.name: (each.module, each.attr)
-        for each in found
-        if is_flowers(each.name) and each.module.partition(".")[0] == "flwr"
-    }
+    return Entry(path, *function_of(flowers()[name]))

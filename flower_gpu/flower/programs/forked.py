@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any, Final, NoReturn
 
 import numpy as np
-import setproctitle
 
 from flower_gpu.flower.programs import starter
 from flower_gpu.flower.programs.entry import Entry
@@ -76,8 +75,7 @@ def become(
     os.environ.update(env)
     sys.argv[:] = [found.path, *argv[1:]]
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
-    setproctitle.setthreadtitle(Path(found.path).name)
+    be_shown_as(" ".join([sys.executable, *sys.argv]), Path(found.path).name)
     main = ModuleType("__main__")
     main.__file__ = found.path
     sys.modules["__main__"] = main
@@ -85,6 +83,16 @@ def become(
     threads.apply(os.environ if Path(found.path).name != _COMPUTES else _with_all_cores(os.environ))
     use(starter.Programs(connection))
     return found.load()
+
+
+def be_shown_as(command: str, name: str | None = None) -> None:
+    """Have ``ps`` show this process with a command line and a name, where setproctitle is installed."""
+    with suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(command)
+        if name is not None:
+            setproctitle.setthreadtitle(name)
 
 
 def _with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:

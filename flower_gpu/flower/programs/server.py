@@ -21,7 +21,6 @@ from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import httpx
-import setproctitle
 
 from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
@@ -103,7 +102,7 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     """
     # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
     os.environ["SPT_NOENV"] = "1"
-    setproctitle.setproctitle("flower-gpu: Flower's programs")
+    forked.be_shown_as("flower-gpu: Flower's programs")
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
