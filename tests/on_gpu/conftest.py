@@ -1,4 +1,4 @@
-"""On a card all of these tests run; on the stand-in for CUDA (tests/cuda_stub) those that need no arithmetic."""
+"""On a card all of these tests run; on the stand-in for CUDA (tests/cuda_stub) those that need no card."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def is_stand_in() -> bool:
-    """Tell whether the cards of this host are those of tests/cuda_stub: kernels do nothing, there is no cuBLAS."""
+    """Tell whether the cards are those of tests/cuda_stub: kernels do nothing, and there is no cuBLAS."""
     return "NVML_STUB_DIR" in os.environ
 
 
@@ -22,6 +22,6 @@ def layer(size: int, out: int) -> Any:
             self.weight = nn.Parameter(torch.randn(size))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * self.weight)[:, :out]
+            return (x * self.weight).repeat(1, -(-out // size))[:, :out]
 
     return Scale() if is_stand_in() else nn.Linear(size, out)

@@ -1,0 +1,44 @@
+"""The tests for a real GPU run on the stand-in, so that a first real card finds no mistake of theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import cuda_stub
+
+ON_GPU = Path(__file__).parents[1] / "on_gpu"
+FILES = sorted(path.name for path in ON_GPU.glob("test_*.py"))
+
+# What only a card can show; all else runs.
+ONLY_ON_A_CARD = {
+    "test_frameworks_on_gpu.py": "needs tensorflow with CUDA|needs jax with CUDA",
+    "test_guard_on_gpu.py": "not on a stand-in: there are no device files",
+    "test_ranks_on_gpu.py": "not on a stand-in: NCCL has a runtime of its own",
+}
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_on_the_stand_in(file: str, cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", f"--junitxml={report}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(ON_GPU / file)],
+        env={**os.environ, **cuda_host(gpus=1).env},
+        cwd=ON_GPU.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    skips = ElementTree.parse(report).getroot().findall(".//testcase/skipped")
+    skipped = {skip.get("message") for skip in skips}
+    assert skipped <= set(ONLY_ON_A_CARD.get(file, "").split("|"))
