@@ -96,7 +96,7 @@ from {module} import {function} as main; sys.exit(main())
 def flowers() -> Mapping[str, str]:
     """Return Flower's own commands by their entry points: ``module:function`` by name.
 
-    Their scripts need not be beside the interpreter: ``pip install --target`` and ``--user`` put them elsewhere.
+    Their scripts need not be beside the interpreter: ``pip install`` with ``--target`` puts them elsewhere.
     """
     found = entry_points(group="console_scripts")
     return {each.name: each.value for each in found if each.module.partition(".")[0] == "flwr"}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from flower_gpu.errors import WorkerTaskError
 from flower_gpu.frameworks import ALL
 from flower_gpu.frameworks.framework import is_of
 
@@ -78,6 +79,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _says_out_of_memory(error: BaseException) -> bool:
     text = _text(error)
+    if isinstance(error, WorkerTaskError):
+        error = _like_that_of(error)
     if any(framework.says_out_of_memory(error, text) for framework in ALL):
         return True
     if is_of(error, "cupy", "OutOfMemoryError"):
@@ -86,6 +89,12 @@ def _says_out_of_memory(error: BaseException) -> bool:
     # cannot raise one of the same type. Numba and PyCUDA have errors of their own.
     is_cuda = isinstance(error, RuntimeError) or "CUDA_ERROR_OUT_OF_MEMORY" in text
     return is_cuda and isinstance(error, Exception) and _OUT_OF_MEMORY.search(text) is not None
+
+
+def _like_that_of(error: WorkerTaskError) -> BaseException:
+    """Return an exception of a class with the name that a worker told: the class is not imported here."""
+    module, _, name = error.error_type.rpartition(".")
+    return type(name, (Exception if module == "builtins" else RuntimeError,), {"__module__": module})()
 
 
 def _text(error: BaseException) -> str:
