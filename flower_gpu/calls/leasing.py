@@ -92,7 +92,7 @@ class Leasing:
         GPUUnavailableError
             If the GPU does not answer any more when the lease is granted.
         """
-        ledger = Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
+        ledger = self.ledger()
         self._trace_request(attempt)
         began = time.monotonic()
         try:
@@ -133,6 +133,10 @@ class Leasing:
                 held_s = round(time.monotonic() - granted, 4)
                 trace.write(self._event("released"), **self.record, lease=lease.id, held_s=held_s)
             ledger.release(ticket)
+
+    def ledger(self) -> Ledger:
+        """Return the ledger, with what this call never asks for."""
+        return Ledger(reserve_bytes=self.settings.reserve_bytes, host_reserve_bytes=self.host.reserve_bytes)
 
     @contextmanager
     def held_on_cpu(self) -> Iterator[tuple[Lease, Ticket] | None]:

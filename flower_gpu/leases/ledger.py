@@ -71,6 +71,35 @@ class State:
         cards = (*self.cards, *self.host)
         return admission.plan(cards, holdings, [entry.claim for entry in self.waiting])
 
+    def in_the_way(self, leases: Sequence[str], waiting: Container[str]) -> set[str]:
+        """Return which of some leases have to end, so that requests are granted that wait.
+
+        A request that would not be granted without all of them either has to find what it could use free
+        when the rest is.
+
+        Parameters
+        ----------
+        leases : sequence of str
+            Ids of leases that can end. The first ones do so first.
+        waiting : container of str
+            Ids of the requests that count.
+        """
+        claims = [entry.claim for entry in self.waiting if entry.id in waiting]
+
+        def granted(ended: Container[str]) -> set[str]:
+            holdings = [entry.holding for entry in self.holders if entry.id not in ended]
+            return set(admission.plan((*self.cards, *self.host), holdings, claims))
+
+        ending = set(leases)
+        most = granted(ending)
+        others = [entry for entry in self.waiting if entry.id in waiting and entry.id not in most]
+        parts = {entry.id: entry.parts for entry in self.holders}
+        for lease in reversed(leases):
+            is_used = any(entry.could_use(parts.get(lease, ())) for entry in others)
+            if not is_used and granted(ending - {lease}) >= most:
+                ending.discard(lease)
+        return ending
+
     def leased_bytes(self, uuid: str) -> int:
         """Memory of a GPU that is leased; of cores, thousandths of a core."""
         return sum(part.memory_bytes for entry in self.holders for part in entry.parts if part.uuid == uuid)
@@ -179,6 +208,8 @@ class Ledger:
             state = replace(state, host=self._host_cards(measured, state.holders, state.waiting))
             granted = state.granted()
             ticket = Ticket.create(own, replace(entry, parts=granted.get(entry.id, ())), wish.label)
+        if not ticket.entry.parts:
+            _ask(state.holders, ticket.entry)
         return ticket, state, version
 
     def release(self, ticket: Ticket) -> None:
@@ -360,6 +391,7 @@ class Ledger:
                     ticket.write(replace(ticket.entry, options=self._options(wish, state), needs=needs))
                     waiting = [ticket.entry if e.id == ticket.entry.id else e for e in state.waiting]
                     state = replace(state, waiting=tuple(waiting))
+                    _ask(state.holders, ticket.entry)
                 ready = self._ready(state)
                 parts = ready.pop(ticket.entry.id, None)
                 if parts:
@@ -462,6 +494,14 @@ def _at(deadline: Deadline) -> float:
 def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:
     for entry in waiting:
         if entry.id in ready:
+            entry.wake()
+
+
+def _ask(holders: Sequence[Entry], asking: Entry) -> None:
+    """Have the owners of leases look whether a request needs one of them that nobody uses."""
+    names = {option.uuid for option in asking.options} | {need.resource for need in asking.needs}
+    for entry in holders:
+        if any(part.uuid in names for part in entry.parts):
             entry.wake()
 
 

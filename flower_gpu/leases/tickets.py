@@ -98,6 +98,13 @@ class Entry:
             return os.pread(descriptor, _LABEL_BYTES, 0).decode(errors="replace")
         return ""
 
+    def could_use(self, parts: Iterable[Part]) -> bool:
+        """Tell whether a request could use what these are parts of; if it asks for GPUs, of these."""
+        names = {option.uuid for option in self.options}
+        if not self.count:
+            names = {need.resource for need in self.needs if need.least}
+        return any(part.uuid in names for part in parts)
+
     def is_alive(self) -> bool:
         """Tell whether a process still has the file open."""
         return _is_locked(self.path)
@@ -192,6 +199,11 @@ class Ticket:
         os.pwrite(self.descriptor, data, 0)
         self.entry.path.rename(path)
         self.entry = replace(entry, path=path)
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What can be read when another process has woken this one, until the next :meth:`wait`."""
+        return self._wake
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for another process to wake this one; tell whether one did."""

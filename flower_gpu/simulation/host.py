@@ -18,10 +18,11 @@ from flower_gpu.options import CallOptions
 from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import Recycling
-from flower_gpu.simulation.slots import LeaseTurns, Slot
+from flower_gpu.simulation.slots import Slot
 from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.threads import planned_threads
 
@@ -145,6 +146,7 @@ class Host:
             is_strict=work.is_strict,
         )
         self._opened.callback(cores_of_run.close)
+        self._opened.callback(turns.close)
         self._opened.callback(handler.close)
         return handler
 

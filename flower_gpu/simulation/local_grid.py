@@ -22,7 +22,7 @@ class Handler(Protocol):
         """Handle a message; what is raised becomes the reply."""
 
     def idle(self) -> None:
-        """Let go of what this thread's worker holds that others may need: no message waits."""
+        """Let others have what this thread's worker holds, if they need it: no message waits."""
 
     def leave(self) -> None:
         """Let go of this thread's worker: there will be no message."""

@@ -171,12 +171,13 @@ class MessageHandler:
         """Have a message handled as its role says; what copies have told goes to ``self._recycling``."""
         kind = message.metadata.message_type
         is_long = self._durations.is_long(kind, self._nodes.partition_of(message.metadata.dst_node_id))
-        role = self._recycling.role(kind, server_round, is_used=slot.has_worker, is_long=is_long)
+        role = self._recycling.role(kind, server_round, is_used=slot.may_use_again, is_long=is_long)
         slot.calls_per_worker = self._recycling.calls(role)
-        if role is Role.KEPT:
-            return self._run_and_learn(message, seed, slot)
-        if role is Role.NEW:
-            slot.retire()
+        if role in (Role.NEW, Role.TRIED):
+            slot.begin_anew()
+        else:
+            slot.go_on()
+        if role in (Role.NEW, Role.KEPT):
             return self._run_and_learn(message, seed, slot)
         try:
             done = self._tried if role is Role.TRIED else self._compared
@@ -187,7 +188,6 @@ class MessageHandler:
 
     def _tried(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
         """Have a new worker handle a message and then a copy of it, which tells what a used one saves."""
-        slot.retire()
         reply, context = self._run_and_learn(message, seed, slot)
         new_s, import_s = slot.call_s, slot.import_s
         if not slot.has_worker and self._recycling.is_too_early(kind):  # measured on a GPU of its own
@@ -324,9 +324,9 @@ class MessageHandler:
         return self._resolved
 
     def idle(self) -> None:
-        """Let this thread's worker end if it has a lease: no message waits, and others may need the GPU."""
-        if hasattr(self._here, "slot") and self._here.slot.has_lease:
-            self._here.slot.retire()
+        """Let this thread's worker idle: no message waits. With a lease, others may need its room."""
+        if hasattr(self._here, "slot"):
+            self._here.slot.idle()
 
     def leave(self) -> None:
         """Let this thread's worker end: there will be no message."""

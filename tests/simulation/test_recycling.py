@@ -18,11 +18,12 @@ from grid_handlers import until
 from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.recycling import CHECKS, Comparison, Recycling, Role, difference
 from flower_gpu.simulation.run import _identity
-from flower_gpu.simulation.slots import LeaseTurns, Slot
+from flower_gpu.simulation.slots import Slot
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver.line import Line

@@ -173,6 +173,19 @@ class Line:
         #: its worker had nothing to import).
         self.call_s = 0.0
         self.import_s: float | None = None
+        #: Whether the last call had a worker that had run others before.
+        self.is_used_again = False
+
+    @property
+    def descriptor(self) -> int:
+        """What can be read when a worker that waits for a call is gone; -1: there is no line yet."""
+        return -1 if self._connection is None else self._connection.fileno()
+
+    def has_lost_worker(self) -> bool:
+        """Tell whether the worker that waited for a call is gone."""
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLIN)
+        return bool(poll.poll(0))
 
     @property
     def has_worker(self) -> bool:
@@ -264,6 +277,8 @@ class Line:
     ) -> Watch:
         if self._calls and self._env != call.env:
             self.retire()
+        used_pid = self._idle_pid if self._calls else -1
+        self.is_used_again = False
         more = {"held": call.held, "shared": transport.shared_by(request)}
         more = {name: descriptor for name, descriptor in more.items() if descriptor >= 0}
         message = {
@@ -301,6 +316,7 @@ class Line:
                 self.close()
                 raise
         assert watch is not None
+        self.is_used_again = 0 <= watch.pid == used_pid
         self.call_s = time.monotonic() - sent
         self.import_s = watch.import_s if watch.imported else None
         if watch.imported:
