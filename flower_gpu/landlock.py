@@ -52,6 +52,7 @@ KERNELS: Final = MappingProxyType({TRUNCATE_VERSION: "6.2", TCP_VERSION: "6.7", 
 #: Rights to files and folders, for :func:`confine`.
 LOOK: Final = _READ_FILE | _READ_FOLDER
 READ: Final = LOOK | _EXECUTE
+CHANGE: Final = LOOK | _WRITE_FILE
 WRITE: Final = READ | _WRITE_FILE | _REMOVE | _MAKE | _REFER | _TRUNCATE
 DEVICE: Final = _READ_FILE | _WRITE_FILE | _IOCTL_DEV
 _OF_A_FILE: Final = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
@@ -245,8 +246,8 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     Parameters
     ----------
     rights : mapping
-        :data:`LOOK`, :data:`READ`, :data:`WRITE` or :data:`DEVICE` by the path of a file, or of a folder with
-        all below it. Links are followed. Those that do not exist are left out.
+        :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by the path of a file, or
+        of a folder with all below it. Links are followed. Those that do not exist are left out.
     ports : iterable of int
         TCP ports to which it can connect, on any host.
 

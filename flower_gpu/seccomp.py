@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -129,6 +131,7 @@ _KIND_OF_IOCTL: Final = 0xFF00
 #: Who runs such a program is its owner meanwhile.
 _SETUID_OR_SETGID: Final = 0o6000
 _CREATES: Final = os.O_CREAT | 0o20000000  # or __O_TMPFILE
+_WRITES: Final = os.O_WRONLY | os.O_RDWR
 
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
 _STREAM, _DATAGRAM = 1, 2
@@ -138,9 +141,20 @@ _FAST_OPEN: Final = 0x20000000  # of sendto and the like: connects without conne
 
 # linux/seccomp.h and linux/filter.h
 _SET_MODE_FILTER: Final = 1
-_FOR_ALL_THREADS: Final = 1
+_FOR_ALL_THREADS: Final = 1 << 0
+_NEW_LISTENER: Final = 1 << 3
+_FAIL_BY_ERRNO: Final = 1 << 4  # where a thread cannot be reached
+_WAIT_KILLABLE: Final = 1 << 5  # no signal but the last one interrupts a call that is asked about; Linux 5.19
 _ALLOW: Final = 0x7FFF0000
 _REFUSE: Final = 0x00050000  # with an errno in the low bits
+_ASK: Final = 0x7FC00000
+# What is asked, and the answers: struct seccomp_notif, seccomp_notif_resp and seccomp_notif_addfd.
+_QUESTION: Final = struct.Struct("=QIIiIQ6Q")
+_ANSWER: Final = struct.Struct("=QqiI")
+_ANSWER_WITH_FILE: Final = struct.Struct("=QIIII")
+_RECEIVE, _SEND, _SEND_FILE = 0xC0502100, 0xC0182101, 0x40182103
+_GO_ON: Final = 1
+_AND_ANSWER: Final = 2
 _LOAD: Final = 0x20
 _AND: Final = 0x54
 _EQUAL: Final = 0x15
@@ -171,13 +185,31 @@ def check() -> None:
         raise UnavailableError("the kernel has no seccomp filters")
 
 
-def confine(*, network: bool = False) -> None:
+@dataclass(frozen=True)
+class Opening:
+    """A call that opens a file. Its thread waits for the answer."""
+
+    id: int
+    thread: int  # its number, as this process sees it
+    path_at: int  # where the path is in the memory of its process
+    flags: int
+
+
+def confine(*, network: bool = False, asks: bool = False) -> int:
     """Give up the network, and calls that reach beyond a process and its files. Unix sockets stay.
 
     Parameters
     ----------
     network : bool
         Whether TCP stays, and UDP, which names of hosts are looked up by.
+    asks : bool
+        Whether the kernel asks before it opens an existing file for writing.
+
+    Returns
+    -------
+    int
+        A descriptor for whoever answers by :func:`asked` and :func:`answer`. When the last copy of it is
+        closed, such calls fail. -1 where the kernel does not ask: somebody else answers for this process.
 
     Raises
     ------
@@ -185,14 +217,50 @@ def confine(*, network: bool = False) -> None:
         If the kernel cannot do that.
     """
     machine = _machine()
-    lines = _program(machine, network)
+    lines = _program(machine, network, asks)
     code = b"".join(struct.pack("=HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code)
     program = struct.pack("@HP", len(lines), ctypes.addressof(buffer))
     library = ctypes.CDLL(None, use_errno=True)
     library.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if library.syscall(_SECCOMP[machine], _SET_MODE_FILTER, _FOR_ALL_THREADS, program) != 0:
+    flags = _FOR_ALL_THREADS | (_NEW_LISTENER | _FAIL_BY_ERRNO | _WAIT_KILLABLE if asks else 0)
+    found: int = library.syscall(_SECCOMP[machine], _SET_MODE_FILTER, flags, program)
+    if found < 0 and asks and ctypes.get_errno() == errno.EBUSY:  # a process has one listener at most
+        return confine(network=network)
+    if found < 0:
         raise UnavailableError(f"the kernel refuses a seccomp filter ({os.strerror(ctypes.get_errno())})")
+    return found if asks else -1
+
+
+def asked(listener: int) -> Opening:
+    """Return what the kernel asks about.
+
+    Raises
+    ------
+    OSError
+        If the thread does not wait any more.
+    """
+    told = bytearray(_QUESTION.size)
+    fcntl.ioctl(listener, _RECEIVE, told)
+    question, thread, _, number, _, _, *arguments = _QUESTION.unpack(told)
+    numbers = dict(zip(_ARCHITECTURES, _NUMBERS["openat"], strict=True))
+    first = 1 if number == numbers[_machine()] else 0  # openat begins with a folder
+    return Opening(question, thread, arguments[first], arguments[first + 1] & 0xFFFFFFFF)
+
+
+def answer(listener: int, opening: Opening, file: int | None) -> None:
+    """Have a call return a copy of an open file; None: it goes on, and opens what the process may open.
+
+    Raises
+    ------
+    OSError
+        If that cannot be done, as for a process with too many open files.
+    """
+    if file is None:
+        fcntl.ioctl(listener, _SEND, _ANSWER.pack(opening.id, 0, 0, _GO_ON))
+    else:
+        flags = opening.flags & os.O_CLOEXEC
+        fcntl.ioctl(listener, _SEND_FILE, _ANSWER_WITH_FILE.pack(opening.id, _AND_ANSWER, file, 0, flags))
 
 
 def _machine() -> str:
@@ -202,7 +270,7 @@ def _machine() -> str:
     return machine
 
 
-def _program(machine: str, network: bool) -> list[_Line]:
+def _program(machine: str, network: bool, asks: bool) -> list[_Line]:
     column = list(_ARCHITECTURES).index(machine)
     itself = _if_equal(0, [_allow()])
     answers = {
@@ -215,8 +283,8 @@ def _program(machine: str, network: bool) -> list[_Line]:
         "ioprio_set": _of_itself(_IO_PRIORITY_OF_PROCESS),
         "prlimit64": [_argument(0), *itself, _refuse(errno.EPERM)],
         "ioctl": _ioctls(),
-        "open": _opens(1, 2),
-        "openat": _opens(2, 3),
+        "open": _opens(1, 2, asks),
+        "openat": _opens(2, 3, asks),
         "creat": _without_flag(1, _SETUID_OR_SETGID),
         "mknod": _without_flag(1, _SETUID_OR_SETGID),
         "mknodat": _without_flag(2, _SETUID_OR_SETGID),
@@ -262,10 +330,11 @@ def _ioctls() -> list[_Line]:
     return [_argument(1), (_AND, 0, 0, _KIND_OF_IOCTL), *kinds, _allow()]
 
 
-def _opens(flags: int, mode: int) -> list[_Line]:
+def _opens(flags: int, mode: int, asks: bool) -> list[_Line]:
     # Without these flags the mode is whatever was in the register.
     looked = _without_flag(mode, _SETUID_OR_SETGID)
-    return [_argument(flags), (_ANY_BIT, 0, len(looked), _CREATES), *looked, _allow()]
+    asked = [(_ANY_BIT, 0, 1, _WRITES), (_RETURN, 0, 0, _ASK)] if asks else []
+    return [_argument(flags), (_ANY_BIT, 0, len(looked), _CREATES), *looked, *asked, _allow()]
 
 
 def _of_itself(kind: int) -> list[_Line]:

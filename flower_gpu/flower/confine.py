@@ -16,10 +16,11 @@ from typing import Final
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
+from flower_gpu.gpu import sharing
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.options import CONFINE_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.workers import confinement, state_folder
+from flower_gpu.workers import confinement, state_folder, thread_names
 from flower_gpu.workers.confinement import Confinement
 
 _PARENT: Final = "confined"  # in the state folder
@@ -80,7 +81,8 @@ class Allowed:
                     raise ConfigError(f"{option} {path_text(path)}: there is no such folder")
         secrets = dict(_secrets(keys, environ))
         programs = list(confinement.program_paths(environ))
-        for path in (*self.read, *self.write, *programs):
+        pipes = [str(folder)] if (folder := sharing.mps_pipes(environ)) else []
+        for path in (*self.read, *self.write, *programs, *pipes):
             for secret, what in secrets.items():
                 if _is_in(secret, path) or (what == _OURS and _is_in(path, secret)):
                     raise ConfigError(
@@ -108,7 +110,8 @@ class Allowed:
             return "Name a folder that holds data alone"
         return (
             "Python or the loader look for libraries there (PYTHONPATH, LD_LIBRARY_PATH, CUDA_HOME, or the "
-            "working folder under python -m): take it out, and install what is in it"
+            "working folder under python -m), or CUDA for an MPS daemon (CUDA_MPS_PIPE_DIRECTORY): take it "
+            "out, and install what is in it, or name a folder that holds nothing else"
         )
 
 
@@ -133,6 +136,8 @@ def _is_in(path: str, folder: str) -> bool:
 def not_enforced(allowed: Allowed) -> list[str]:
     """Return what apps can do on this host although they are confined."""
     missing = confinement.not_refused(with_ports=bool(allowed.ports))
+    if pipes := sharing.mps_pipes(os.environ):
+        missing.append(f"errors on a GPU for all clients of the MPS daemon in {path_text(pipes)}")
     return [*missing, *(WITH_PORTS if allowed.ports else ()), *NEVER]
 
 
@@ -162,7 +167,8 @@ def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
     except OSError as error:
         raise ConfigError(f"no folder can be made for a message: {error}") from error
     try:
-        yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
+        with thread_names.given(path):
+            yield Confinement(str(path), (*app, *allowed.read), allowed.write, allowed.ports)
     finally:
         with suppress(OSError, RecursionError):
             files.remove(path)

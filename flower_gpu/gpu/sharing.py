@@ -19,7 +19,10 @@ _PID_FILE: Final = "nvidia-cuda-mps-control.pid"
 def mps_pipes(environ: Mapping[str, str]) -> Path | None:
     """Return the folder by which CUDA finds a running MPS daemon; None where it finds none."""
     folder = Path(environ.get(_PIPES_VARIABLE) or _PIPES)
-    if not (folder / _CONTROL).exists():
+    try:
+        if not (folder / _CONTROL).exists():
+            return None
+    except OSError:  # another account's, that nobody else enters
         return None
     try:
         os.kill(int((folder / _PID_FILE).read_text()), 0)

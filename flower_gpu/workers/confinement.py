@@ -22,10 +22,10 @@ from typing import Final
 
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard_rules
+from flower_gpu.gpu import guard_rules, sharing
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
-from flower_gpu.workers import socket_folder, state_folder
+from flower_gpu.workers import events, socket_folder, state_folder, thread_names
 from flower_gpu.workers.forkserver import proof
 
 #: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
@@ -59,6 +59,11 @@ _OWN_FOLDERS: Final = MappingProxyType(
 _LEFT_OUT: Final = (
     *("SSH_AUTH_SOCK", "SSH_AGENT_PID", "GPG_AGENT_INFO", "DBUS_SESSION_BUS_ADDRESS", "XDG_RUNTIME_DIR"),
     *("DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "DOCKER_HOST"),
+)
+
+_NO_NAMES: Final = (
+    "--confine: programs cannot name their threads on this host, so CUDA of NVIDIA's drivers from 570 on "
+    'does not start (error 304). See docs/how-to/confine.md, "Names of threads"'
 )
 
 _CAPABILITIES_VERSION: Final = 0x20080522  # linux/capability.h
@@ -120,15 +125,21 @@ def apply(environ: Mapping[str, str]) -> None:
     """
     global _applied
     told = Confinement.from_environment(environ)
+    if told is None and CONFINED_VARIABLE in environ:  # as the worker that has started this one
+        thread_names.be_readable()
     if told is None or _applied is not None:
         return
     rights = dict(_rights(told, environ))
     try:
         _drop_capabilities()
         landlock.confine(rights, told.ports)
-        seccomp.confine(network=bool(told.ports))
+        listener = seccomp.confine(network=bool(told.ports), asks=True)
+        if listener >= 0:
+            thread_names.ask(told.folder, listener)
     except (landlock.UnavailableError, seccomp.UnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
+    except OSError as error:
+        raise ConfigError(f"--confine: nobody answers this worker ({error}). The app was not run") from None
     if proof.can_be_opened():
         raise ConfigError(
             f"--confine: the app could open what flower-gpu keeps in {path_text(state_folder.state_dir())}, "
@@ -137,6 +148,8 @@ def apply(environ: Mapping[str, str]) -> None:
         )
     _move_in(told)
     _applied = told
+    if guard_rules.granted(environ) and not thread_names.can_be_given():
+        events.send("lacks", text=_NO_NAMES)
 
 
 def _move_in(told: Confinement) -> None:
@@ -201,8 +214,11 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK
-    for path in (*_DEVICES, *guard_rules.granted(environ)):
+    gpus = guard_rules.granted(environ)
+    for path in (*_DEVICES, *gpus):
         yield path, landlock.DEVICE
+    if gpus and (pipes := sharing.mps_pipes(environ)):
+        yield str(pipes), landlock.CHANGE  # what the daemon has made there, and nothing new
     for path in told.read:
         yield path, landlock.READ
     own_sockets = socket_folder.path()
