@@ -57,6 +57,16 @@ def imported_in_use(module: str) -> tuple[str, ...]:
     return next((framework.imported_in_use for framework in ALL if framework.module == module), ())
 
 
+def loaded_on_gpu() -> list[str]:
+    """Return the files of libraries that frameworks load when a GPU is first used: in each process anew."""
+    return [file for framework in loaded() for file in framework.loaded_on_gpu()]
+
+
+def read_on_gpu() -> set[str]:
+    """Return the variables that these libraries read while they are loaded, unseen by ``os.environ``."""
+    return {name for framework in loaded() for name in framework.read_on_gpu}
+
+
 def set_by_modules() -> set[str]:
     """Return the variables of a worker that the task's module may set: frameworks join them with ours."""
     return {name for framework in ALL for name in framework.set_by_modules}

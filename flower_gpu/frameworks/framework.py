@@ -81,6 +81,7 @@ class Framework:
     read_by_native: tuple[str, ...] = ()  # ... which reads these variables while it is imported
     comes_after = ""  # a library that must be imported before it, where that is installed
     imported_in_use: tuple[str, ...] = ()  # modules that it imports when it is used, which takes seconds
+    read_on_gpu: tuple[str, ...] = ()  # variables that what it loads on a GPU reads while it is loaded
     set_by_modules: tuple[str, ...] = ()  # its variables that a task's module may set: they join ours
 
     def is_loaded(self) -> bool:
@@ -109,6 +110,10 @@ class Framework:
         ``is_new`` means that it was imported just now, with this process's environment.
         """
         return None
+
+    def loaded_on_gpu(self) -> list[str]:
+        """Return the files of libraries that it loads when a GPU is first used, in the order for that."""
+        return []
 
     def figures(self) -> tuple[Figures, ...] | None:
         """Return its memory on each GPU; None where it has not started CUDA or cannot tell."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Final
 
+from flower_gpu.frameworks import cudnn
 from flower_gpu.frameworks.framework import (
     Cap,
     Figures,
@@ -69,6 +70,7 @@ class PyTorch(Framework):
 
     name, module, last = "PyTorch", "torch", "cuda"
     imported_in_use = ("torch._dynamo",)  # by its optimizers, at their first step
+    read_on_gpu = cudnn.READ_WHEN_LOADED
     set_by_modules = (SETTINGS, OLD_SETTINGS)
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
@@ -98,6 +100,10 @@ class PyTorch(Framework):
         if not is_new:  # it may have read another process's environment: the fork server's, or the client's
             hold.follow_settings()
         return hold
+
+    def loaded_on_gpu(self) -> list[str]:
+        """Return cuDNN's: importing it loads the first of them only."""
+        return cudnn.files()
 
     def figures(self) -> tuple[Figures, ...] | None:
         """Return its allocator's figures."""

@@ -128,3 +128,17 @@ def plus_one(weights: list[Any]) -> tuple[list[Any], int]:
     for array in weights:
         array += 1
     return weights, os.getppid()
+
+
+def libraries_of_cudnn() -> list[str]:
+    """Return the files of cuDNN that this process has."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(maxsplit=5)[5] for line in lines if "/libcudnn" in line})
+
+
+def allocates() -> int:
+    """Use the GPU, and return how much of it PyTorch has."""
+    import torch
+
+    assert torch.ones(1024, device="cuda").is_cuda
+    return torch.cuda.memory_reserved()

@@ -156,6 +156,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
         "guard": guard_rules.variables(inherited.environ),
         "path": inherited.path,
         "is_confined": CONFINED_VARIABLE in call.env,
+        "is_on_gpu": identity.are_gpus_named(call.env),
         "setup": call.setup,
         "label": call.label,
         "kind": _kind(call.names, inherited.environ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ class EnvironmentUse:
                     self.changed[name] = after.get(name)
             for name in frameworks.read_at_import(sys.modules.keys() - modules):
                 self.read.setdefault(name, before.get(name))
+
+    def note_read(self, names: Iterable[str]) -> None:
+        """Note variables that C++ code has read by now."""
+        for name in names:
+            self.read.setdefault(name, os.environ.get(name))
 
     def differs_from(self, digests: Mapping[str, str]) -> list[str]:
         """Return the variables that the libraries would have found otherwise in another environment.

@@ -107,6 +107,11 @@ def server_name(
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:20]
 
 
+def are_gpus_named(variables: Mapping[str, str]) -> bool:
+    """Tell whether the variables of a call name GPUs for it."""
+    return bool(variables.get(VISIBLE_DEVICES))
+
+
 def seen(environ: Mapping[str, str | None], name: str) -> str | None:
     """Return what a library makes of an environment variable when it is imported."""
     value = environ.get(name)

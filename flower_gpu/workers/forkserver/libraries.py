@@ -5,6 +5,7 @@ A fork must be able to do what a fresh process can: so none that starts CUDA or 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.machinery import (
     ExtensionFileLoader,
@@ -96,6 +98,18 @@ def import_own(function: str | None) -> None:
     """Import the module of a function, given as ``"package.module:function"``, if it is this package's."""
     if function is not None and _is_ours(function):
         import_module(function.partition(":")[0])
+
+
+@cache
+def load_for_gpus() -> frozenset[str]:
+    """Load what frameworks of this process load when a GPU is first used; once, for all its forks.
+
+    Returns the variables that were read. A library that cannot be loaded is left to workers, which tell why.
+    """
+    for file in frameworks.loaded_on_gpu():
+        with suppress(OSError):
+            ctypes.CDLL(file)
+    return frozenset(frameworks.read_on_gpu())
 
 
 def preload_on_cpu(functions: Preload) -> None:

@@ -164,7 +164,10 @@ class _RunServer:
             self._forget(line)
             return
         release_openmp_threads()
-        guard_rules.prepare({**os.environ, **sockets.peeked(line.connection).get("env", {})})
+        variables = sockets.peeked(line.connection).get("env", {})
+        guard_rules.prepare({**os.environ, **variables})
+        if identity.are_gpus_named(variables):
+            libraries.load_for_gpus()
         try:
             line.pid = child.fork_process(partial(self._work, line), "flower-gpu: a worker", _HANDLED)
             self._loop.forked()

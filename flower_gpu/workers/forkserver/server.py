@@ -176,6 +176,8 @@ class Server:
         if libraries.cuda_is_touched() or self._files.edited():
             self._drain()
             return {"unfit": True}
+        if session.record["is_on_gpu"]:
+            self._use.note_read(libraries.load_for_gpus())
         different = self._use.differs_from(session.record["digests"])
         hidden = self._shadows.hidden(session.record["path"], os.readlink(f"/proc/self/fd/{session.folder}"))
         if different or hidden:

@@ -1,0 +1,142 @@
+"""What frameworks load when a GPU is first used is there in workers that are to use one, and in no others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import cuda_stub
+import forkservers
+import pytest
+from forkservers import Client, only_server
+from run_server_lines import Caller
+
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.threads import ONE_THREAD
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+TASK = "tasks_forkserver:libraries_of_cudnn"
+ALL = [
+    "",
+    "_adv",
+    "_cnn",
+    "_engines_precompiled",
+    "_engines_runtime_compiled",
+    "_graph",
+    "_heuristic",
+    "_ops",
+]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> cuda_stub.Host:
+    if (reason := cuda_stub.reason_not_to_run()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("on_gpu")
+    made = cuda_stub.Host(folder / "host", gpus=1)
+    ledger = folder / "ledger"
+    ledger.mkdir()
+    made.env["FLOWER_GPU_LEDGER_DIR"] = str(ledger)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def folder() -> Iterator[Path]:
+    with forkservers.own_servers() as found:
+        yield found
+
+
+def parts(files: list[str]) -> list[str]:
+    """Return which parts of cuDNN these are. Importing PyTorch loads the first one."""
+    assert len({str(Path(file).parent) for file in files}) == 1
+    return sorted(Path(file).name.removeprefix("libcudnn").partition(".")[0] for file in files)
+
+
+def test_a_call_with_a_gpu_finds_them(host: cuda_stub.Host) -> None:
+    """They are loaded once, when the first such call comes, and leave a server that can still be forked."""
+    with Client(env=dict(host.env)) as caller:
+        assert parts(caller.call(TASK, gpu="never")) == [""]
+        server = only_server().pid
+        assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+        assert parts(caller.call(TASK, gpu="require")) == ALL
+        assert caller.call("tasks_forkserver:allocates", gpu="require") > 0
+        assert parts(caller.call(TASK, gpu="never")) == ALL
+        assert only_server().pid == server
+        assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+
+
+def test_on_a_host_without_gpus_they_are_not_loaded() -> None:
+    with Client() as caller:
+        assert parts(caller.call(TASK)) == [""]
+        assert parts(caller.call(TASK)) == [""]
+
+
+def test_what_they_have_read_is_that_of_the_caller(host: cuda_stub.Host) -> None:
+    """cuDNN reads how much it logs while it is loaded."""
+    with Client(env=dict(host.env)) as first:
+        server = first.call("tasks_forkserver:server", gpu="require")
+        with Client(env={**host.env, "CUDNN_LOGLEVEL_DBG": "0"}) as other:
+            assert other.call("tasks_forkserver:server", gpu="require") != server
+            assert parts(other.call(TASK, gpu="require")) == ALL
+        assert first.call("tasks_forkserver:server", gpu="require") == server
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_in_a_run(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forks the workers of a run loads them for itself; each call names its GPUs."""
+    if (reason := cuda_stub.reason_not_to_run()) is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    caller = Caller(start_method, without=frozenset(), modules=("torch",), env=ONE_THREAD)
+    try:
+        assert parts(caller.run(TASK, env={"CUDA_VISIBLE_DEVICES": ""})) == [""]
+        server = caller.server_pid()
+        assert parts(caller.run(TASK, env={"CUDA_VISIBLE_DEVICES": "GPU-7f3a"})) == ALL
+        assert caller.server_pid() == server
+        assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+    finally:
+        caller.close()
+
+
+LOADS = """
+import ctypes, sys
+from types import ModuleType
+
+sys.modules["torch"] = torch = ModuleType("torch")
+torch.cuda = None
+ctypes.CDLL(sys.argv[1])
+from flower_gpu.workers.forkserver import libraries
+libraries.load_for_gpus()
+import tasks_forkserver
+print(*tasks_forkserver.libraries_of_cudnn(), sep="\\n")
+"""
+
+
+def test_another_cudnn(tmp_path: Path) -> None:
+    """They are those beside the one that PyTorch is linked with, except for missing and broken ones."""
+    if (reason := cuda_stub.reason_not_to_run()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path / "of the host"
+    folder.mkdir()
+    good = ("libcudnn.so.9.1.0", "libcudnn_graph.so.9", "libcudnn_adv.so.9", "libcudnn_heuristic.so.9")
+    for name in good:
+        command = ["cc", "-shared", f"-Wl,-soname,{name}", "-x", "c", "/dev/null", "-o", str(folder / name)]
+        subprocess.run(command, check=True, timeout=60)
+    (folder / "libcudnn_ops.so.9").write_text("not a library\n")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(LOADS), str(folder / good[0])],
+        env={**os.environ, **forkservers.WITH_TASKS},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == sorted(str(folder / name) for name in good), done.stderr
