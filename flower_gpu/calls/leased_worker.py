@@ -235,6 +235,8 @@ def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> No
     cause = out_of_memory.out_of_memory_in(error)
     if cause is None:
         return
+    if (text := frameworks.lacks()) is not None:
+        events.send("lacks", text=text)
     number = out_of_memory.device_index(cause) or 0
     use = watch.uses[number if number < len(watch.uses) else 0]
     share = use.share

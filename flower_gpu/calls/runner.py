@@ -227,6 +227,8 @@ class _Run:
         finally:
             if "no_cuda" in self.told:
                 leasing.say_why_no_cuda(held, self.told["no_cuda"])
+            if "lacks" in self.told:
+                leasing.say_once(str(self.told["lacks"]["text"]))
 
     def once(
         self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
@@ -294,7 +296,7 @@ class _Run:
 
         def on_event(event: dict[str, Any]) -> None:
             kind = str(event.get("event"))
-            if kind in ("gpu_memory", "out_of_memory", "no_cuda"):
+            if kind in ("gpu_memory", "lacks", "out_of_memory", "no_cuda"):
                 told[kind] = {key: event[key] for key in event if key != "event"}
             elif kind == "gpu_used" and ticket is not None:  # of a confined worker
                 pid = record["pid"]

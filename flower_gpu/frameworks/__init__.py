@@ -182,3 +182,8 @@ def reset_peaks() -> None:
 def no_cuda() -> dict[str, Any] | None:
     """Return why a framework that is loaded cannot use a GPU; None where none says so."""
     return next((found for each in loaded() if (found := each.no_cuda()) is not None), None)
+
+
+def lacks() -> str | None:
+    """Return what a framework that is loaded does not have in its version, and what is so without that."""
+    return next((found for each in loaded() if (found := each.lacks()) is not None), None)

@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 from flower_gpu.frameworks.framework import AfterImport
+from flower_gpu.frameworks.pytorch_memory import count_by_nvml
 
 _LIBRARY = "libnvidia-ml.so.1"
 
@@ -72,15 +73,14 @@ def _count() -> int:
     """Count the GPUs that CUDA would show, as far as NVML can tell; none where it cannot."""
     global _has_asked
     _has_asked = True
-    cuda: Any = sys.modules["torch"].cuda
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return 0
     try:
         if (visible or "").startswith("MIG-"):  # CUDA uses the first; PyTorch knows no count of them
-            return min(1, max(0, int(cuda._raw_device_count_nvml())))
-        return max(0, int(cuda._device_count_nvml()))
-    except (OSError, AttributeError):
+            return min(1, max(0, count_by_nvml(are_mig=True)))
+        return max(0, count_by_nvml(are_mig=False))
+    except (OSError, AttributeError):  # a library that is no NVML
         return 0
     finally:
         _close_nvml()

@@ -133,6 +133,10 @@ class Framework:
     def threads(self) -> Threads | None:
         """Return its own threads."""
         return None
+    def lacks(self) -> str | None:
+        """Return what was looked for in its version without being found, and what is so without that."""
+        return None
+
 
     def seed(self, seed: int) -> None:
         """Seed its random number generators."""

@@ -1,6 +1,7 @@
 """GPU memory as PyTorch sees it in this process: the cap on it, and the figures. PyTorch is imported by now.
 
-Nothing here starts CUDA, except for :func:`no_cuda_reason`.
+Nothing here starts CUDA, except for :func:`no_cuda_reason`. What PyTorch has no public function for is asked
+for here only, by :func:`_private`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of
@@ -23,6 +25,22 @@ from flower_gpu.frameworks.pytorch import (
 )
 
 _IN_FORCE = re.compile(FRACTION + r"\s*:\s*([^,\s]+)")
+
+_SET: Final = "_C._accelerator_setAllocatorSettings"
+_GET: Final = "_C._accelerator_getAllocatorSettings"
+
+# Names that are not public: the versions of PyTorch in which each was seen, and what is so without it.
+_NOT_PUBLIC: Final = {
+    "cuda._lazy_call": ("2.4 to 2.14", "a GPU is capped by PYTORCH_ALLOC_CONF only"),
+    "cuda._device_count_nvml": ("2.4 to 2.14", "modules that a fork server imports find no GPU"),
+    "cuda._raw_device_count_nvml": ("2.4 to 2.14", "modules that a fork server imports find no MIG device"),
+    "_C._cuda_hasPrimaryContext": ("2.4 to 2.14", "why memory has run out on a GPU stays unclear"),
+    _SET: ("2.10 to 2.14", "settings of its allocator from before a call stay until CUDA starts"),
+    _GET: ("2.12 to 2.14", "a cap cannot be read back before CUDA starts"),
+}
+
+_lacking: dict[str, None] = {}  # those of them that were needed in this process and not there
+_waiting: list[AllocatorHold] = []  # what sets its cap when CUDA starts in this process
 
 
 class AllocatorHold(Hold):
@@ -46,7 +64,8 @@ class AllocatorHold(Hold):
             # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
             # code often changes the settings in os.environ when the environment is long set.
             self._is_awaited = True
-            torch.cuda._lazy_call(self.when_started)
+            _waiting.append(self)
+            _await_start()
 
     def follow_settings(self) -> None:
         """Give PyTorch the settings of the environment, cap included, where it does not have them.
@@ -54,15 +73,16 @@ class AllocatorHold(Hold):
         PyTorch reads the environment once, when its settings are first used. A fork of a process that has
         done so has that process's settings.
         """
-        torch = _torch()
         wanted = self._settings()
-        if wanted is None or not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        give = None if wanted is None else _private(_SET)
+        if give is None:
             return
         try:
-            present = torch._C._accelerator_getAllocatorSettings()
+            read = _private(_GET, is_needed=False)
+            present = "" if read is None else read()
             if present != wanted:
                 self._before = present if self._before is None else self._before
-                torch._C._accelerator_setAllocatorSettings(wanted)
+                give(wanted)
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
@@ -81,29 +101,29 @@ class AllocatorHold(Hold):
         for index, cap in enumerate(self._caps[: torch.cuda.device_count()]):
             fraction = largest_fraction(cap.cap_bytes, torch.cuda.get_device_properties(index).total_memory)
             self._fractions[index] = fraction if own is None else min(own, fraction)
-            torch._C._cuda_setMemoryFraction(self._fractions[index], index)
+            torch.cuda.set_per_process_memory_fraction(self._fractions[index], index)
 
     def in_force_bytes(self) -> list[int | None]:
         """Read back how much of each GPU the allocator takes at most; None where it cannot tell."""
         torch = _torch()
         if torch.cuda.is_initialized():
             return [_in_force(index) for index in range(min(len(self._caps), torch.cuda.device_count()))]
-        if self._settings() is None:
+        if self._settings() is None or (read := _private(_GET)) is None:
             return [None] * len(self._caps)
-        found = _IN_FORCE.findall(torch._C._accelerator_getAllocatorSettings())
+        found = _IN_FORCE.findall(read())
         return [int(float(found[-1]) * cap.total_bytes) if found else None for cap in self._caps]
 
     def release(self) -> None:
         """Take the cap away again, where this process goes on without the lease."""
         torch = _torch()
-        calls: list[Any] = torch.cuda._queued_calls
-        calls[:] = [call for call in calls if call[0] != self.when_started]
+        if self in _waiting:
+            _waiting.remove(self)
         for index in self._fractions:
-            torch._C._cuda_setMemoryFraction(1.0, index)
-        if self._before is not None:
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
+        if self._before is not None and (give := _private(_SET)) is not None:
             # A setting that is not named keeps its value.
             named = "" if _IN_FORCE.search(self._before) else f"{FRACTION}:1.0"
-            torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [self._before, named])))
+            give(",".join(filter(None, [self._before, named])))
 
     def _settings(self) -> str | None:
         """Return the settings of the environment with the cap in them; None where PyTorch takes no cap so."""
@@ -135,7 +155,8 @@ def _figures(index: int) -> Figures:
     torch = _torch()
     stats = torch.cuda.memory_stats(index)
     free = None
-    if torch._C._cuda_hasPrimaryContext(index):  # to ask for the free memory would make one
+    has_context = _private("_C._cuda_hasPrimaryContext")
+    if has_context is not None and has_context(index):  # to ask for the free memory would make one
         free = torch.cuda.mem_get_info(index)[0]
     return Figures(
         reserved_bytes=stats.get("reserved_bytes.all.current", 0),
@@ -150,12 +171,12 @@ def _figures(index: int) -> Figures:
 
 
 def _in_force(index: int) -> int | None:
-    torch = _torch()
-    get = getattr(torch._C, "_cuda_getMemoryFraction", None)  # from 2.6 on
+    cuda = _torch().cuda
+    get = getattr(cuda, "get_per_process_memory_fraction", None)  # from 2.6 on
     if get is None:
         return None
     try:
-        return int(get(index) * torch.cuda.get_device_properties(index).total_memory)
+        return int(get(index) * cuda.get_device_properties(index).total_memory)
     except RuntimeError:  # an allocator that cannot tell
         return None
 
@@ -173,6 +194,43 @@ def no_cuda_reason() -> str | None:
         text = str(error).partition("\n")[0]
         return f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: {text}"
     return None
+
+
+def count_by_nvml(*, are_mig: bool) -> int:
+    """Return how many GPUs CUDA would show, or how many there are for MIG devices; negative: NVML has failed.
+
+    NVML stays started.
+    """
+    count = _private("cuda._raw_device_count_nvml" if are_mig else "cuda._device_count_nvml")
+    return -1 if count is None else int(count())
+
+
+def lacks() -> str | None:
+    """Return what this process has looked for in PyTorch without finding it, and what is so without that."""
+    texts = [f"torch.{name} (seen in {_NOT_PUBLIC[name][0]}): {_NOT_PUBLIC[name][1]}" for name in _lacking]
+    return f"PyTorch {_torch().__version__} has no {'; no '.join(texts)}" if texts else None
+
+
+def _private(name: str, *, is_needed: bool = True) -> Any:
+    """Return what PyTorch has under a name of ``_NOT_PUBLIC``; None where there is nothing."""
+    found = _torch()
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None and is_needed:
+        _lacking[name] = None
+    return found
+
+
+@cache  # PyTorch keeps the call for the process, and for its forks
+def _await_start() -> None:
+    if (call := _private("cuda._lazy_call")) is not None:
+        call(_when_started)
+
+
+def _when_started() -> None:
+    for hold in _waiting:
+        hold.when_started()
+    _waiting.clear()
 
 
 def _torch() -> Any:

@@ -72,6 +72,7 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
         },
         "gpu_memory": {"gpus": _gpus, "cuda": _truth},
         "gpu_used": {"used": _used},
+        "lacks": {"text": _text},
         "no_cuda": dict.fromkeys(("reason", "torch", "torch_cuda"), _text),
         "out_of_memory": {
             **dict.fromkeys(("kind", "uuid"), lambda value: _text(value) or ""),

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flower_gpu.frameworks import pytorch_memory
+
 #: Whether torch was there before the task: its module is loaded with everything set up.
 IMPORTED_BEFORE = "torch" in sys.modules
 
@@ -23,7 +25,7 @@ def settings() -> dict[str, Any]:
         "imported_before": IMPORTED_BEFORE,
         "settings": torch._C._accelerator_getAllocatorSettings(),
         "visible": os.environ["CUDA_VISIBLE_DEVICES"],
-        "queued": sum("when_started" in repr(call) for call, _ in torch.cuda._queued_calls),
+        "waiting": len(pytorch_memory._waiting),
         "started": torch.cuda.is_initialized(),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "hooks": [type(finder).__name__ for finder in sys.meta_path],
@@ -55,8 +57,7 @@ def settings_of_its_own() -> tuple[str, list[int | None], str]:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import torch
 
-    (call,) = (call for call, _ in torch.cuda._queued_calls if "when_started" in repr(call))
-    hold: Any = call.__self__
+    (hold,) = pytorch_memory._waiting
     hold.follow_settings()  # the first thing that happens when CUDA starts
     return (
         torch._C._accelerator_getAllocatorSettings(),

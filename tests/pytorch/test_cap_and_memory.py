@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
+from torch_version import needs_told_settings
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks import pytorch_memory
@@ -28,9 +29,6 @@ import json, os, sys
 import torch
 from flower_gpu.frameworks import Cap, pytorch_memory
 
-def queued(hold):
-    return len([call for call, _ in torch.cuda._queued_calls if call == hold.when_started])
-
 def told(parsed_before, version, environ):
     os.environ.update(environ)
     if parsed_before is not None:
@@ -46,11 +44,12 @@ def told(parsed_before, version, environ):
     held = {
         "settings": torch._C._accelerator_getAllocatorSettings(),
         "in_force": hold.in_force_bytes(),
-        "queued": queued(hold),
+        "waits": hold in pytorch_memory._waiting,
         "started": torch.cuda.is_initialized(),
     }
     hold.release()
-    return [held, {"settings": torch._C._accelerator_getAllocatorSettings(), "queued": queued(hold)}]
+    waits = hold in pytorch_memory._waiting
+    return [held, {"settings": torch._C._accelerator_getAllocatorSettings(), "waits": waits}]
 
 for case in json.loads(sys.argv[1]):
     if os.fork() == 0:
@@ -60,6 +59,7 @@ for case in json.loads(sys.argv[1]):
 """
 
 
+@needs_told_settings
 def test_the_cap_follows_the_environment_and_goes_again(run_script: Callable[..., Any]) -> None:
     cases: list[tuple[str | None, str | None, dict[str, str]]] = [
         (None, None, {"PYTORCH_ALLOC_CONF": SETTINGS}),
@@ -71,13 +71,13 @@ def test_the_cap_follows_the_environment_and_goes_again(run_script: Callable[...
     ]
     done = run_script(SCRIPT, json.dumps(cases), env={"CUDA_VISIBLE_DEVICES": ""})
     read, twice, replaced, old, refused = map(json.loads, done.stdout.splitlines())
-    held = {"settings": SETTINGS, "in_force": [4 * GIB], "queued": 1, "started": False}
+    held = {"settings": SETTINGS, "in_force": [4 * GIB], "waits": True, "started": False}
     assert read[0] == held and twice[0]["in_force"] == [4 * GIB]
     assert replaced == [
         {**held, "settings": f"max_split_size_mb:64,{SETTINGS}"},
-        {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "queued": 0},
+        {"settings": "max_split_size_mb:32,per_process_memory_fraction:1.0", "waits": False},
     ]
-    assert old == [{**held, "settings": "", "in_force": [None]}, {"settings": "", "queued": 0}]
+    assert old == [{**held, "settings": "", "in_force": [None]}, {"settings": "", "waits": False}]
     assert f"PyTorch does not take PYTORCH_ALLOC_CONF='nonsense:1,{SETTINGS}' (Unrecognized" in refused[0]
 
 
@@ -117,9 +117,12 @@ def raised_from(cause: BaseException) -> BaseException:
         return error
 
 
+#: A class of its own from 2.8 on.
+AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError(TEXT),
-    torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
+    AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
@@ -145,7 +148,7 @@ OTHERS = [
     MemoryError(),
     MemoryError("CUDA out of memory"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
-    torch.AcceleratorError("CUDA error: device-side assert triggered"),
+    AcceleratorError("CUDA error: device-side assert triggered"),
     RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
     ValueError("out of memory"),
     made("jaxlib._jax", "XlaRuntimeError", "INTERNAL: out of memory bounds"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from phases import without_phases
+from torch_version import needs_told_settings
 
 from flower_gpu.calls import environment, leased_worker
 from flower_gpu.errors import WorkerError
@@ -71,6 +72,7 @@ def call(task: str, method: str, env: dict[str, str], *args: Any, preload: tuple
     return Result(value, events)
 
 
+@needs_told_settings
 @pytest.mark.parametrize(
     ("method", "user", "expected"),
     [
@@ -101,7 +103,7 @@ def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], 
     assert found["settings"] == expected
     assert found["visible"] == "GPU-7f3a"
     assert not found["started"]
-    assert found["queued"] == 1  # what sets it once more, for each GPU, when CUDA starts
+    assert found["waiting"] == 1  # what sets it once more, for each GPU, when CUDA starts
     figures = result.told("gpu_memory")
     assert figures["cuda"] is False
     if method == "spawn":
@@ -125,6 +127,7 @@ def test_the_cap_in_the_worker_is_the_leases(method: str, user: dict[str, str], 
     ]
 
 
+@needs_told_settings
 def test_settings_that_the_fork_server_has_read_are_not_those_of_its_next_worker() -> None:
     preload = (("leased_tasks:read_settings", {}),)
     seen = []
@@ -151,6 +154,7 @@ def the_torch_that_the_task_imports_is_as_without_us(result: Result) -> None:
         assert ("a build without CUDA" if torch.version.cuda is None else "NVIDIA driver") in reason
 
 
+@needs_told_settings
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_what_a_module_sets_itself_holds_together_with_the_cap(method: str) -> None:
     settings, in_force, environ = call("settings_of_its_own", method, worker_env()).value

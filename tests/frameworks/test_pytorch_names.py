@@ -1,0 +1,152 @@
+"""PyTorch without what is not public in it: calls go on, capped, and what is lacking is said once.
+
+On a stand-in for CUDA: memory, caps and errors are those of the PyTorch that is installed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import cuda_stub
+import pytest
+from torch_version import TAKES_CAP, TELLS_SETTINGS
+
+from flower_gpu.frameworks import pytorch, pytorch_memory
+
+pytestmark = pytest.mark.timeout(150)
+
+MakeHost = Callable[..., cuda_stub.Host]
+GIB = 2**30
+NAMES = [name for name in pytorch_memory._NOT_PUBLIC if "nvml" not in name]
+
+WITHOUT = """
+import json, os, sys
+import torch
+from flower_gpu import frameworks
+from flower_gpu.frameworks import Cap, cuda_answers
+
+def take_away(name):
+    *places, last = name.split(".")
+    owner = torch
+    for place in places:
+        owner = getattr(owner, place)
+    if hasattr(owner, last):
+        delattr(owner, last)
+
+def fits(nbytes):
+    try:
+        torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return False
+    return True
+"""
+
+HELD = (
+    WITHOUT
+    + """
+for name in sys.argv[1:]:
+    take_away(name)
+started = []
+with frameworks.held_to([Cap(4 << 30, 16 << 30)], lambda: started.append(True)) as (hold,):
+    before = hold.in_force_bytes()
+    fit = [fits(3 << 30), fits(5 << 30)]
+    told = {"before": before, "fit": fit, "in_force": hold.in_force_bytes(), "started": started}
+    told["free"] = frameworks.figures()[0].free_bytes
+print(json.dumps({**told, "after": fits(5 << 30), "lacks": frameworks.lacks()}))
+"""
+)
+
+
+@pytest.fixture
+def held(cuda_host: MakeHost, run_script: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Hold a process to 4 of 16 GiB without some names, and return what is so then."""
+    host = cuda_host(gpus=1, total=16 * GIB)
+
+    def run(*names: str) -> dict[str, Any]:
+        env = {**host.env, pytorch.SETTINGS: "per_process_memory_fraction:0.25" if TAKES_CAP else ""}
+        told: dict[str, Any] = json.loads(run_script(HELD, *names, env=env).stdout)
+        return told
+
+    return run
+
+
+def test_all_is_there_that_this_version_has(held: Callable[..., dict[str, Any]]) -> None:
+    told = held()
+    assert told["before"] == [4 * GIB if TELLS_SETTINGS else None]
+    assert told["fit"] == [True, False] and told["after"]
+    assert told["in_force"] == [4 * GIB] and told["started"] == [True]
+    assert 0 < told["free"] < 16 * GIB
+    if TAKES_CAP and not TELLS_SETTINGS:
+        assert "_accelerator_getAllocatorSettings (seen in 2.12 to" in told["lacks"]
+    else:
+        assert told["lacks"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_name_it_is_capped_and_says_what_is_lacking(
+    held: Callable[..., dict[str, Any]], name: str
+) -> None:
+    if name.startswith("_C._accelerator") and not TAKES_CAP:
+        pytest.skip("this PyTorch takes no cap from the environment: none of it is looked for")
+    told = held(name)
+    seen, effect = pytorch_memory._NOT_PUBLIC[name]
+    assert f"torch.{name} (seen in {seen}): {effect}" in told["lacks"]
+    if "_lazy_call" not in name or TAKES_CAP:
+        assert told["fit"] == [True, False]
+        assert told["in_force"] == [4 * GIB]
+    assert (told["free"] is None) is (name == "_C._cuda_hasPrimaryContext")
+    assert told["started"] == ([] if name == "cuda._lazy_call" else [True])
+
+
+@pytest.mark.parametrize("is_mig", [False, True])
+def test_without_its_count_of_nvml_there_are_no_gpus_for_a_fork_server(
+    is_mig: bool, cuda_host: MakeHost, run_script: Callable[..., Any]
+) -> None:
+    script = (
+        WITHOUT
+        + """
+cuda_answers.ask_nvml()
+there = torch.cuda.device_count()
+take_away(sys.argv[1])
+print(json.dumps([there, torch.cuda.device_count(), torch.cuda.is_available(), frameworks.lacks()]))
+"""
+    )
+    host = cuda_host(gpus=2)
+    env = dict(host.env)
+    if is_mig:
+        env["CUDA_VISIBLE_DEVICES"] = host.mig(0, [4 * GIB])[0]
+    name = "cuda._raw_device_count_nvml" if is_mig else "cuda._device_count_nvml"
+    there, count, is_available, lacks = json.loads(run_script(script, name, env=env).stdout)
+    assert (there, count, is_available) == (1 if is_mig else 2, 0, False)
+    assert f"torch.{name} (seen in" in lacks
+
+
+TASK = """
+import torch
+
+del torch._C._cuda_hasPrimaryContext
+
+def take(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda").numel()
+"""
+CALLS = """
+import logging, os, sys
+sys.path.insert(0, os.path.dirname(__file__))
+logging.basicConfig()
+from flower_gpu import run_in_worker
+
+for _ in range(2):
+    print(run_in_worker("lacking_task:take", 1 << 30, gpu_memory="4GiB", start_method=sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_of_several_calls_the_first_one_says_so(
+    method: str, cuda_host: MakeHost, run_script: Callable[..., Any], write_script: Callable[..., Any]
+) -> None:
+    write_script(TASK, "lacking_task.py")
+    done = run_script(CALLS, method, env=cuda_host(gpus=1).env, timeout_s=120)
+    assert done.stdout.split() == 2 * [str(GIB)]
+    assert done.stderr.count("has no torch._C._cuda_hasPrimaryContext") == 1

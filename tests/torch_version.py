@@ -1,0 +1,16 @@
+"""The PyTorch that is installed, by its version. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.version import Version
+
+from flower_gpu.frameworks import pytorch
+
+VERSION = Version(pytorch.installed_version() or "0")
+
+#: Whether it takes a cap from its settings, and whether it tells these.
+TAKES_CAP = pytorch.knows_fraction(str(VERSION))
+TELLS_SETTINGS = Version("2.12") <= VERSION
+
+needs_told_settings = pytest.mark.skipif(not TELLS_SETTINGS, reason="PyTorch tells its settings from 2.12 on")
