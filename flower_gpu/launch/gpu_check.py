@@ -26,6 +26,7 @@ from flower_gpu.options import CallOptions
 
 if TYPE_CHECKING:
     from flower_gpu.launch.plan import Plan
+    from flower_gpu.watch.history import History
 
 _SERVER: Final = "the server"
 _NO_GPU: Final = "no GPU can be used here (see flower-gpu gpus)"
@@ -77,6 +78,19 @@ def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]
     return (
         f"{policy.SERVER_KEY} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
         "must give context=context to its GPUClient and gpu_evaluate"
+    )
+
+
+def not_isolated(plan: Plan, history: History, environ: Mapping[str, str]) -> str | None:
+    """Return what to say if the clients of a run on a host with GPUs had neither workers nor leases."""
+    if not history.gpus or not history.messages_sent or history.workers:
+        return None
+    env = options.environment(plan.options.calls, environ)
+    if {each.settings.policy.gpu for each in _callers(plan, env)} == {"never"}:
+        return None
+    return (
+        f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. Write "
+        "ClientApp(mods=[gpu_mod]) in the app, or run it with flower-gpu simulate, which needs no change"
     )
 
 

@@ -15,7 +15,7 @@ from flower_gpu.apps.recording import recorded_run
 from flower_gpu.launch.display import Failures, LaunchDisplay
 from flower_gpu.launch.engine import Engine, StartClientEngine
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.launch.gpu_check import not_obeyed
+from flower_gpu.launch.gpu_check import not_isolated, not_obeyed
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import print_table, result_of
@@ -182,7 +182,8 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
 
 def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
-    result = result_of(History.read(folder.trace))
+    history = History.read(folder.trace)
+    result = result_of(history)
     write_json(folder.result, result)
     if code != 0:
         if folder.failures.exists():
@@ -193,8 +194,9 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
         print_table(result)
     else:
         print(_NO_ROUNDS)
-    if remark := not_obeyed(plan, result, os.environ):
-        _complain(remark)
+    for remark in (not_obeyed(plan, result, os.environ), not_isolated(plan, history, os.environ)):
+        if remark is not None:
+            _complain(remark)
     if result["failed"]:
         print(f"outcome     {outcome_text('completed', result['failed'], result['messages'])}")
         print(f"failures    {short(folder.failures)}")

@@ -41,7 +41,8 @@ def main() -> int:
         own = {}
         for name in ("LEDGER", "STATE"):
             place = folder / name.lower()
-            place.mkdir(mode=0o1777 if name == "LEDGER" else 0o700, exist_ok=True)
+            place.mkdir(exist_ok=True)
+            place.chmod(0o1777 if name == "LEDGER" else 0o700)
             own[f"FLOWER_GPU_{name}_DIR"] = str(place)
         return subprocess.run(asked.command, env={**os.environ, **own, **host.env}, check=False).returncode
 
