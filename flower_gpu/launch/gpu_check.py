@@ -89,8 +89,8 @@ def not_isolated(plan: Plan, history: History, environ: Mapping[str, str]) -> st
     if {each.settings.policy.gpu for each in _callers(plan, env)} == {"never"}:
         return None
     return (
-        f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. Write "
-        "ClientApp(mods=[gpu_mod]) in the app, or run it with flower-gpu simulate, which needs no change"
+        f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. "
+        "Write ClientApp(mods=[gpu_mod]) in the app, or run it with flower-gpu simulate, which needs no change"
     )
 
 

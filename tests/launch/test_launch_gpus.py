@@ -21,6 +21,7 @@ from flower_gpu.launch import options as launch_options
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.options import CallOptions
+from flower_gpu.watch.history import History
 
 REFUSED = [
     # arguments, and words of the refusal: what does not fit, and what would
@@ -270,3 +271,27 @@ def test_an_app_that_does_not_obey_use_gpu_is_named(
     pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
     found = gpu_check.not_obeyed(plan_of(tiny_app, line), result, {})
     assert found == said if said is None else found is not None and found.startswith(said)
+
+
+STARTED = {"event": "run_started", "time": 1.0, "gpus": [{"uuid": "GPU-1", "index": 0, "name": "a card"}]}
+WORKER = {"event": "worker_started", "time": 2.0, "pid": 7, "call": "c"}
+ROUND = {"event": "round_finished", "time": 3.0, "round": 1, "task": "train", "messages": 2, "failed": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "events", "is_said"),
+    [
+        ("", [STARTED, ROUND], True),
+        ("", [STARTED, WORKER, ROUND], False),
+        ("", [{**STARTED, "gpus": []}, ROUND], False),
+        ("", [STARTED], False),
+        ("--gpu never", [STARTED, ROUND], False),
+    ],
+)
+def test_an_app_whose_clients_have_no_leases_is_named(
+    line: str, events: list[dict[str, Any]], is_said: bool, tiny_app: Path
+) -> None:
+    history = History()
+    history.feed(events)
+    found = gpu_check.not_isolated(plan_of(tiny_app, line), history, {})
+    assert (found is not None and "no call of tiny had a lease" in found) == is_said
