@@ -116,7 +116,7 @@ class GPUError(FlowerGPUError):
 
 
 class GPUUnavailableError(GPUError):
-    """The node requires a GPU that is not there or cannot be used, or a leased one answers no more."""
+    """The node requires a GPU that cannot be used, or a leased one answers no more or is refused."""
 
 
 class LeaseError(GPUError):

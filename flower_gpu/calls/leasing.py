@@ -416,6 +416,24 @@ def who_else(lease: Lease, uuid: str) -> str:
     return "; ".join(lines) or "nobody else that is known"
 
 
+def refused(label: str, lease: Lease) -> GPUUnavailableError:
+    """Return the error of a call whose GPU CUDA has refused to it, as busy or unavailable."""
+    share = lease.shares[0]
+    gpu = inventory.take(processes=False).find(share.uuid)
+    mode = gpu.compute_mode if gpu is not None else None
+    todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of an MPS daemon where there is one"
+    if mode != "DEFAULT":
+        todo = (
+            "there one process at a time computes. Leases know that, but not of programs that the driver does "
+            f"not list, or from before the mode was set. As root nvidia-smi -i {share.index} -c DEFAULT, or "
+            "end the other program"
+        )
+    return GPUUnavailableError(
+        f"{label}: CUDA was refused GPU {share.index} ({share.name}), which is busy or unavailable. Its compute "
+        f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
+    )
+
+
 def is_on_devices_in_use(lease: Lease) -> bool | None:
     """Tell whether a lease is on the very GPUs that CUDA has started with in this process.
 

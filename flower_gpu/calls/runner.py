@@ -23,6 +23,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     text_of,
 )
+from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host, lease
 from flower_gpu.leases.footprint_rule import Array
@@ -166,6 +167,8 @@ class _Run:
                     return value
                 except Exception as error:
                     out = self.told.get("out_of_memory")
+                    if out is None and says_device_is_busy(error):
+                        raise leasing.refused(self.label, held) from error
                     if out is None:
                         raise
                     leasing_.learn_at_least(out, held)

@@ -18,8 +18,8 @@ HELP = "check driver, PyTorch, Flower, the ledger and this shell, and tell what 
 
 DESCRIPTION = """\
 Checks what calls on a GPU depend on. Each line is ok, a note (fine, and good to know), or a problem, with
-what to do about it. With a GPU a small sum is computed on it, under a lease; nothing else is started.
-Exit status: 0, or 1 if there is a problem."""
+what to do about it. With a GPU it runs a call as a client's: in a worker with a lease, which asks for more
+than that, and computes. Exit status: 0, or 1 if there is a problem."""
 
 #: Exit status if something must be done.
 EXIT_PROBLEM: Final = 1
@@ -31,12 +31,19 @@ _COLUMNS = 26  # of level and check
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--confine",
+        nargs="?",
+        choices=("on", "strict"),
+        const="on",
+        help="also try a worker that is confined, as flower-gpu supernode --confine has them",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     findings = []
-    for finding in examine(checks()):
+    for finding in examine(checks(arguments.confine)):
         findings.append(finding)
         if not (arguments.json or (is_quiet(arguments) and finding.level != "problem")):
             print(as_text(finding), flush=True)
@@ -48,16 +55,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if ok else EXIT_PROBLEM
 
 
-def checks() -> Mapping[str, Check]:
-    """Return all checks by their names, in the order in which they are told."""
+def checks(confine: str | None = None) -> Mapping[str, Check]:
+    """Return all checks by their names, in the order in which they are told.
+
+    ``confine``: how apps are to be confined, ``on`` or ``strict``; None where they are not.
+    """
     found = inventory.take()
     inventory.close()
     return {
         "driver": partial(gpus.driver, found),
         "gpu": partial(gpus.gpus, found),
+        "MPS": partial(gpus.mps, found),
         "visible": partial(gpus.visible, found),
         "GPU guard": gpus.gpu_guard,
-        "confinement": gpus.app_confinement,
+        "confinement": partial(gpus.app_confinement, confine),
         "policy": partial(gpus.calls, found),
         "torch": partial(cuda.torch, found),
         "flower": environment.flower,
@@ -72,7 +83,7 @@ def checks() -> Mapping[str, Check]:
         "one ledger": partial(ledger.only_one, found),
         "flwr run": superlinks.environments,
         "local superlink": superlinks.outlived,
-        "cuda": partial(cuda.works, found),
+        "cuda": partial(cuda.works, found, confined=confine is not None),
     }
 
 

@@ -2,7 +2,7 @@
 
 A finding is a level, a text, and mostly what to do. ``examine`` runs the checks one after the other,
 and the command prints what they yield as it comes. None of them imports torch or flwr, or starts a GPU, but
-for the last: a small sum in a process of its own, under a lease.
+for the last: a call as a client's, in a worker (``trial``).
 """
 
 from __future__ import annotations

@@ -1,54 +1,38 @@
-"""PyTorch's build against the driver, and whether CUDA works: tried in a process under a lease."""
+"""PyTorch's build against the driver, and whether CUDA works: tried in a worker as a call gets it."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
+import io
 import os
 import runpy
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from flower_gpu.calls import environment
-from flower_gpu.calls.settings import reserve_bytes
-from flower_gpu.doctor import Found
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.doctor import Found, trial
 from flower_gpu.doctor.gpus import NOT_MEASURED, SET_INSTEAD
-from flower_gpu.errors import ConfigError, GPUError, LeaseTimeoutError
+from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
+from flower_gpu.flower import confine
+from flower_gpu.flower.confine import Allowed
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.leases.admission import Option
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.leases.ledger import Ledger, Wish
-from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.tickets import Ticket
+from flower_gpu.leases.request import format_bytes
+from flower_gpu.workers.confinement import Confinement
 
 _LIBRARY = "libcuda.so.1"
-_POLICY = "FLOWER_GPU_POLICY"
-_TRIAL_BYTES = 256 << 20  # beyond the context
 _LEASE_WAIT_S = 3.0
-_TRIAL_S = 60.0
-
-_TRIAL = """
-import json, os, torch
-from flower_gpu.gpu import inventory
-try:
-    numbers = torch.ones(256, 256, device="cuda")
-    total = (numbers @ numbers).sum().item()
-    told = {"device": torch.cuda.get_device_name(0)} if total == 256**3 else {"error": f"1 + 1 is {total}"}
-    gpu = inventory.take().find(os.environ["CUDA_VISIBLE_DEVICES"])
-    here = [one for one in gpu.processes or () if one.pid == os.getpid()] if gpu else ()
-    told["is_measured"] = any(one.used_bytes for one in here)
-except Exception as error:
-    told = {"error": f"{type(error).__name__}: {error}"}
-print(json.dumps(told))
-"""
+_TRIAL_S = 120.0  # with the start of a fork server, which imports PyTorch
+_TRIAL = "flower_gpu.doctor.trial:run"
+_POLICY = "FLOWER_GPU_POLICY"
+_REPORT = "please report it, with all lines of this command"
+_SEE_LOGS = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
+_MOST_SAID = 600  # characters
 
 
 class Build(NamedTuple):
@@ -105,8 +89,11 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
     return (number.value // 1000, number.value % 1000 // 10), ""
 
 
-def works(found: Inventory) -> Iterator[Found]:
-    """Check that CUDA works, by a small sum on a GPU in a process that holds a lease there."""
+def works(found: Inventory, *, confined: bool = False) -> Iterator[Found]:
+    """Check that CUDA works, in a worker that a call would get: with its lease, its cap, and on its GPU.
+
+    ``confined``: in a confined worker, too.
+    """
     seen = inventory.visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     ours = build()
@@ -115,57 +102,69 @@ def works(found: Inventory) -> Iterator[Found]:
     if os.environ.get(_POLICY) == "never":
         return
     try:
-        yield from _works_on_one_of(candidates)
+        yield from _tried("a worker", candidates, nullcontext())
+        if confined:
+            yield from _tried("a confined worker", candidates, confine.for_message(Allowed(), ()))
     except ConfigError as error:
-        yield "problem", str(error), "correct that variable"
+        yield "problem", str(error), "correct that"
 
 
-def _works_on_one_of(candidates: list[GPU]) -> Iterator[Found]:
-    folder = LedgerFolder.find()
-    ledger = Ledger(LedgerFolder(folder.root, mutex_wait_s=_LEASE_WAIT_S), reserve_bytes(os.environ))
+def _tried(
+    who: str, candidates: list[GPU], confinement: AbstractContextManager[Confinement | None]
+) -> Iterator[Found]:
+    # Here: where there is no GPU nothing of it is needed.
+    from flower_gpu.calls import runner
+
     footprints = Footprints()
-    sizes = {gpu.uuid: footprints.context(gpu.name) + _TRIAL_BYTES for gpu in candidates}
-    options = tuple(Option(uuid, size) for uuid, size in sizes.items())
-    wish = Wish(lambda gpus: options, label="flower-gpu doctor")
+    size = trial.BYTES + max(footprints.context(gpu.name) for gpu in candidates)
+    options = {"gpu_memory": size, "on_oom": "fail", "lease_timeout_s": _LEASE_WAIT_S, "timeout_s": _TRIAL_S}
+    settings = CallSettings.resolve({**options, "name": "flower-gpu doctor"})
+    said = io.StringIO()
     try:
-        ticket = ledger.acquire(wish, deadline=time.monotonic() + _LEASE_WAIT_S)
+        with confinement as found, redirect_stdout(said), redirect_stderr(said):
+            told = runner.run_call(_TRIAL, settings=settings.confined(found), kind="trial", by_name=True)
     except LeaseTimeoutError:
-        yield "note", "not tried: all GPUs are in use", "nothing; try again later (`flower-gpu leases`)"
+        yield "note", f"{who} was not tried: all GPUs are in use", "try again later (`flower-gpu leases`)"
         return
-    except GPUError as error:
-        yield "note", f"not tried: {error}"
+    except LeaseError as error:
+        yield "note", f"{who} was not tried: {error}"
         return
-    try:
-        yield from _tried(ticket, {gpu.uuid: gpu for gpu in candidates}, footprints)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the call, whatever it is: a client's would end so, too
+        text = str(error).strip().partition("\n")[0]
+        yield "problem", f"{who} with a lease does not work: {type(error).__name__}: {text}", _SEE_LOGS
+        return
     finally:
-        ledger.release(ticket)
+        if text := said.getvalue().strip():
+            yield "note", f"{who} said: {' '.join(text.split())[:_MOST_SAID]}"
+    yield from findings(who, told)
 
 
-def _tried(ticket: Ticket, gpus: dict[str, GPU], footprints: Footprints) -> Iterator[Found]:
-    part = ticket.entry.parts[0]
-    gpu = gpus[part.uuid]
-    total = gpu.total_bytes or part.memory_bytes
-    cap_bytes = part.memory_bytes - footprints.context(gpu.name)
-    share = Share(gpu.uuid, gpu.index, gpu.name, total, part.memory_bytes, cap_bytes, gpu.device_files)
-    lease = Lease(ticket.entry.id, (share,), ticket=str(ticket.entry.path))
-    env = {**os.environ, **environment.of_worker(lease, os.environ)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TRIAL], env=env, capture_output=True, text=True, timeout=_TRIAL_S
-        )
-    except subprocess.TimeoutExpired:
-        text = f"CUDA on GPU {gpu.index} does not answer within {_TRIAL_S:g} s"
-        yield "problem", text, "see the kernel's log (dmesg) for lines with NVRM or Xid"
+def findings(who: str, told: Mapping[str, Any]) -> Iterator[Found]:
+    """Tell what a trial has told."""
+    if not told["has_lease"]:
+        yield "problem", f"{who} got no lease: calls run on the CPU", "see the check `policy`"
         return
-    try:  # the last line, after what libraries may print
-        told = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        told = {"error": (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1]}
-    if "error" in told:
-        error = str(told["error"]).strip().partition("\n")[0]
-        yield "problem", f"CUDA does not work on GPU {gpu.index}: {error}", "see `nvidia-smi`, and dmesg"
+    gpu = f"GPU {told['index']} ({told['name']})"
+    lease, cap = format_bytes(told["lease_bytes"]), format_bytes(told["cap_bytes"])
+    failed, error = told.get("failed"), str(told.get("error", "")).strip().partition("\n")[0]
+    if failed == "start":
+        yield "problem", f"CUDA does not work on {gpu}, in {who}: {error}", _SEE_LOGS
         return
-    yield "ok", f"a worker computed on GPU {gpu.index} ({told['device']})"
-    if not told.get("is_measured"):
+    yield "ok", f"{who} has a lease of {lease} on {gpu}, of which PyTorch may take {cap}"
+    if not told["is_measured"]:
         text = f"the driver does not tell how much memory that worker used. {NOT_MEASURED}"
         yield "note", text, SET_INSTEAD
+    if failed == "above_cap":
+        yield "problem", f"{who} asked for more than its cap, and got {error}", _REPORT
+    elif told["above_cap"] == "refused":
+        yield "ok", f"PyTorch refused {who} more than that, with its OutOfMemoryError"
+    else:
+        yield "problem", f"{who} asked for more than its cap: {told['above_cap']}", _REPORT
+    if failed == "compute":
+        yield "problem", f"{who} cannot compute on {gpu}: {error}", _SEE_LOGS
+    elif failed is None and told["is_right"]:
+        yield "ok", f"{who} computed on {gpu}, with the right result"
+    elif failed is None:
+        yield "problem", f"{who} computed on {gpu}, with a wrong result", _SEE_LOGS

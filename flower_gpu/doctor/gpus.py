@@ -9,7 +9,7 @@ from pathlib import Path
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import guard, inventory, policy
+from flower_gpu.gpu import guard, inventory, policy, sharing
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES
@@ -52,8 +52,11 @@ def gpus(found: Inventory) -> Iterator[Found]:
         name = f"GPU {gpu.index}{' MIG' if gpu.mig_parent else ''} ({gpu.name or 'model unknown'})"
         if gpu.is_usable:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
-            yield "ok", f"{name}: {free} of {total} free"
+            yield "ok", "; ".join([f"{name}: {free} of {total} free", *_modes(gpu)])
             yield from _untold(gpu, name)
+            if sharing.is_for_one(gpu, os.environ):
+                text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
+                yield "note", text, f"as root `nvidia-smi -i {gpu.index} -c DEFAULT`, or start an MPS daemon"
         elif gpu.uuid and gpu.uuid in parents:
             yield "ok", f"{name}: {gpu.problem}"
         else:
@@ -62,6 +65,13 @@ def gpus(found: Inventory) -> Iterator[Found]:
     if asleep:
         text = f"persistence mode of {_names(asleep)} is off: with nobody on it, a GPU takes seconds to start"
         yield "note", text, "as root `nvidia-smi -pm 1`, or the service nvidia-persistenced"
+
+
+def mps(found: Inventory) -> Iterator[Found]:
+    """Tell whether calls would compute through NVIDIA's MPS."""
+    if found.usable:
+        pipes = sharing.mps_pipes(os.environ)
+        yield "ok", f"calls are clients of the MPS daemon in {pipes}" if pipes else "no MPS daemon was found"
 
 
 def gpu_guard() -> Iterator[Found]:
@@ -76,16 +86,28 @@ def gpu_guard() -> Iterator[Found]:
         yield "note", f"apps can use any GPU of this host: {reason}", todo
 
 
-def app_confinement() -> Iterator[Found]:
-    """Check whether ``flower-gpu supernode --confine`` can confine apps on this host."""
+def app_confinement(asked: str | None = None) -> Iterator[Found]:
+    """Check whether ``flower-gpu supernode --confine`` can confine apps on this host.
+
+    ``asked``: how they are to be confined; None where nobody asks for that.
+    """
     if reason := confinement.problem():
         todo = "nothing, if you know the apps that you run; else see docs/how-to/confine.md"
-        yield "note", f"apps cannot be confined (flower-gpu supernode --confine): {reason}", todo
+        level = "problem" if asked else "note"
+        yield level, f"apps cannot be confined (flower-gpu supernode --confine): {reason}", todo
     elif missing := confinement.not_refused():
         text = f"--confine does not refuse {'; '.join(missing)}"
-        yield "note", text, "nothing, or a newer kernel, which --confine=strict requires"
+        level = "problem" if asked == "strict" else "note"
+        yield level, text, "nothing, or a newer kernel, which --confine=strict requires"
     else:
         yield "ok", "flower-gpu supernode --confine=strict can confine apps"
+
+
+def _modes(gpu: GPU) -> Iterator[str]:
+    if gpu.compute_mode:
+        yield f"compute mode {gpu.compute_mode}"
+    if gpu.persistence_mode is not None:
+        yield f"persistence mode {'on' if gpu.persistence_mode else 'off'}"
 
 
 def _untold(gpu: GPU, name: str) -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""Exceptions for want of GPU memory: those of frameworks, and raw ones of CUDA."""
+"""Exceptions for want of GPU memory, or of the GPU: those of frameworks, and raw ones of CUDA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _OUT_OF_MEMORY: Final = re.compile(
     r"|Cuda failure \S* ?'out of memory'",
     re.IGNORECASE,
 )
+# cudaErrorDevicesUnavailable (46): one process at a time may compute there, and another one does.
+_BUSY: Final = re.compile(
+    r"CUDA-capable devices?\S* (?:is|are|is/are) busy or unavailable|cudaErrorDevicesUnavailable"
+    r"|CUDA_ERROR_DEVICE_UNAVAILABLE"
+)
 _REQUESTED = re.compile(r"allocat(?:e|ing)\s+([\d.,]*\d)\s*(bytes|B|[KMGT]iB)\b")
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DEVICE = re.compile(r"\bGPU (\d+) has a total capacity")
@@ -29,6 +34,11 @@ def out_of_memory_in(error: BaseException) -> BaseException | None:
     Numba.
     """
     return next((link for link in _chain(error) if _says_out_of_memory(link)), None)
+
+
+def says_device_is_busy(error: BaseException) -> bool:
+    """Tell whether something in a chain of exceptions says that CUDA was refused the GPU."""
+    return any(_BUSY.search(_text(link)) for link in _chain(error))
 
 
 def requested_bytes(error: BaseException) -> int | None:

@@ -50,6 +50,7 @@ class Shell:
             "HOME": str(folder),
             "FLOWER_GPU_LEDGER_DIR": str(self.ledger),
             "FLOWER_GPU_STATE_DIR": str(self.state),
+            "FLOWER_GPU_SERVER_IDLE_S": "1",  # fork servers end soon after the test
         }
         self._started: list[subprocess.Popen[str]] = []
 
@@ -77,9 +78,11 @@ class Shell:
             **options,
         )
 
-    def doctor(self, env: dict[str, str] | None = None, **options: Any) -> list[dict[str, str]]:
+    def doctor(
+        self, *arguments: str, env: dict[str, str] | None = None, **options: Any
+    ) -> list[dict[str, str]]:
         """Return the doctor's findings."""
-        done = self.run("doctor", "--json", env=env, **options)
+        done = self.run("doctor", "--json", *arguments, env=env, **options)
         assert done.stderr == ""
         told = json.loads(done.stdout)
         findings: list[dict[str, str]] = told["findings"]
