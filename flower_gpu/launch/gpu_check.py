@@ -90,7 +90,7 @@ def not_isolated(plan: Plan, history: History, environ: Mapping[str, str]) -> st
         return None
     return (
         f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. "
-        "Write ClientApp(mods=[gpu_mod]) in the app, or run it with flower-gpu simulate, which needs no change"
+        "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"
     )
 
 
