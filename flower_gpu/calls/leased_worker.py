@@ -220,6 +220,8 @@ def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> 
         gpus.append(use.as_event(own, before, in_force[number] if number < len(in_force) else None))
     is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
     events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
+    if (text := frameworks.lacks()) is not None:
+        events.send("lacks", text=text)
     if ranks is not None:  # they have told the rest themselves
         return
     if error is not None:
@@ -235,8 +237,6 @@ def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> No
     cause = out_of_memory.out_of_memory_in(error)
     if cause is None:
         return
-    if (text := frameworks.lacks()) is not None:
-        events.send("lacks", text=text)
     number = out_of_memory.device_index(cause) or 0
     use = watch.uses[number if number < len(watch.uses) else 0]
     share = use.share

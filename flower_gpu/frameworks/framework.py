@@ -130,13 +130,13 @@ class Framework:
         """Return why it cannot use a GPU, with its version and the one of its CUDA; None where it can."""
         return None
 
-    def threads(self) -> Threads | None:
-        """Return its own threads."""
-        return None
     def lacks(self) -> str | None:
         """Return what was looked for in its version without being found, and what is so without that."""
         return None
 
+    def threads(self) -> Threads | None:
+        """Return its own threads."""
+        return None
 
     def seed(self, seed: int) -> None:
         """Seed its random number generators."""

@@ -132,16 +132,16 @@ class PyTorch(Framework):
         versions = {"torch": str(torch.__version__), "torch_cuda": torch.version.cuda}
         return None if reason is None else {"reason": reason, **versions}
 
-    def threads(self) -> Threads:
-        """Return its OpenMP threads; it begins with the count of MKL, where it has that."""
-        torch: Any = sys.modules["torch"]
-        has_mkl = bool(torch.backends.mkl.is_available())
     def lacks(self) -> str | None:
         """Say so of what is not public, and is not in each version."""
         from flower_gpu.frameworks import pytorch_memory
 
         return pytorch_memory.lacks()
 
+    def threads(self) -> Threads:
+        """Return its OpenMP threads; it begins with the count of MKL, where it has that."""
+        torch: Any = sys.modules["torch"]
+        has_mkl = bool(torch.backends.mkl.is_available())
         variables = ("MKL_NUM_THREADS",) if has_mkl else ()
         return Threads(torch.get_num_threads, torch.set_num_threads, variables, at_most_cores=has_mkl)
 
