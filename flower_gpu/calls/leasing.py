@@ -424,13 +424,12 @@ def refused(label: str, lease: Lease) -> GPUUnavailableError:
     todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of an MPS daemon where there is one"
     if mode != "DEFAULT":
         todo = (
-            "there one process at a time computes. Leases know that, but not of programs that the driver does "
-            f"not list, or from before the mode was set. As root nvidia-smi -i {share.index} -c DEFAULT, or "
-            "end the other program"
+            "there one process at a time computes, and another program does that the driver does not list. "
+            f"End it, or as root nvidia-smi -i {share.index} -c DEFAULT"
         )
     return GPUUnavailableError(
-        f"{label}: CUDA was refused GPU {share.index} ({share.name}), which is busy or unavailable. Its compute "
-        f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
+        f"{label}: CUDA was refused GPU {share.index} ({share.name}), as busy or unavailable. Its compute mode "
+        f"is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
     )
 
 
