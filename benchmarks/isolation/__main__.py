@@ -1,7 +1,8 @@
 """What a process per call costs: flower-gpu and the other ways, side by side in one run.
 
-Three parts: the time of one call (``calls``), that of a fit of a real client (``client``), and the memory of
-clients that wait (``memory``). See README.md beside this file.
+Four parts: the time of one call (``calls``), that of a fit of a real client (``client``), the memory of
+clients that wait (``memory``), and what cuDNN's libraries cost a worker (``cudnn``). See README.md in the
+folder above.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from benchmarks.isolation import calls, client, idle
+from benchmarks.isolation import calls, client, cudnn, idle
 from benchmarks.isolation.ways import WAYS, usable
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, run, sizes_mb
 
@@ -42,7 +43,11 @@ def _memory(options: Options, figures: Figures) -> None:
     figures["memory"] = idle.measure(options.ways, quick=options.quick)
 
 
-_PARTS = {"calls": _calls, "client": _client, "memory": _memory}
+def _cudnn(options: Options, figures: Figures) -> None:
+    figures["cudnn"] = cudnn.measure(options.runs or 20)
+
+
+_PARTS = {"calls": _calls, "client": _client, "memory": _memory, "cudnn": _cudnn}
 
 if __name__ == "__main__":
     sys.exit(main())

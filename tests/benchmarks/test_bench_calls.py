@@ -53,6 +53,9 @@ def test_isolation_measures_ways_a_client_and_waiting_ones(figures: Figures) -> 
     (row,) = result["client"]
     assert row["way"] == "in-process" and len(row["seconds"]) == 1
 
+    assert [row["way"] for row in result["cudnn"]] == ["each worker", "fork server"]
+    assert all(0 < row["load_min_s"] <= row["load_median_s"] <= row["load_max_s"] for row in result["cudnn"])
+
 
 def test_wrong_values_end_the_benchmark(tmp_path: Path) -> None:
     """A way whose calls lose something must not get a figure."""
