@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,27 @@ def test_it_gets_more_when_it_has_run_out_of_memory(calls_host: CallsHost) -> No
     assert "out_of_memory" in events
     assert events.count("lease_granted") == 2
     calls_host.until_free()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_client_of_an_mps_daemon_reaches_it(
+    calls_host: CallsHost, tmp_path_factory: pytest.TempPathFactory, method: str
+) -> None:
+    pipes = tmp_path_factory.mktemp("pipes")
+    (pipes / "log").write_text("of the daemon")
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(pipes / "control"))
+        daemon.listen()
+        caller = calls_host.start(CUDA_MPS_PIPE_DIRECTORY=str(pipes))
+        ask = ("run_confined", "mps_tasks:uses", str(pipes))
+        options = {"write": [calls_host.env["NVML_STUB_DIR"]], "start_method": method}
+        found = caller(*ask, gpu_memory="1GiB", **options)
+        refused = dict.fromkeys(("make", "remove", "replace", "empty"), "EACCES")
+        assert found == {"connect": "done", "list": "done", "read and write": "done", **refused}
+        found = caller(*ask, gpu="never", **options)
+        assert found == {"connect": "done", "list": "EACCES", "read and write": "EACCES", **refused}
+    (pipes / "control").unlink()  # the daemon has ended
+    assert caller(*ask, gpu_memory="1GiB", **options)["read and write"] == "EACCES"
 
 
 def test_what_it_says_is_believed_of_its_own_gpus_and_up_to_their_size() -> None:

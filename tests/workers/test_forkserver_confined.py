@@ -19,7 +19,7 @@ from processes import SUPERVISED, is_running, wait_until
 from flower_gpu import landlock, run_in_worker
 from flower_gpu.calls import leased_worker
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import state_folder
+from flower_gpu.workers import state_folder, thread_names
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import run
 from flower_gpu.workers.confinement import Confinement
@@ -264,14 +264,15 @@ def test_no_app_runs_where_it_could_read_the_state_folder(
         label="test",
         confinement=own,
     )
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", "/dev/shm")
-        with (
-            forkservers.own_servers(light=True),
-            pytest.raises(ConfigError, match="Set FLOWER_GPU_STATE_DIR to another one"),
-        ):
-            run(call, method)
-    assert run(call, method)
+    with thread_names.given(tmp_path / "own"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", "/dev/shm")
+            with (
+                forkservers.own_servers(light=True),
+                pytest.raises(ConfigError, match="Set FLOWER_GPU_STATE_DIR to another one"),
+            ):
+                run(call, method)
+        assert run(call, method)
 
 
 def test_the_file_was_removed(folder: Path) -> None:

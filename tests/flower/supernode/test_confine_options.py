@@ -18,7 +18,7 @@ from flower_gpu import seccomp
 from flower_gpu.cli import supernode
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import clientapp
-from flower_gpu.flower.confine import NEVER, WITH_PORTS, Allowed
+from flower_gpu.flower.confine import NEVER, WITH_PORTS, Allowed, not_enforced
 from flower_gpu.flower.flwr_clientapp import RULE_VARIABLE
 from flower_gpu.workers import confinement
 
@@ -109,6 +109,21 @@ def test_libraries_beside_secrets_are_refused(
     monkeypatch.setenv(variable, str(home / "data"))
     with pytest.raises(ConfigError, match="apps could change programs or libraries"):
         environment("--confine", "--write-dir", str(home / "data"))
+
+
+def test_an_mps_daemon_is_named_and_its_folder_must_hold_nothing_else(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(home / "data"))
+    told = f"errors on a GPU for all clients of the MPS daemon in {home / 'data'}"
+    assert told not in not_enforced(Allowed())
+    (home / "data" / "control").touch()
+    assert told in not_enforced(Allowed())
+    environment("--confine")
+    (home / "control").touch()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(home))
+    with pytest.raises(ConfigError, match=r"what Flower keeps of this account.*CUDA_MPS_PIPE_DIRECTORY"):
+        environment("--confine")
 
 
 def test_what_a_link_leads_to_when_it_starts_is_what_apps_get(home: Path) -> None:

@@ -53,6 +53,7 @@ POSSIBLE = {
     *("set the date of a file there", "write to the data", "set the date of the data"),
     *("leave a setuid program", "join the group of a process"),
     *("lower the priority of a process", "let a process run on idle cores only"),
+    *("have a process killed first",),
 }
 
 

@@ -106,6 +106,12 @@ def _priority(pid):
         raise OSError(errno.EPERM, "nothing changed")
 
 
+def _killed_first(pid):
+    """Have the kernel end it where memory runs out."""
+    with open(f"/proc/{pid}/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
 def _scheduler(pid):
     os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     if os.sched_getscheduler(pid) != os.SCHED_IDLE:
@@ -314,6 +320,7 @@ def attempts(targets):
         "list a process's files": lambda: [os.readlink(one) for one in _required(f"/proc/{pid}/fd/*")],
         "trace a process": lambda: _trace(pid),
         "set a limit of a process": lambda: _limit(pid),
+        "have a process killed first": lambda: _killed_first(pid),
         "lower the priority of a process": lambda: _priority(pid),
         "let a process run on idle cores only": lambda: _scheduler(pid),
         "join the group of a process": lambda: _join_group(os.getpgid(os.getppid())),
