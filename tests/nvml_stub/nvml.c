@@ -465,7 +465,13 @@ LISTS(_v3)
 
 NOT_HERE(nvmlDeviceGetNvLinkRemoteDeviceType)
 NOT_HERE(nvmlDeviceGetNvLinkRemotePciInfo_v2)
-NOT_HERE(nvmlDeviceGetGpuFabricInfoV)
+
+/* The caller has set the state to 0, not supported, which is the answer of a card without a fabric. */
+EXPORT int nvmlDeviceGetGpuFabricInfoV(Device of, void *information) {
+    DEVICE(of);
+    (void)information;
+    return SUCCESS;
+}
 
 /* --- MIG -------------------------------------------------------------------------------------------------- */
 
