@@ -19,6 +19,7 @@ from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import confinement, events, own_calls, threads
+from flower_gpu.workers import worker as child
 
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
@@ -95,6 +96,7 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
         # Whatever fails here must not take the place of the task's own result or error.
         with suppress(Exception):
             _tell(holds, watch, error)
+        child.when_idle(watch.rest)
 
 
 # What is used ---------------------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class _Watch:
     before: tuple[Figures, ...] | None = None  # where CUDA had started before the task
     base_bytes: int = 0  # main memory that this process had before it
     _of_driver: dict[str, int] = field(default_factory=dict)
+    _used: dict[str, int] = field(default_factory=dict)  # as it was reported last
     _looks_for_context: int = _LOOKS_FOR_CONTEXT
     _end: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -138,6 +141,17 @@ class _Watch:
         self._end.set()
         if self._thread is not None:
             self._thread.join(_LAST_LOOK_S)
+
+    def rest(self) -> None:
+        """Give back what no tensor is in, and report what this process holds while it waits for a call."""
+        from flower_gpu.leases import tickets
+
+        frameworks.free_cached()
+        for use, reserved in zip(self.uses, frameworks.reserved_bytes() or (), strict=False):
+            if use.share.uuid in self._used:
+                self._used[use.share.uuid] = use.beyond(reserved)
+        if self.lease.ticket and confinement.of_this_process() is None:
+            tickets.report(self._used, self.base_bytes, is_idle=True)
 
     def _run(self) -> None:
         pause_s = _FIRST_LOOK_S
@@ -168,6 +182,7 @@ class _Watch:
             used.update(ranks.used())
         if not used:
             return
+        self._used = used
         if self.lease.ticket and confinement.of_this_process() is None:
             tickets.report(used, self.base_bytes)
         else:  # of a rank, for which the worker of all of them writes; or confined, for which the caller does
@@ -178,9 +193,9 @@ class _Watch:
         from flower_gpu.gpu import inventory
 
         self._of_driver = {}
-        found = inventory.take()
+        found = {gpu.uuid: gpu for gpu in inventory.take_of([use.share.uuid for use in self.uses])}
         for number, use in enumerate(self.uses):
-            gpu = found.find(use.share.uuid)
+            gpu = found.get(use.share.uuid)
             if gpu is None:
                 continue
             if gpu.free_bytes is not None:

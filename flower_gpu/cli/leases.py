@@ -81,7 +81,12 @@ def describe(ledger: Ledger, state: State) -> dict[str, Any]:
             },
         },
         "holders": [
-            {**_owner(entry), "parts": [vars(part) for part in entry.gpu_parts], **_of_host(entry)}
+            {
+                **_owner(entry),
+                "parts": [vars(part) for part in entry.gpu_parts],
+                "is_idle": entry.is_idle(),
+                **_of_host(entry),
+            }
             for entry in state.holders
         ],
         "waiting": [
@@ -182,5 +187,6 @@ def _asked(entry: Entry) -> str:
 def _line(entry: Entry) -> str:
     user = "" if entry.user == os.getuid() else f", user {account_name(entry.user)}"
     elsewhere = "" if entry.pid_namespace == pid_namespace() else " in another container"
+    idle = ", idle" if entry.is_idle() else ""
     seconds = max(0.0, time.time() - entry.since)
-    return f"{printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}) {seconds:.0f} s"
+    return f"{printable(entry.label()) or '-'} (pid {entry.pid}{elsewhere}{user}{idle}) {seconds:.0f} s"

@@ -179,6 +179,12 @@ def reset_peaks() -> None:
         framework.reset_peaks()
 
 
+def free_cached() -> None:
+    """Give the driver back what allocators keep for later: this process waits for a call."""
+    for framework in loaded():
+        framework.free_cached()
+
+
 def no_cuda() -> dict[str, Any] | None:
     """Return why a framework that is loaded cannot use a GPU; None where none says so."""
     return next((found for each in loaded() if (found := each.no_cuda()) is not None), None)

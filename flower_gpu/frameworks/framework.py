@@ -122,6 +122,9 @@ class Framework:
     def reset_peaks(self) -> None:
         """Let the highest figures be those from now on."""
 
+    def free_cached(self) -> None:
+        """Give the driver back what its allocator keeps for later, in a process that waits for a call."""
+
     def reserved_bytes(self) -> list[int] | None:
         """Return what its allocator has of each GPU, like :meth:`figures`; cheap, and in any thread."""
         return None

@@ -116,6 +116,10 @@ class PyTorch(Framework):
         for index in range(len(self.reserved_bytes() or ())):
             sys.modules["torch"].cuda.reset_peak_memory_stats(index)
 
+    def free_cached(self) -> None:
+        """Free the blocks of its allocator that have no tensor in them."""
+        sys.modules["torch"].cuda.empty_cache()  # nothing, where CUDA has not started
+
     def reserved_bytes(self) -> list[int] | None:
         """Ask the allocator and not the driver: that works at any time, also while CUDA captures a graph."""
         cuda = sys.modules["torch"].cuda

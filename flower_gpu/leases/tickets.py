@@ -119,31 +119,36 @@ class Entry:
 
     def reported(self) -> tuple[int, dict[str, int]]:
         """Return the last report of its worker: process id (0: none), and the bytes it uses by GPU."""
-        pid, used, _ = self._report()
+        pid, used, *_ = self._report()
         return pid, used
+
+    def is_idle(self) -> bool:
+        """Tell whether its worker waits for another call, as it says itself."""
+        return self._report()[3]
 
     def own_memory_bytes(self, of_process: Callable[[int], int]) -> int:
         """Return the main memory that its worker has taken by now; 0 where that is not known.
 
         ``of_process`` returns what a process of this pid namespace has.
         """
-        pid, _, base_bytes = self._report()
+        pid, _, base_bytes, _ = self._report()
         if not pid or self.pid_namespace != pid_namespace():
             return 0
         return max(0, of_process(pid) - base_bytes)
 
-    def _report(self) -> tuple[int, dict[str, int], int]:
+    def _report(self) -> tuple[int, dict[str, int], int, bool]:
         try:
             with _opened(self.path) as descriptor:
                 data = os.pread(descriptor, _REPORT_BYTES, _REPORT_AT)
             checksum, _, text = data.partition(b"\n")[0].partition(b" ")
             if int(checksum, 16) != zlib.crc32(text):  # read while it was being written
-                return 0, {}, 0
+                return 0, {}, 0, False
             told = json.loads(text)
             used = {str(uuid): _amount(nbytes) for uuid, nbytes in told["used"].items()}
-            return _amount(told["pid"]), used, _amount(told.get("base_bytes", 0))
+            base_bytes = _amount(told.get("base_bytes", 0))
+            return _amount(told["pid"]), used, base_bytes, told.get("idle") is True
         except (OSError, *_NOT_OURS):
-            return 0, {}, 0
+            return 0, {}, 0, False
 
 
 class Ticket:
@@ -416,13 +421,13 @@ def pid_namespace() -> int:
         return 0
 
 
-def _report_of(pid: int, used_bytes: Mapping[str, int], base_bytes: int) -> bytes:
-    told: dict[str, Any] = {"pid": pid, "used": dict(used_bytes), "base_bytes": base_bytes}
+def _report_of(pid: int, used_bytes: Mapping[str, int], base_bytes: int, *, is_idle: bool = False) -> bytes:
+    told: dict[str, Any] = {"pid": pid, "used": dict(used_bytes), "base_bytes": base_bytes, "idle": is_idle}
     text = json.dumps(told).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def report(used_bytes: Mapping[str, int], base_bytes: int = 0) -> None:
+def report(used_bytes: Mapping[str, int], base_bytes: int = 0, *, is_idle: bool = False) -> None:
     """Report, in a worker, how much memory it uses of each GPU in its lease.
 
     Other processes then know which use is not ours. Unreported use counts as another program's.
@@ -433,11 +438,13 @@ def report(used_bytes: Mapping[str, int], base_bytes: int = 0) -> None:
         By UUID, the CUDA context included.
     base_bytes : int
         Main memory that it had when it started, in common with the process that it is a fork of.
+    is_idle : bool
+        Whether it waits for another call.
     """
     lease = Lease.from_environment(os.environ)
     if lease is None:
         return
-    data = _report_of(os.getpid(), used_bytes, base_bytes)
+    data = _report_of(os.getpid(), used_bytes, base_bytes, is_idle=is_idle)
     if len(data) > _REPORT_BYTES:
         return
     with suppress(OSError):  # the ticket is gone, or the disk is full

@@ -213,14 +213,13 @@ class LeaseTurns:
     def park(self, place: Place) -> None:
         """Let a worker idle with its lease, until a message or somebody else takes it."""
         with self._changed:
-            if not self._is_closed:
+            if self._is_watched():
                 self._idle.append(place)
                 self._none_since = time.monotonic()
                 self._changed.notify_all()
-                self._start_watcher()
                 self._look_again()
                 return
-        place.close()
+        place.retire()
 
     def has_idle(self, fits: Callable[[Lease], bool]) -> bool:
         """Tell whether a worker idles that would do, and that nobody else waits for."""
@@ -258,11 +257,16 @@ class LeaseTurns:
         for place in idle:
             place.close()
 
-    def _start_watcher(self) -> None:
-        if self._watcher is None:
-            self._woken, self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            self._watcher = threading.Thread(target=self._watch, name="flower-gpu-idle", daemon=True)
-            self._watcher.start()
+    def _is_watched(self) -> bool:
+        """Start the watcher where there is none; tell whether there is one."""
+        if self._watcher is None and not self._is_closed:
+            with suppress(OSError, RuntimeError):  # no more files, or no more threads
+                if self._wakes < 0:
+                    self._woken, self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                watcher = threading.Thread(target=self._watch, name="flower-gpu-idle", daemon=True)
+                watcher.start()
+                self._watcher = watcher
+        return self._watcher is not None and not self._is_closed
 
     def _look_again(self) -> None:
         if self._wakes >= 0:

@@ -137,6 +137,7 @@ class MessageHandler:
         self._lock = threading.Lock()
         self._slots: list[Slot] = []
         self._others_started = 0  # workers that were in none of these slots
+        self._has_used = False  # whether a worker has handled a second message
         self._running: dict[str, Slot] = {}
         self._recycling = recycling
         self._durations = Durations() if durations is None else durations
@@ -207,10 +208,13 @@ class MessageHandler:
         copy = self._copy(message, seed, slot)
         was_used = slot.is_used_again
         if slot.has_lease:
-            slot.retire()  # it may be all that there is
-        reply, context = self._in_new_worker(
-            message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)
-        )
+            slot.retire()  # its room may be all that there is: the new worker stays in its place
+            slot.begin_anew()
+            reply, context = self._run_and_learn(message, seed, slot, is_usual=False)
+        else:
+            reply, context = self._in_new_worker(
+                message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)
+            )
         if was_used:
             self._compare(Role.COMPARED, Handled(context, reply), copy, message, seed)
         else:
@@ -274,6 +278,7 @@ class MessageHandler:
     ) -> tuple[Message, Context]:
         """Have a message handled, and learn what that took if it succeeded."""
         reply, context = self._run(message, seed, slot)
+        self._has_used = self._has_used or slot.is_used_again
         if not reply.has_error():
             partition = self._nodes.partition_of(context.node_id)
             # Later workers are forked with what this one had to import.
@@ -348,11 +353,12 @@ class MessageHandler:
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""
+        recycling = self._recycling.facts()
         return {
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
-            "recycling": self._recycling.facts(),
+            "recycling": {**recycling, "is_used_again": recycling["is_used_again"] and self._has_used},
         }
 
     def close(self) -> None:

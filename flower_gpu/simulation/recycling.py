@@ -78,6 +78,8 @@ class _Kind:
 
     def text(self) -> str:
         """Say what was found out."""
+        if self.saves and not self.pairs:
+            return "a new worker would have to start CUDA"
         if self.saves is None:
             return "too few messages to find out whether used workers save time"
         new, used = map(duration_text, self.seconds())
@@ -155,7 +157,8 @@ class Recycling:
             Whether the round may have to wait for this message: then no copy of it is handled.
         """
         with self._lock:
-            found = self._kinds.setdefault(kind, _Kind())
+            # On a GPU a new worker has to start CUDA: nothing has to be tried.
+            found = self._kinds.setdefault(kind, _Kind(saves=True if self._on_gpu else None))
             if self._given is not None:
                 if is_used and self._checks and not is_long:
                     self._checks -= 1
@@ -178,7 +181,7 @@ class Recycling:
                     found.round = server_round
                     return Role.COMPARED
                 return Role.KEPT
-            return Role.KEPT if found.compared >= _OTHERS else Role.NEW
+            return Role.KEPT if found.compared >= _OTHERS or self._on_gpu else Role.NEW
 
     def calls(self, role: Role) -> int:
         """Return how many messages the worker may handle that such a message has or gets."""

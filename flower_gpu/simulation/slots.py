@@ -28,7 +28,7 @@ from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.methods import StartMethod
 
 
-class _WorkerIdlesError(Exception):
+class WorkerIdlesError(Exception):
     """A message waits for a lease, and a worker idles that would do."""
 
 
@@ -161,7 +161,7 @@ class Slot(Workers):
             try:
                 self._take(leasing, attempt)
                 break
-            except _WorkerIdlesError:
+            except WorkerIdlesError:
                 pass  # it is taken, unless somebody else was faster
         place = self._place
         assert place.held is not None
@@ -202,7 +202,7 @@ class Slot(Workers):
             if self._place.line.is_cancelled:
                 raise WorkerDiedError(f"{leasing.purpose.label} was cancelled before it had a lease")
             if attempt == Attempt() and self._turns.has_idle(fits):
-                raise _WorkerIdlesError
+                raise WorkerIdlesError
             return self._turns.deadline(began, leasing.settings.lease_timeout_s)
 
         # The round's own time limit is the grid's matter, which cancels what is late.

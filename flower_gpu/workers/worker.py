@@ -32,6 +32,7 @@ from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 _SIGNALS = signal.valid_signals()
 # What this worker keeps open for its caller; see Descriptors.held.
 _held = -1
+_when_idle: Callable[[], None] | None = None
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
 
 
@@ -251,6 +252,21 @@ def held() -> int:
     A worker that starts others for the same call gives it to them, so that its lease is theirs as well.
     """
     return _held
+
+
+def when_idle(then: Callable[[], None]) -> None:
+    """Have a function called when this worker waits for another call, as long as none has come."""
+    global _when_idle
+    _when_idle = then
+
+
+def be_idle() -> None:
+    """Call what is to be called while this worker waits."""
+    global _when_idle
+    then, _when_idle = _when_idle, None
+    if then is not None:
+        with suppress(Exception):  # no call's problem
+            then()
 
 
 def run_task(

@@ -38,8 +38,8 @@ class Running:
 class StubHost:
     """A host with stub GPUs and a ledger of its own."""
 
-    def __init__(self, folder: Path, gpus: int, **fields: Any) -> None:
-        self.host = Host(folder / "host", gpus=gpus, **fields)
+    def __init__(self, folder: Path, gpus: int, host: Host | None = None, **fields: Any) -> None:
+        self.host = host or Host(folder / "host", gpus=gpus, **fields)
         self.folder, self.ledger = folder, folder / "ledger"
         self.ledger.mkdir()
         self.logs = folder / "runs"
@@ -51,6 +51,7 @@ class StubHost:
             # For clients of the app "leased": they take memory of the stub, and write down what they see.
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "LEASED_APP_NOTES": str(folder / "notes.jsonl"),
+            "LEASED_APP_GO_ON": str(folder / "go-on"),
         }
 
     def simulate(self, nodes: int, *options: str, app: str = "plain", **env: str) -> Simulation:
@@ -98,6 +99,10 @@ class StubHost:
     def status(self) -> State:
         """Return who has leases on this host, and who waits."""
         return Ledger(LedgerFolder(self.ledger)).status()
+
+    def go_on(self) -> None:
+        """Let a run of the app "leased" that pauses go on."""
+        Path(self.env["LEASED_APP_GO_ON"]).touch()
 
     def notes(self) -> list[dict[str, Any]]:
         """Return what clients of the app "leased" have written down."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -33,6 +34,7 @@ _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resourc
 _HANDLED = (signal.SIGCHLD,)  # here; a worker of the fork server, which this process is, has no others
 _KILLED_GRACE_S = 2.0  # from its SIGKILL
 _TICK_S = 0.02  # while such a group is waited for
+_IDLE_S = 0.2  # without a call: the next one comes with the next round, or never
 
 
 # Set by a task that leaves this process in a state that other tasks do not expect.
@@ -325,10 +327,14 @@ def _do_calls(
             send({"event": "imported", "names": names})
 
     modules = events.ImportedModules(tell_imported)
+    calls = select.poll()
+    calls.register(line, select.POLLIN)
     while True:
         try:
             # First this, then the message: if this process is killed in between, the message is still there,
             # and the caller knows whom it had.
+            if not calls.poll(_IDLE_S * 1000):
+                child.be_idle()
             if not line.recv(1, socket.MSG_PEEK):
                 break
             send({"event": "started", "pid": os.getpid()})

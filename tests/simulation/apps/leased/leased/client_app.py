@@ -25,6 +25,10 @@ def train(message: Message, context: Context) -> Message:
         import nvml_stub
 
         nvml_stub.allocate(0, int(config["take-gib"] * nvml_stub.GIB))
+    if tensor := os.environ.get("LEASED_APP_TENSOR"):
+        import torch
+
+        torch.zeros(int(tensor), dtype=torch.uint8, device="cuda")
     time.sleep(config["seconds"])
     lease = Lease.from_environment(os.environ)
     note = {"partition": partition, "pid": os.getpid(), "lease": None if lease is None else lease.id}

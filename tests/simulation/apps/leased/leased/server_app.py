@@ -1,7 +1,11 @@
 """A server that lets all clients train."""
 
+import os
+import time
+from pathlib import Path
+
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from flower_gpu import FedAvg
@@ -16,8 +20,24 @@ def main(grid: Grid, context: Context) -> None:
         for reply in grid.send_and_receive(_mixed(grid)):
             assert not reply.has_error(), reply.error
         return
-    rounds = context.run_config["num-server-rounds"]
-    FedAvg().start(grid, ArrayRecord([np.zeros(10, np.float32)]), num_rounds=rounds)
+    _run_rounds(grid, context)
+    if context.run_config["pauses"]:  # workers wait until the test says so
+        while not Path(os.environ["LEASED_APP_GO_ON"]).exists():
+            time.sleep(0.02)
+        _run_rounds(grid, context)
+
+
+def _run_rounds(grid: Grid, context: Context) -> None:
+    FedAvg().start(
+        grid,
+        ArrayRecord([np.zeros(10, np.float32)]),
+        num_rounds=context.run_config["num-server-rounds"],
+        evaluate_fn=_evaluate if context.run_config["evaluates"] else None,
+    )
+
+
+def _evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+    return MetricRecord({"round": server_round})
 
 
 def _mixed(grid: Grid) -> list[Message]:

@@ -1,0 +1,188 @@
+"""Workers on a GPU that wait for the next round: used again, asked to go by others, or lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cuda_stub
+import pytest
+from live_processes import is_running
+from nvml_stub import GIB
+from simulations import TIMEOUT_S, Simulation
+from stub_host import Running, StubHost, events
+
+from flower_gpu import trace
+from flower_gpu.leases.ledger import State
+
+pytestmark = pytest.mark.timeout(240)
+
+OPTIONS = ("--gpu", "require", "--num-gpus", "0.25", "--max-workers", "4")
+USED_AGAIN = ("--calls-per-worker", "100")
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path) -> StubHost:
+    return StubHost(tmp_path, gpus=1)
+
+
+def until(host: StubHost, condition: Callable[[State], Any]) -> State:
+    """Wait until the ledger says something."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition(state := host.status()):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+    return state
+
+
+@contextmanager
+def pausing(host: StubHost, *options: str, **env: str) -> Iterator[tuple[Running, list[int]]]:
+    """Run a simulation of four clients until its four workers have waited for a while; yield their pids."""
+    options = (*OPTIONS, *USED_AGAIN, *options, "--run-config", "pauses=true seconds=0.3")
+    with host.simulating(4, *options, app="leased", name="first", **env) as run:
+        state = until(host, lambda state: sum(entry.is_idle() for entry in state.holders) == 4)
+        yield run, [entry.reported()[0] for entry in state.holders]
+
+
+def pids(done: Simulation) -> set[int]:
+    return {event["pid"] for event in events(done, "worker_started")}
+
+
+@pytest.mark.parametrize(("options", "most"), [(USED_AGAIN, 4), ((), 4 + 2 + 2)])
+def test_workers_stay_from_round_to_round(one_gpu: StubHost, options: tuple[str, ...], most: int) -> None:
+    """By default two messages are compared, and then one in each round, in a new worker each."""
+    config = "num-server-rounds=4 seconds=0.3"
+    done = one_gpu.simulate(4, *OPTIONS, *options, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert 4 <= len(pids(done)) == done.summary["workers_started"] <= most
+    assert done.summary["recycling"]["is_used_again"]
+    assert one_gpu.status().holders == ()
+
+
+def test_no_worker_is_used_again_where_each_handles_one_message(one_gpu: StubHost) -> None:
+    config = "num-server-rounds=2"
+    done = one_gpu.simulate(2, *OPTIONS, "--calls-per-worker", "1", "--run-config", config, app="leased")
+    assert done.status == 0, done.output
+    assert done.summary["workers_started"] == len(pids(done)) == 4
+    assert not done.summary["recycling"]["is_used_again"]
+
+
+def test_that_workers_may_be_used_again_is_not_that_they_were(one_gpu: StubHost) -> None:
+    done = one_gpu.simulate(2, *OPTIONS, *USED_AGAIN, "--run-config", "seconds=1.0", app="leased")
+    assert done.status == 0, done.output
+    assert done.summary["workers_started"] == 2
+    assert not done.summary["recycling"]["is_used_again"]
+
+
+def test_messages_that_wait_for_a_lease_get_the_workers_of_others(one_gpu: StubHost) -> None:
+    """Of eight threads four have a lease; the others do not start workers when these have no message."""
+    options = ["--gpu", "require", "--gpu-memory", "3GiB", "--max-workers", "8", *USED_AGAIN]
+    config = "num-server-rounds=3 seconds=0.2"
+    done = one_gpu.simulate(12, *options, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert len(pids(done)) == done.summary["workers_started"] == 5  # of 16 GiB
+
+
+def test_the_servers_evaluation_ends_as_many_as_stand_in_its_way(one_gpu: StubHost) -> None:
+    config = "num-server-rounds=3 seconds=0.3 evaluates=true"
+    done = one_gpu.simulate(4, *OPTIONS, *USED_AGAIN, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    of_server = [
+        event
+        for event in trace.read(done.folder / trace.FILE_NAME)
+        if event["event"] == "lease_granted" and event["client"] == "server"
+    ]
+    assert len(of_server) == 4  # also before the first round
+    assert len(pids(done)) == 4 + 2  # one is started anew after each evaluation but the last
+
+
+def test_another_run_gets_the_whole_gpu_while_workers_idle(one_gpu: StubHost) -> None:
+    with pausing(one_gpu) as (run, idle):
+        second = one_gpu.simulate(2, "--gpu", "require", "--num-gpus", "1", app="leased")
+        assert second.status == 0 and second.summary["failed"] == 0, second.output
+        assert not any(map(is_running, idle))
+        one_gpu.go_on()
+        done = run.ended()
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.summary["workers_started"] == 8
+
+
+def test_only_as_many_workers_end_as_another_run_needs(one_gpu: StubHost) -> None:
+    with pausing(one_gpu) as (run, idle):
+        options = ["--gpu", "require", "--num-gpus", "0.25", "--max-workers", "1"]
+        second = one_gpu.simulate(2, *options, app="leased")
+        assert second.status == 0 and second.summary["failed"] == 0, second.output
+        assert sum(map(is_running, idle)) == 3
+        one_gpu.go_on()
+        done = run.ended()
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.summary["workers_started"] == 5
+
+
+def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) -> None:
+    """Client 3 needs more than its lease, while the workers of the other three have no message."""
+    config = "seconds=0.3 too-much='3'"
+    options = ["--gpu", "require", "--gpu-memory", "4GiB", "--max-workers", "4", *USED_AGAIN]
+    done = one_gpu.simulate(4, *options, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]
+
+
+def test_an_idle_worker_that_is_killed_gives_its_lease_back(one_gpu: StubHost) -> None:
+    with pausing(one_gpu) as (run, idle):
+        os.kill(idle[0], signal.SIGKILL)
+        until(one_gpu, lambda state: len(state.holders) == 3)
+        os.kill(idle[1], signal.SIGKILL)  # the next message may find it dead, or its lease given back
+        one_gpu.go_on()
+        done = run.ended()
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.summary["workers_started"] == len(pids(done)) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_takes_its_idle_workers_with_it(one_gpu: StubHost, number: signal.Signals) -> None:
+    with pausing(one_gpu) as (run, idle):
+        run.process.send_signal(number)
+        run.process.wait(TIMEOUT_S)
+        until(one_gpu, lambda state: not state.holders and not any(map(is_running, idle)))
+
+
+def test_leases_shows_who_idles(one_gpu: StubHost) -> None:
+    def shown(*options: str) -> str:
+        command = [sys.executable, "-m", "flower_gpu.cli", "leases", *options]
+        env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=True).stdout
+
+    with pausing(one_gpu):
+        assert [holder["is_idle"] for holder in json.loads(shown("--json"))["holders"]] == [True] * 4
+        assert shown().count(", idle)") == 4
+
+
+def test_an_idle_worker_holds_its_context_only(
+    tmp_path: Path, cuda_host: Callable[..., cuda_stub.Host]
+) -> None:
+    """And reports that: what others take of the rest of the GPU is not taken for its own."""
+    context = 450 << 20
+    host = cuda_host(gpus=1)
+    host.set(0, context=context)
+    stub = StubHost(tmp_path, gpus=1, host=host)
+    with pausing(stub, LEASED_APP_TENSOR=str(GIB)):
+        until(stub, lambda _: host.used(0) == 4 * context)
+        state = stub.status()
+        assert {entry.reported()[1][host.uuids[0]] for entry in state.holders} == {context}
+
+
+def test_who_waits_without_saying_so_gets_the_gpu_as_well(one_gpu: StubHost) -> None:
+    """As another version of this package does."""
+    program = [sys.executable, str(Path(__file__).with_name("silent_waiter.py"))]
+    with pausing(one_gpu):
+        env = {**os.environ, **one_gpu.host.env, **one_gpu.env}
+        subprocess.run(program, env=env, timeout=TIMEOUT_S, check=True)
