@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.frameworks import cuda_answers
 from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of
 from flower_gpu.frameworks.pytorch import (
     FRACTION,
@@ -32,8 +33,6 @@ _GET: Final = "_C._accelerator_getAllocatorSettings"
 # Names that are not public: the versions of PyTorch in which each was seen, and what is so without it.
 _NOT_PUBLIC: Final = {
     "cuda._lazy_call": ("2.4 to 2.14", "a GPU is capped by PYTORCH_ALLOC_CONF only"),
-    "cuda._device_count_nvml": ("2.4 to 2.14", "modules that a fork server imports find no GPU"),
-    "cuda._raw_device_count_nvml": ("2.4 to 2.14", "modules that a fork server imports find no MIG device"),
     "_C._cuda_hasPrimaryContext": ("2.4 to 2.14", "why memory has run out on a GPU stays unclear"),
     _SET: ("2.10 to 2.14", "settings of its allocator from before a call stay until CUDA starts"),
     _GET: ("2.12 to 2.14", "a cap cannot be read back before CUDA starts"),
@@ -64,6 +63,7 @@ class AllocatorHold(Hold):
             # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
             # code often changes the settings in os.environ when the environment is long set.
             self._is_awaited = True
+            cuda_answers.count_leased(True)
             _waiting.append(self)
             _await_start()
 
@@ -95,6 +95,7 @@ class AllocatorHold(Hold):
         torch = _torch()
         if self._is_awaited:
             self._is_awaited = False
+            cuda_answers.count_leased(False)
             self._on_start()
         self.follow_settings()
         own = users_fraction(self._fraction, os.environ)
@@ -116,6 +117,7 @@ class AllocatorHold(Hold):
     def release(self) -> None:
         """Take the cap away again, where this process goes on without the lease."""
         torch = _torch()
+        cuda_answers.count_leased(False)
         if self in _waiting:
             _waiting.remove(self)
         for index in self._fractions:
@@ -194,15 +196,6 @@ def no_cuda_reason() -> str | None:
         text = str(error).partition("\n")[0]
         return f"PyTorch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it: {text}"
     return None
-
-
-def count_by_nvml(*, are_mig: bool) -> int:
-    """Return how many GPUs CUDA would show, or how many there are for MIG devices; negative: NVML has failed.
-
-    NVML stays started.
-    """
-    count = _private("cuda._raw_device_count_nvml" if are_mig else "cuda._device_count_nvml")
-    return -1 if count is None else int(count())
 
 
 def lacks() -> str | None:

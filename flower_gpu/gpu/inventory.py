@@ -127,6 +127,18 @@ def take_of(uuids: Sequence[str]) -> tuple[GPU, ...]:
     return _host().take_of(uuids)
 
 
+def take_here() -> Inventory:
+    """Look at the GPUs in this very thread, and give NVML back, in a process that must not start threads.
+
+    While the driver hangs this does not return.
+    """
+    host = _Host()
+    try:
+        return host.take_here()
+    finally:
+        host.forget()
+
+
 def temperatures() -> dict[str, int]:
     """Return how warm cards are, in degrees Celsius by UUID, as far as the driver tells.
 
@@ -188,7 +200,7 @@ class _Host:
     """NVML as this process holds it. Nothing is started before the first snapshot."""
 
     def __init__(self) -> None:
-        self.thread = NVMLThread(self._forget)
+        self.thread = NVMLThread(self.forget)
         self._session: nvml.Session | None = None
         self._driver_version: str | None = None
         self._cuda_version: tuple[int, int] | None = None
@@ -199,7 +211,7 @@ class _Host:
     def take(self, processes: bool) -> Inventory:
         try:
             return self.thread.ask(
-                lambda: self._take(processes), _START_S if self._session is None else _ANSWER_S
+                lambda: self.take_here(processes), _START_S if self._session is None else _ANSWER_S
             )
         except LateError as late:
             return Inventory((), self._driver_version, _hangs(self._asked, late.waited_s), hangs=True)
@@ -218,9 +230,9 @@ class _Host:
         except LateError:
             return {}
 
-    # In that thread -----------------------------------------------------------------------------------------
+    # In that thread, or in the only one ---------------------------------------------------------------------
 
-    def _take(self, processes: bool) -> Inventory:
+    def take_here(self, processes: bool = False) -> Inventory:
         try:
             return self._asked_of(lambda session: self._snapshot(session, processes))
         except nvml.QueryError as problem:
@@ -239,12 +251,12 @@ class _Host:
             try:
                 return look(self._started())
             except nvml.QueryError as problem:
-                self._forget()
+                self.forget()
                 if not (was_open and problem.ends_session):
                     raise
                 return look(self._started())  # somebody shut it down under us
         except nvml.QueryError:
-            self._forget()
+            self.forget()
             raise
 
     def _temperatures(self) -> dict[str, int]:
@@ -257,7 +269,7 @@ class _Host:
                     found[card.uuid] = celsius
         return found
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         session, self._session = self._session, None
         self._cards.clear()
         if session is not None:

@@ -19,13 +19,13 @@ pytestmark = pytest.mark.timeout(150)
 
 MakeHost = Callable[..., cuda_stub.Host]
 GIB = 2**30
-NAMES = [name for name in pytorch_memory._NOT_PUBLIC if "nvml" not in name]
+NAMES = list(pytorch_memory._NOT_PUBLIC)
 
 WITHOUT = """
 import json, os, sys
 import torch
 from flower_gpu import frameworks
-from flower_gpu.frameworks import Cap, cuda_answers
+from flower_gpu.frameworks import Cap
 
 def take_away(name):
     *places, last = name.split(".")
@@ -98,29 +98,6 @@ def test_without_a_name_it_is_capped_and_says_what_is_lacking(
         assert told["in_force"] == [4 * GIB]
     assert (told["free"] is None) is (name == "_C._cuda_hasPrimaryContext")
     assert told["started"] == ([] if name == "cuda._lazy_call" else [True])
-
-
-@pytest.mark.parametrize("is_mig", [False, True])
-def test_without_its_count_of_nvml_there_are_no_gpus_for_a_fork_server(
-    is_mig: bool, cuda_host: MakeHost, run_script: Callable[..., Any]
-) -> None:
-    script = (
-        WITHOUT
-        + """
-cuda_answers.ask_nvml()
-there = torch.cuda.device_count()
-take_away(sys.argv[1])
-print(json.dumps([there, torch.cuda.device_count(), torch.cuda.is_available(), frameworks.lacks()]))
-"""
-    )
-    host = cuda_host(gpus=2)
-    env = dict(host.env)
-    if is_mig:
-        env["CUDA_VISIBLE_DEVICES"] = host.mig(0, [4 * GIB])[0]
-    name = "cuda._raw_device_count_nvml" if is_mig else "cuda._device_count_nvml"
-    there, count, is_available, lacks = json.loads(run_script(script, name, env=env).stdout)
-    assert (there, count, is_available) == (1 if is_mig else 2, 0, False)
-    assert f"torch.{name} (seen in" in lacks
 
 
 TASK = """

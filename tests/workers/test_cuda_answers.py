@@ -77,16 +77,39 @@ def test_imported_by_a_run_server(host: nvml_stub.Host, start_method: str, how: 
     caller.close()
 
 
-@pytest.mark.parametrize("mode", ["mig", "broken"])
-def test_what_pytorch_would_ask_cuda_for(host: nvml_stub.Host, mode: str) -> None:
-    env, expected = {**host.env, **ONE_THREAD}, WITHOUT
-    if mode == "mig":
-        env["CUDA_VISIBLE_DEVICES"], expected = "MIG-8f2c,MIG-1d7a", WITH_A_GPU
-    else:
+@pytest.mark.parametrize(
+    ("mode", "visible", "expected", "said"),
+    [
+        ("mig", "{mig}", WITH_A_GPU, ""),
+        ("broken", None, WITHOUT, "the NVIDIA driver is not loaded"),
+        # A control group, or a file's mode, keeps this account from a card.
+        ("one hidden", "{gpu}", WITH_A_GPU, ""),
+        ("one hidden", None, WITH_A_GPU, ""),
+        ("all hidden", "{gpu}", WITHOUT, "GPU 0: this account may not use it"),
+    ],
+)
+def test_what_pytorch_would_ask_cuda_for(
+    host: nvml_stub.Host,
+    mode: str,
+    visible: str | None,
+    expected: tuple[str, int, bool],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    env = {**host.env, **ONE_THREAD}
+    mig = ",".join(host.mig(0, 2 * [nvml_stub.GIB])) if mode == "mig" else ""
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible.format(mig=mig, gpu=host.uuids[1])
+    if mode == "broken":
         host.fail_init(nvml_stub.DRIVER_NOT_LOADED)
+    for card in {"one hidden": [0], "all hidden": [0, 1]}.get(mode, []):
+        host.fail("nvmlDeviceGetHandleByIndex_v2", nvml_stub.NO_PERMISSION, card)
     caller = Caller(start_method="forkserver", env=env, modules=[MODULE])
     check(caller.run(f"{MODULE}:seen"), expected)
     caller.close()
+    told = capsys.readouterr().err
+    assert told.count("a module that workers find imported has asked for GPUs") == bool(said)
+    assert said in told
 
 
 @pytest.mark.filterwarnings("ignore:workers are spawned:RuntimeWarning")

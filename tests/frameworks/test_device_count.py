@@ -1,0 +1,53 @@
+"""A worker that counts its GPUs before CUDA starts, where another card cannot be opened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_stub
+import pytest
+from nvml_stub import NO_PERMISSION
+
+pytestmark = pytest.mark.timeout(150)
+
+TASK = """
+import os, warnings
+
+def task():
+    import torch
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        before = torch.cuda.device_count()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    is_bad_fork = bool(os.waitpid(pid, 0)[1])
+    device = torch.zeros(1, device="cuda").device.index
+    return before, torch.cuda.device_count(), is_bad_fork, device, [str(each.message) for each in said]
+"""
+CALL = """
+import json, os, sys
+sys.path.insert(0, os.path.dirname(__file__))
+from flower_gpu import run_in_worker
+
+options = {"gpu": "require", "gpu_memory": "2GiB", "start_method": sys.argv[1]}
+print(json.dumps(run_in_worker("counting_task:task", **options)))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_it_looks_at_its_own(
+    method: str,
+    cuda_host: Callable[..., cuda_stub.Host],
+    run_script: Callable[..., Any],
+    write_script: Callable[..., Path],
+) -> None:
+    """PyTorch's own look warns of the other card, and starts CUDA: a fork could not use it."""
+    host = cuda_host(gpus=2)
+    host.fail("nvmlDeviceGetHandleByIndex_v2", NO_PERMISSION, 0)
+    write_script(TASK, "counting_task.py")
+    done = run_script(CALL, method, env=host.env, timeout_s=120)
+    assert json.loads(done.stdout) == [1, 1, False, 0, []]
