@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cuda_stub
 import psutil
 import pytest
 import thread_name_tasks
@@ -134,3 +135,34 @@ def test_where_threads_cannot_be_named_an_app_with_a_gpu_is_told(tmp_path: Path,
     said = json.loads(done.stdout)
     assert [one["event"] for one in said] == ["lacks"] * is_watched
     assert all("CUDA of NVIDIA's drivers from 570 on does not start" in one["text"] for one in said)
+
+
+#: A call that gets a GPU, confined; its environment is that of a host with a stand-in for CUDA.
+_ON_GPU = """
+import json, os, sys
+from flower_gpu.calls.runner import run_call
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.flower.confine import Allowed, for_message
+settings = CallSettings.resolve({"start_method": sys.argv[1], "gpu_memory": "2GiB"})
+with for_message(Allowed(write=(os.environ["NVML_STUB_DIR"],)), sys.argv[2:]) as told:
+    name = "thread_name_tasks:starts_cuda"
+    print(json.dumps(run_call(name, settings=settings.confined(told), kind="train", by_name=True)))
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_starts(cuda_host: Callable[..., cuda_stub.Host], tmp_path: Path, method: str) -> None:
+    """The driver of the stand-in fails, as a real one does, where it cannot name its thread."""
+    (tmp_path / "ledger").mkdir()
+    env = {
+        **os.environ,
+        **cuda_host(gpus=1).env,
+        "FLOWER_GPU_LEDGER_DIR": str(tmp_path / "ledger"),
+        "PYTHONPATH": os.pathsep.join([TASKS, str(Path(TASKS).parent)]),
+    }
+    line = [sys.executable, "-c", _ON_GPU, method, TASKS]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    ways = ["fork", "here", *([] if is_limited and method == "forkserver" else ["spawned"]), "worker"]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {way: found[way] for way in ways} == dict.fromkeys(ways, "cuda:0")

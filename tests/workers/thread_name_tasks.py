@@ -97,6 +97,29 @@ def in_a_program() -> str:
     return subprocess.run(line, env={}, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def allocates() -> str:
+    """Start CUDA; return the device, or the error."""
+    import torch
+
+    try:
+        return str(torch.zeros(4, device="cuda").device)
+    except RuntimeError as error:
+        return str(error)
+
+
+def starts_cuda() -> dict[str, str]:
+    from flower_gpu import run_in_worker
+
+    found = {}
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # before this process starts it
+        found["fork"] = pool.apply(allocates)
+    found["here"] = allocates()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found["spawned"] = pool.apply(allocates)
+    found["worker"] = run_in_worker("thread_name_tasks:allocates", start_method="spawn")
+    return found
+
+
 def everywhere(ways: list[str]) -> dict[str, str]:
     return {way: globals()[way]() for way in ways}
 
