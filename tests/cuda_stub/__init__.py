@@ -35,6 +35,8 @@ _SOURCES = ("cards.h", "cards.c", "runtime.c", "driver.c", "crt/host_defines.h")
 _DRIVER = "libcuda.so.1"
 # A function that PyTorch's libraries import from these two.
 _IMPORTED = re.compile(r"^ *U ((?:__)?cuda[A-Z]\w+)@|^ *U (cu[A-Z]\w+)$", re.MULTILINE)
+# One that its allocator looks up by name. PyTorch before 2.8 insists on all of them.
+_LOOKED_UP = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 _EXPORTED = re.compile(r"^[0-9a-f]+ T (\w+)$", re.MULTILINE)
 
 
@@ -148,7 +150,9 @@ def _compile(into: Path, torch: Path, cuda: str) -> None:
     objects = [*_with_missing(into, {name for name, _ in imported}, "cards", "runtime")]
     shared = ["cc", "-shared", f"-Wl,-soname,{runtime}", f"-Wl,--version-script={version}"]
     _run([*shared, "-o", str(lib / runtime), *objects, "-ldl", "-lpthread"])
-    objects = [*_with_missing(into, {name for _, name in imported}, "driver")]
+    looked_up = _LOOKED_UP.findall((torch / "lib/libc10_cuda.so").read_bytes())
+    driver = {name for _, name in imported} | {name.decode() for name in looked_up}
+    objects = [*_with_missing(into, driver, "driver")]
     shared = ["cc", "-shared", f"-Wl,-soname,{_DRIVER}"]
     _run([*shared, "-o", str(lib / _DRIVER), *objects, str(lib / runtime)])
 

@@ -19,6 +19,11 @@ KEY = "per_process_memory_fraction"
 QUARTER = [Cap(4 * GIB, 16 * GIB)]
 
 
+@pytest.fixture(autouse=True)
+def a_pytorch_that_takes_its_cap_from_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytorch, "installed_version", lambda: "2.10.0")
+
+
 def fraction_in(settings: str) -> str:
     """Read the cap as PyTorch does: the last one holds."""
     return [entry.partition(":")[2] for entry in settings.split(",") if entry.startswith(KEY)][-1]
