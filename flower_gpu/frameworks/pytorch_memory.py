@@ -32,8 +32,8 @@ _GET: Final = "_C._accelerator_getAllocatorSettings"
 
 # Names that are not public: the versions of PyTorch in which each was seen, and what is so without it.
 _NOT_PUBLIC: Final = {
-    "cuda._lazy_call": ("2.4 to 2.14", "a GPU is capped by PYTORCH_ALLOC_CONF only"),
-    "_C._cuda_hasPrimaryContext": ("2.4 to 2.14", "why memory has run out on a GPU stays unclear"),
+    "cuda._lazy_call": ("2.6 to 2.14", "a GPU is capped by PYTORCH_ALLOC_CONF only"),
+    "_C._cuda_hasPrimaryContext": ("2.6 to 2.14", "why memory has run out on a GPU stays unclear"),
     _SET: ("2.10 to 2.14", "settings of its allocator from before a call stay until CUDA starts"),
     _GET: ("2.12 to 2.14", "a cap cannot be read back before CUDA starts"),
 }
@@ -174,11 +174,9 @@ def _figures(index: int) -> Figures:
 
 def _in_force(index: int) -> int | None:
     cuda = _torch().cuda
-    get = getattr(cuda, "get_per_process_memory_fraction", None)  # from 2.6 on
-    if get is None:
-        return None
     try:
-        return int(get(index) * cuda.get_device_properties(index).total_memory)
+        fraction = cuda.get_per_process_memory_fraction(index)
+        return int(fraction * cuda.get_device_properties(index).total_memory)
     except RuntimeError:  # an allocator that cannot tell
         return None
 

@@ -61,7 +61,7 @@ def prepare_model(
     Raises
     ------
     ConfigError
-        If PyTorch is too old for ``fsdp`` (2.6).
+        If a compiled model is to be divided.
     """
     where = device()
     if group.world_size() == 1:

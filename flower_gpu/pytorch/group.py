@@ -167,11 +167,8 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
 
     Each tensor goes to the device for itself, from rank 0: none ever has all of them there.
     """
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError as error:
-        raise ConfigError(f"strategy='fsdp' needs PyTorch 2.6, not {torch.__version__}") from error
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     if hasattr(model, "_orig_mod"):
         raise ConfigError("a compiled model cannot be divided: use torch.compile(prepare_model(model))")
