@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,6 +28,9 @@ _FIRST_LOOK_S = 0.05  # what a task takes at once is seen at once
 _INTERVAL_S = 0.5
 _LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
 _LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
+
+# By UUID, what last looks of earlier calls of this process have found.
+_earlier: dict[str, Use] = {}
 
 
 def setup() -> AbstractContextManager[None]:
@@ -115,6 +118,8 @@ class _Watch:
     total_bytes: dict[str, int] = field(default_factory=dict)
     before: tuple[Figures, ...] | None = None  # where CUDA had started before the task
     base_bytes: int = 0  # main memory that this process had before it
+    _is_known: bool = False  # whether an earlier call has found the context
+    _is_over: bool = False  # and nobody waits for the last look
     _of_driver: dict[str, int] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)  # as it was reported last
     _looks_for_context: int = _LOOKS_FOR_CONTEXT
@@ -122,7 +127,11 @@ class _Watch:
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self.uses = [Use(share) for share in self.lease.shares]
+        shares = self.lease.shares
+        self.uses = [
+            replace(_earlier.get(share.uuid, Use(share)), share=share, peak_bytes=None) for share in shares
+        ]
+        self._is_known = all(use.context_bytes is not None for use in self.uses)
 
     def start(self) -> None:
         self.base_bytes = host.anonymous_bytes(os.getpid())
@@ -137,9 +146,17 @@ class _Watch:
             self._thread = thread
 
     def stop(self) -> None:
-        """Look a last time, then end."""
+        """Look a last time, then end.
+
+        Where the allocator tells the rest, a worker that may have another call sends its result meanwhile.
+        What is found then is told with the next one.
+        """
+        if self._is_known and frameworks.reserved_bytes() is not None and _may_stay():
+            with suppress(Exception):
+                self._look(last=False)
+            self._is_over = True
         self._end.set()
-        if self._thread is not None:
+        if self._thread is not None and not self._is_over:
             self._thread.join(_LAST_LOOK_S)
 
     def rest(self) -> None:
@@ -170,6 +187,10 @@ class _Watch:
         unknown = any(use.context_bytes is None for use in self.uses) and self._looks_for_context > 0
         if reserved is None or unknown or last:
             self._ask_driver(reserved)
+        if last:
+            _earlier.update({use.share.uuid: use for use in self.uses if use.context_bytes is not None})
+        if self._is_over:  # the lease may be another call's by now
+            return
         used = {}
         for number, use in enumerate(self.uses):
             if reserved is not None and number < len(reserved) and reserved[number]:
@@ -212,6 +233,12 @@ class _Watch:
                 use.split(told, of_torch)
         if reserved is not None:
             self._looks_for_context -= 1
+
+
+def _may_stay() -> bool:
+    from flower_gpu.workers.forkserver import run_program  # only where this process has had several calls
+
+    return run_program.may_stay()
 
 
 # What the caller is told ----------------------------------------------------------------------------------
