@@ -1,0 +1,44 @@
+"""Calls of a worker that has several, and a driver that hangs when they have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from run_server_lines import Caller
+
+from flower_gpu.calls import environment, leased_worker
+from flower_gpu.gpu import inventory
+from flower_gpu.leases.lease import Lease, Share
+
+MIB = 2**20
+
+
+def train(patience_s: float | None = None) -> int:
+    """Take memory of the GPU; ``patience_s``: how long last looks of this process may take from now on."""
+    import torch
+
+    if patience_s is not None:
+        leased_worker._LAST_LOOK_S = inventory._START_S = inventory._ANSWER_S = patience_s
+    torch.ones(8 * MIB, device="cuda")
+    return os.getpid()
+
+
+def main(uuid: str) -> None:
+    """Run calls in one worker, one for each line that is read; print what each has told."""
+    share = Share(uuid, 0, "A GPU", 16 << 30, 2 << 30, 1 << 30)
+    env = environment.of_worker(Lease("ab12", (share,)), os.environ)
+    caller = Caller(modules=["torch"], without=frozenset(), start_method="spawn")
+    options: dict[str, Any] = {"setup": leased_worker.SETUP, "env": env, "calls": 100, "timeout_s": 100}
+    for line in sys.stdin:
+        told: list[dict[str, Any]] = []
+        pid = caller.run("last_look_tasks:train", *json.loads(line), on_event=told.append, **options)
+        [figures] = [event["gpus"][0] for event in told if event["event"] == "gpu_memory"]
+        print(json.dumps([pid, figures]), flush=True)
+    caller.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
