@@ -107,6 +107,11 @@ class Commands:
         assert self.ticket is not None
         self.ledger.release(self.ticket)
 
+    def is_asked(self, timeout_s: float) -> bool:
+        """Wait until somebody asks for what this process holds."""
+        assert self.ticket is not None
+        return self.ticket.wait(timeout_s)
+
     def use(self, gpu: int, nbytes: int, told: bool = True) -> None:
         """Use memory in this process, as a worker with the lease would."""
         assert self.ticket is not None
