@@ -1,8 +1,8 @@
 """GPU benchmarks. What a call costs, and what clients that share a GPU do to it: without leases, and with.
 
-Parts: steps (a call cut into its steps), memory (what is used after each client), oversubscribe (three times
-more clients than fit), cap (a client takes twice its lease), throughput (rounds per minute). README.md says
-how to read them.
+Parts: cap (a client takes twice its lease), oversubscribe (three times more clients than fit), example (an
+app by each command), steps (a call cut into its steps), memory (what is used after each client), throughput
+(rounds per minute). README.md says how to read them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.gpu import cap, memory, oversubscribe, steps, throughput
+from benchmarks.gpu import cap, example, memory, oversubscribe, steps, throughput
 from benchmarks.gpu.caller import WAYS
+from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.setting import MB, QUICK, Setting, Sizes, gpu, part_folder
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, json_file, positive, run
 
+#: What is known soonest and matters most comes first: time may be short.
 _SHARED: dict[str, ModuleType] = {
-    "memory": memory,
-    "oversubscribe": oversubscribe,
     "cap": cap,
+    "oversubscribe": oversubscribe,
+    "example": example,
+    "memory": memory,
     "throughput": throughput,
 }
+_PARTS = ("cap", "oversubscribe", "example", "steps", "memory", "throughput")
 _OMP_THREADS = {"OMP_NUM_THREADS": "1"}  # many processes share the cores; what counts is on the GPU
 
 
 def main() -> int:
     parser, options = _options()
-    figures: Figures = {"device": options.device, "quick": options.quick}
-    parts = {"steps": _steps, **{part: partial(_share, part) for part in _SHARED}}
-    around, after = _on_gpu(options, figures), partial(_draw, options)
+    figures: Figures = {"model": options.model, "quick": options.quick}
+    parts = {part: _steps if part == "steps" else partial(_share, part) for part in _PARTS}
+    around, after = _on_gpu(figures), partial(_draw, options)
     return run(parser, options, parts, figures, around=around, after=after)
 
 
 @contextmanager
-def _on_gpu(options: Options, figures: Figures) -> Iterator[None]:
+def _on_gpu(figures: Figures) -> Iterator[None]:
     from flower_gpu.gpu import inventory
 
-    with gpu(options.device) as uuid:
+    with gpu() as uuid:
         found = inventory.take(processes=False)
         card = found.find(uuid)
         assert card is not None
@@ -54,7 +58,7 @@ def _on_gpu(options: Options, figures: Figures) -> Iterator[None]:
 
 
 def _steps(options: Options, figures: Figures) -> None:
-    sizes = options.device, options.batch, options.side
+    sizes = options.model, options.batch, options.side
     figures["steps"] = steps.measure(options.ways, options.runs or 5, *sizes, quick=options.quick)
 
 
@@ -66,7 +70,7 @@ def _share(part: str, options: Options, figures: Figures) -> None:
     with part_folder(_OMP_THREADS) as folder:
         limit_s = options.limit or module.LIMIT_S
         uuid = os.environ["CUDA_VISIBLE_DEVICES"]
-        figures[part] = module.measure(Setting(options.device, uuid, folder, sizes, limit_s, options.data))
+        figures[part] = module.measure(Setting(options.model, uuid, folder, sizes, limit_s, options.data))
     module.show(figures[part])
     module.check(figures[part])
 
@@ -97,7 +101,7 @@ def _data_file(text: str) -> Path:
 def _options() -> tuple[Parser, Options]:
     known = list(WAYS)
     quick, full = {"batch": 2, "side": 32}, {"batch": 32, "side": 224}
-    parser = Parser("gpu", __doc__, ["steps", *_SHARED], quick=quick, full=full)
+    parser = Parser("gpu", __doc__, _PARTS, quick=quick, full=full)
     limits = ", ".join(f"{part} {module.LIMIT_S:g}" for part, module in _SHARED.items())
     parser.add_argument("--plot", type=_plot_file, metavar="FILE",
                         help="also draw them (.png, .svg, .pdf); needs matplotlib")  # fmt: skip
@@ -114,8 +118,9 @@ def _options() -> tuple[Parser, Options]:
                         help="of steps: images per step; default: 32")  # fmt: skip
     parser.add_argument("--side", type=positive, metavar="PIXELS",
                         help="of steps: of an image; default: 224")  # fmt: skip
-    # A simulated GPU shows nothing but that the script works.
-    parser.add_argument("--device", choices=("cuda", "stub"), default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=tuple(MODELS), default="resnet18",
+                        help="elementwise needs no cuBLAS and no cuDNN, and learns nothing: it is for a "
+                        "stand-in for CUDA, on which figures mean nothing")  # fmt: skip
     return parser, parser.parse()
 
 

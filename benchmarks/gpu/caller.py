@@ -41,17 +41,17 @@ WAYS: dict[str, Callable[[], Callable[..., Any]]] = {
 }
 
 
-def prepare(way: str, device: str, batch: int, side: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def prepare(way: str, model: str, batch: int, side: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
     train = WAYS[way]()
     weights = None
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         nonlocal weights
-        used_mb = _used_mb(device)
+        used_mb = _used_mb()
         began = time.monotonic()
-        result = train(weights, device, batch, side)
+        result = train(weights, model, batch, side)
         wait_until_gone(result["pid"])
-        while _used_mb(device) > used_mb + _SAME_MB:
+        while _used_mb() > used_mb + _SAME_MB:
             if time.monotonic() - began > _MEMORY_BACK_S:
                 raise RuntimeError(f"the GPU's memory was not back after {_MEMORY_BACK_S:g} s")
             time.sleep(0.001)
@@ -65,10 +65,8 @@ def prepare(way: str, device: str, batch: int, side: int) -> Callable[[dict[str,
     return answer
 
 
-def _used_mb(device: str) -> float:
+def _used_mb() -> float:
     """Return what the machine's GPUs hold, as the driver tells."""
-    if device != "cuda":
-        return 0.0
     import pynvml
 
     pynvml.nvmlInit()  # counts, so that only the first one costs something

@@ -19,8 +19,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 def measure(setting: Setting) -> dict[str, Any]:
     lease = setting.memory().free_bytes // _PART_OF_GPU
-    sizes, device = setting.sizes, setting.device
-    with clients("ours", device, 2) as (neighbour, greedy), clients("bare", device, 1) as (bare,):
+    with clients("ours", 2) as (neighbour, greedy), clients("bare", 1) as (bare,):
         alone = checked(ask(neighbour, _steps(setting, lease, None), setting.deadline), neighbour)
         _marker(setting).unlink()
         neighbour.send(_steps(setting, lease, alone["steps"]))
@@ -59,14 +58,14 @@ def measure(setting: Setting) -> dict[str, Any]:
             "seconds_beside": round(beside["last"] - beside["first"], 2),
             "trained_on_after_the_error": beside["last"] > refused["ended"] > beside["first"],
         },
-        "seconds_of_neighbour": sizes.neighbour_s,
+        "seconds_of_neighbour": setting.sizes.neighbour_s,
         "measured_s": round(time.monotonic() - setting.began, 1),
     }
 
 
 def _steps(setting: Setting, lease: int, count: int | None) -> Request:
     options = {"gpu_memory": lease, "name": "neighbour", "env": _DETERMINISTIC}
-    args = [setting.device, setting.sizes.neighbour_s, count, str(_marker(setting))]
+    args = [setting.model, setting.sizes.neighbour_s, count, str(_marker(setting))]
     return {"do": "steps", "args": args, "options": options}
 
 
@@ -80,7 +79,7 @@ def _hold(setting: Setting, lease: int, client: Client) -> Request:
     if client.name.startswith("ours"):
         options = {"gpu_memory": lease, "on_oom": "fail", "name": "greedy"}
     # Shorter than the neighbour trains, who has just begun.
-    args = [setting.device, 2 * lease, setting.sizes.neighbour_s / 4]
+    args = [2 * lease, setting.sizes.neighbour_s / 4]
     return {"do": "hold", "args": args, "options": options}
 
 

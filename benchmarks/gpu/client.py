@@ -1,4 +1,4 @@
-"""One client of the GPU benchmarks, a process of its own. ``python -m benchmarks.gpu.client WAY DEVICE``.
+"""One client of the GPU benchmarks, a process of its own. ``python -m benchmarks.gpu.client WAY``.
 
 ``article``: it trains in itself and stays, as articles about Flower show it. ``ours``: its calls run in
 workers under leases. ``bare``: in the same workers, but without a lease, so nothing is counted or capped.
@@ -21,7 +21,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 Call = Callable[..., Any]
 
 
-def article(device: str) -> dict[str, Call]:
+def article() -> dict[str, Call]:
     import torch  # noqa: F401 - it stays, so it is there before it is asked
 
     from benchmarks.gpu import work as gpu_work
@@ -36,7 +36,7 @@ def article(device: str) -> dict[str, Call]:
     return {"fit": fit}
 
 
-def ours(device: str) -> dict[str, Call]:
+def ours() -> dict[str, Call]:
     from flower_gpu import GPUClient, run_in_worker
 
     def fit(weights: Any, config: dict[str, Any], **options: Any) -> Any:
@@ -52,7 +52,7 @@ def ours(device: str) -> dict[str, Call]:
     return {"fit": fit, "hold": call("hold"), "steps": call("steps"), "initial": call("initial_weights")}
 
 
-def bare(device: str) -> dict[str, Call]:
+def bare() -> dict[str, Call]:
     from flower_gpu.calls import leased_worker
     from flower_gpu.workers import caller as worker
     from flower_gpu.workers.call import Call as WorkerCall
@@ -64,14 +64,14 @@ def bare(device: str) -> dict[str, Call]:
     return {"hold": hold}
 
 
-WAYS: dict[str, Callable[[str], dict[str, Call]]] = {"article": article, "ours": ours, "bare": bare}
+WAYS: dict[str, Callable[[], dict[str, Call]]] = {"article": article, "ours": ours, "bare": bare}
 
 
-def prepare(way: str, device: str) -> Answer:
+def prepare(way: str) -> Answer:
     from flower_gpu.errors import GPUOutOfMemoryError
     from flower_gpu.frameworks.out_of_memory import out_of_memory_in
 
-    calls = WAYS[way](device)
+    calls = WAYS[way]()
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         began = time.monotonic()
@@ -110,4 +110,4 @@ def _save(path: Path, weights: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(lambda: prepare(sys.argv[1], sys.argv[2]))
+    serve(lambda: prepare(sys.argv[1]))

@@ -24,8 +24,8 @@ class TimeLimitError(BenchmarkError):
 class Client(Member):
     """One client's process; see ``client.py``."""
 
-    def __init__(self, way: str, device: str, number: int) -> None:
-        super().__init__(f"{way} client {number}", "gpu.client", way, device)
+    def __init__(self, way: str, number: int) -> None:
+        super().__init__(f"{way} client {number}", "gpu.client", way)
         self.number = number
         self.is_busy = False
 
@@ -61,12 +61,12 @@ class Client(Member):
 
 
 @contextmanager
-def clients(way: str, device: str, count: int) -> Iterator[list[Client]]:
+def clients(way: str, count: int) -> Iterator[list[Client]]:
     """Start clients, all at the same time, and end them all."""
     started: list[Client] = []
     try:
         for number in range(count):
-            started.append(Client(way, device, number))
+            started.append(Client(way, number))
         for client in started:
             client.wait_until_ready()
         yield started

@@ -20,14 +20,13 @@ _WAYS = ("article", "ours")
 _BACK_MB = 64.0  # what the driver itself, or a display, may take meanwhile
 _BACK_S = 5.0  # the driver frees the memory of a process on its own time
 _SETTLE_S = 0.3
-_STUB_BYTES = 6 << 30  # on a stub GPU two of the article's clients fit
 
 
 def measure(setting: Setting) -> dict[str, Any]:
     source = prepare_images(setting)
-    with clients("ours", setting.device, 1) as (client,):
+    with clients("ours", 1) as (client,):
         path = str(setting.folder / "weights.pkl")
-        request = {"do": "initial", "args": [0, setting.device], "options": {"gpu": "never"}, "result": path}
+        request = {"do": "initial", "args": [0, setting.model], "options": {"gpu": "never"}, "result": path}
         checked(ask(client, request, setting.deadline), client)
     start = setting.memory()
     rows = []
@@ -37,7 +36,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         row["after_all_ended_mb"] = round(_settled(setting, level_mb), 1)
         rows.append(row)
     return {
-        "model": "ResNet-18 for 32 x 32",
+        "model": setting.model,
         "images": source,
         "batch": setting.sizes.batch,
         "gpu_mb": round(start.total_bytes / MB, 1),
@@ -53,7 +52,7 @@ def _measure(setting: Setting, way: str, start_mb: float) -> dict[str, Any]:
     out_of_memory = 0
     cut_short = False
     try:
-        with clients(way, setting.device, setting.sizes.clients) as started:
+        with clients(way, setting.sizes.clients) as started:
             for client in started:
                 reply, peak_mb = _train(setting, client)
                 if reply.get("out_of_memory"):
@@ -88,9 +87,8 @@ def _train(setting: Setting, client: Client) -> tuple[dict[str, Any], float]:
 
     folder, sizes = setting.folder, setting.sizes
     config = {
-        "device": setting.device, "folder": str(folder), "partition": client.number,
+        "model": setting.model, "folder": str(folder), "partition": client.number,
         "partitions": sizes.clients, "batch": sizes.batch, "steps": sizes.steps, "seed": client.number,
-        "stub_bytes": _STUB_BYTES,
     }  # fmt: skip
     request = {
         "do": "fit",

@@ -25,7 +25,7 @@ _ROOM = 0.97  # of the memory for leases: a context may be larger than thought
 def measure(setting: Setting) -> dict[str, Any]:
     start = setting.memory()
     nbytes = _bytes_of_a_client(setting)
-    with clients("ours", setting.device, 1) as (client,):
+    with clients("ours", 1) as (client,):
         # As a federation's first call: alone on the GPU, and measured.
         checked(ask(client, _request(setting, nbytes, "ours", client), setting.deadline), client)
     footprint = _footprint()
@@ -69,7 +69,7 @@ def _measure(setting: Setting, way: str, count: int, nbytes: int) -> dict[str, A
     used: list[tuple[float, float]] = []
     before = len(setting.trace())
     kind = "ours" if way == "leases" else "bare"
-    with clients(kind, setting.device, count) as started:
+    with clients(kind, count) as started:
         if kind == "bare":  # so that both find their fork server running
             checked(
                 ask(started[0], _request(setting, 1 << 20, kind, started[0]), setting.deadline), started[0]
@@ -103,7 +103,7 @@ def _measure(setting: Setting, way: str, count: int, nbytes: int) -> dict[str, A
 
 
 def _request(setting: Setting, nbytes: int, kind: str, client: Client) -> dict[str, Any]:
-    args = [setting.device, nbytes, setting.sizes.hold_s]
+    args = [nbytes, setting.sizes.hold_s]
     options = {"name": str(client.number)} if kind == "ours" else {}
     return {"do": "hold", "args": args, "options": options}
 

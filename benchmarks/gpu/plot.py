@@ -51,7 +51,7 @@ def _title(result: dict[str, Any]) -> str:
     facts = result["machine"]
     gpu = facts.get("gpu", "no GPU")
     text = f"{gpu}, driver {facts.get('driver', 'none')}, torch {facts['torch']}, {facts['cpus']} cores"
-    if result["device"] != "cuda" or result.get("quick"):
+    if result["model"] == "elementwise" or result.get("quick"):
         text += " (a trial of the benchmark: the figures mean nothing)"
     return text
 
@@ -140,7 +140,7 @@ def _throughput(axis: Axes, result: dict[str, Any]) -> None:
     axis.set_xticks(range(len(known)), [str(number) for number in known])
     axis.set(xlabel="clients training at a time", ylabel="rounds per minute", ylim=(0, 1.3 * top))
     axis.set_title(
-        f"ResNet-18, {result['clients']} clients, {result['steps']} steps of {result['batch']} images"
+        f"{result['model']}, {result['clients']} clients, {result['steps']} steps of {result['batch']} images"
     )
     title = None if result["article"] == "fits" else f"article {result['article']}"
     axis.legend(fontsize=8, loc="upper left", title=title, title_fontsize=8)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.shared import stub
 from benchmarks.shared.processes import BenchmarkError
 
 MB = 1_000_000
@@ -86,8 +85,8 @@ class Setting:
 
     Parameters
     ----------
-    device : str
-        ``"cuda"``, or ``"stub"``: a simulated GPU, for tests of the benchmark.
+    model : str
+        What is trained: one of :data:`benchmarks.gpu.models.MODELS`.
     uuid : str
         The GPU; the only one that the clients see.
     folder : Path
@@ -100,7 +99,7 @@ class Setting:
         Images, see :func:`prepare_images`.
     """
 
-    device: str
+    model: str
     uuid: str
     folder: Path
     sizes: Sizes
@@ -133,13 +132,9 @@ class Setting:
 
 
 @contextmanager
-def gpu(device: str) -> Iterator[str]:
+def gpu() -> Iterator[str]:
     """Choose the GPU, and let this process and its children see no other. Yields its UUID."""
-    with tempfile.TemporaryDirectory(prefix="fgpu-stub-") as folder, _environment():
-        if device == "stub":
-            made = stub.host(Path(folder))
-            stub.move_to(made)
-            os.environ["CUDA_VISIBLE_DEVICES"] = made.uuids[0]
+    with _environment():
         from flower_gpu.gpu import inventory
 
         found = inventory.take(processes=False)

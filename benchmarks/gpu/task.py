@@ -11,39 +11,42 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torchvision.models import resnet18
+
+from benchmarks.gpu.models import MODELS
 
 Weights = list[NDArray[Any]]
 
 LATER_STEPS = 3
 
+_DEVICE = "cuda"
 
-def train(weights: Weights | None, device: str, batch: int, side: int) -> dict[str, Any]:
-    """Train from ``weights``, or from random ones, and return the new weights and when each part ended.
+
+def train(weights: Weights | None, name: str, batch: int, side: int) -> dict[str, Any]:
+    """Train a model from ``weights``, or from random ones; return the new weights and when each part ended.
 
     The times are of the monotonic clock, which is one for all processes of a Linux machine.
     """
     marks = {"entered": time.monotonic()}
-    device = "cpu" if device == "stub" else device
-    torch.zeros(1, device=device)  # the first CUDA call: the context
-    _finish(device)
+    torch.zeros(1, device=_DEVICE)  # the first CUDA call: the context
+    torch.cuda.synchronize()
     marks["context"] = time.monotonic()
-    model = resnet18(num_classes=10)
+    large, _ = MODELS[name]
+    model = large()
     if weights is not None:
         names = model.state_dict().keys()
         model.load_state_dict({name: torch.tensor(value) for name, value in zip(names, weights, strict=True)})
-    model.to(device)
+    model.to(_DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    images = torch.randn(batch, 3, side, side, device=device)
-    labels = torch.randint(10, (batch,), device=device)
-    _finish(device)
+    images = torch.randn(batch, 3, side, side, device=_DEVICE)
+    labels = torch.randint(10, (batch,), device=_DEVICE)
+    torch.cuda.synchronize()
     marks["model"] = time.monotonic()
     loss = _step(model, optimizer, images, labels)
-    _finish(device)
+    torch.cuda.synchronize()
     marks["first_step"] = time.monotonic()
     for _ in range(LATER_STEPS):
         loss = _step(model, optimizer, images, labels)
-    _finish(device)
+    torch.cuda.synchronize()
     marks["later_steps"] = time.monotonic()
     trained = [value.cpu().numpy() for value in model.state_dict().values()]
     value = loss.item()
@@ -59,11 +62,6 @@ def _step(
     loss.backward()
     optimizer.step()
     return loss
-
-
-def _finish(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def into_dict(*args: Any) -> None:

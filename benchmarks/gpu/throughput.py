@@ -1,4 +1,4 @@
-"""Part ``throughput``: rounds per minute of ResNet-18 on CIFAR-sized images, 1, 2, 4, 8 clients at a time.
+"""Part ``throughput``: rounds per minute on images of CIFAR's size, 1, 2, 4, 8 clients at a time.
 
 A round: every client trains from the same weights, and the mean of what they send is the next ones. Ours asks
 for ``num_gpus=1/n`` and all clients are asked at once. The article's clients are all on the GPU and stay
@@ -24,7 +24,6 @@ from benchmarks.shared.processes import BenchmarkError
 LIMIT_S = 480.0
 
 _WAYS = ("ours", "article")
-_STUB_BYTES = 1 << 30
 
 
 def measure(setting: Setting) -> dict[str, Any]:
@@ -32,7 +31,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     sizes = setting.sizes
     seconds: dict[tuple[str, int], list[float]] = {}
     runs, article = 0, ""
-    with clients("ours", setting.device, sizes.round_clients) as ours:
+    with clients("ours", sizes.round_clients) as ours:
         _make_weights(setting, ours[0])
         try:
             _round(setting, "ours", ours, max(sizes.concurrency), 0)  # starts what it keeps
@@ -45,7 +44,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         except TimeLimitError as error:
             print(f"throughput: {error}; what was measured before counts", flush=True)
     return {
-        "model": "ResNet-18 for 32 x 32",
+        "model": setting.model,
         "images": source,
         "clients": sizes.round_clients,
         "batch": sizes.batch,
@@ -63,7 +62,7 @@ def _article_rounds(setting: Setting, number: int, seconds: dict[tuple[str, int]
 
     They are there for these rounds only: what they hold while they wait would be missing for ours.
     """
-    with clients("article", setting.device, setting.sizes.round_clients) as members:
+    with clients("article", setting.sizes.round_clients) as members:
         # Each starts CUDA and builds its model, which is not part of a round.
         work = [(client, _request(setting, "article", client, 1, 0)) for client in members]
         replies = ask_all(work, setting.deadline, at_a_time=max(setting.sizes.concurrency))
@@ -76,7 +75,7 @@ def _article_rounds(setting: Setting, number: int, seconds: dict[tuple[str, int]
 
 
 def _make_weights(setting: Setting, client: Client) -> None:
-    args = [0, setting.device]
+    args = [0, setting.model]
     request = {"do": "initial", "args": args, "options": {"gpu": "never"}, "result": str(_weights(setting))}
     checked(ask(client, request, setting.deadline), client)
 
@@ -109,9 +108,8 @@ def _request(setting: Setting, way: str, client: Client, concurrency: int, numbe
     sizes = setting.sizes
     own = _weights(setting).with_name(f"{way}.pkl")
     config = {
-        "device": setting.device, "folder": str(setting.folder), "partition": client.number,
+        "model": setting.model, "folder": str(setting.folder), "partition": client.number,
         "partitions": sizes.round_clients, "batch": sizes.batch, "steps": sizes.steps, "seed": number,
-        "stub_bytes": _STUB_BYTES,
     }  # fmt: skip
     return {
         "do": "fit",

@@ -80,10 +80,10 @@ def _keep(found: Path, into: Path, others: set[str]) -> None:
             continue
         for older in into.glob(f"{wheel.name.partition('-')[0]}-*.whl"):  # two versions cannot be installed
             older.unlink()
-        _pack(wheel, into / wheel.name, _NOT_OF_RAY)
+        pack(wheel, into / wheel.name, _NOT_OF_RAY)
 
 
-def _pack(wheel: Path, to: Path, left_out: tuple[str, ...]) -> None:
+def pack(wheel: Path, to: Path, left_out: tuple[str, ...]) -> None:
     """Write a wheel once more, smaller, and without some folders."""
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(to, "w") as new:
         for entry in old.infolist():

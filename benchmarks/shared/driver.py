@@ -113,14 +113,19 @@ def run(
         with nothing_left_behind(), around or nullcontext():
             for name in getattr(options, "only", parts):
                 _run_part(parser, name, partial(parts[name], options, figures), failed)
-                if options.json:
-                    options.json.write_text(json.dumps({**figures, "failed": failed}, indent=1) + "\n")
+                write(options, {**figures, "failed": failed})
                 after(figures)
     except BenchmarkError as error:
         return _refuse(parser, f"{error}; nothing measured")
     except KeyboardInterrupt:
         return 130
     return 1 if failed else 0
+
+
+def write(options: Options, figures: Figures) -> None:
+    """Write figures into the file of ``--json``; a long part does so itself, for it may be cut off."""
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def _run_part(parser: Parser, name: str, part: Callable[[], object], failed: dict[str, str]) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 300.0
-_STATE = "FLOWER_GPU_STATE_DIR"
+_STATE, _LEDGER = "FLOWER_GPU_STATE_DIR", "FLOWER_GPU_LEDGER_DIR"
 
 
 class BenchmarkError(Exception):
@@ -124,7 +124,9 @@ def nothing_left_behind() -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise BenchmarkError(f"prctl: {os.strerror(ctypes.get_errno())}")
-    for name in [name for name in os.environ if name.startswith("FLOWER_GPU_")]:
+    # But for the ledger: others on this host have leases of the same GPUs.
+    ours = [name for name in os.environ if name.startswith("FLOWER_GPU_") and name != _LEDGER]
+    for name in ours:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="fgpu-bench-") as folder:
         os.environ[_STATE] = tempfile.mkdtemp(dir=folder)

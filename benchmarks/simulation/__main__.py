@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.shared import machine
-from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run
+from benchmarks.shared.driver import Figures, Options, Parser, chosen, positive, positives, run, write
 from benchmarks.simulation import deterministic, digits, failures, no_op, order, ordinary, resnet
 from benchmarks.simulation.engines import ENGINES, available
 
@@ -27,6 +27,8 @@ def main() -> int:
     add("--epochs", type=positives, default=[1, 20], metavar="N,N",
         help="local epochs of digits: how large the clients are; default: 1,20")  # fmt: skip
     add("--device", choices=("cuda", "cpu"), default="cuda", help="of resnet; cpu is to rehearse it")
+    add("--model", choices=("resnet18", "elementwise"), default="resnet18",
+        help="of resnet; elementwise is for a stand-in for CUDA, as of benchmarks.gpu")  # fmt: skip
     add("--data", type=Path, metavar="FILE", help="images of resnet, as benchmarks.gpu takes them")
     options = parser.parse()
     options.engines = available(options.engines)
@@ -81,8 +83,13 @@ def _resnet(options: Options, figures: Figures) -> None:
     if options.device == "cuda" and not machine.gpu_models():
         print("\nresnet is left out: there is no NVIDIA GPU here", file=sys.stderr)
         return
-    arguments = options.device, options.data, options.engines, options.runs
-    figures["resnet"] = resnet.measure(*arguments, quick=options.quick)
+
+    def tell(rows: resnet.Rows) -> None:
+        figures["resnet"] = rows
+        write(options, figures)
+
+    arguments = options.device, options.model, options.data, options.engines, options.runs
+    resnet.measure(*arguments, tell, quick=options.quick)
 
 
 _PARTS = {

@@ -44,7 +44,7 @@ def measure(sizes: Sequence[tuple[str, int, int, dict[str, Any]]], runs: int) ->
                 "total_s": round(median(each.total_s for each in done), 2),
                 "strategy_s": round(median(strategies_s), 2),
                 "round_s": round(median(each.round_s for each in done), 3),
-                "peak_tree_mb": round(done[-1].peak_mb, 1),
+                "peak_tree_mb": done[-1].peak_mb,
                 "models": len({each.summary["model_sha256"] for each in done}),
                 "all_total_s": [round(each.total_s, 2) for each in done],
             }

@@ -63,25 +63,24 @@ def ways_of(
     config: dict[str, Any],
     engines: Sequence[str],
     calls_per_worker: Iterable[int | None],
-    num_gpus: float = 0.0,
 ) -> dict[str, Run]:
     """Return what is run in turn: each engine, and ours with several numbers of calls per worker."""
     ways: dict[str, Run] = {}
     for engine in engines:
         if engine != "ours":
-            ways[engine] = Run(engine, app, clients, config, saves_model=True, num_gpus=num_gpus)
+            ways[engine] = Run(engine, app, clients, config, saves_model=True)
             continue
         for calls in calls_per_worker:
             options = () if calls is None else ("--calls-per-worker", str(calls))
             name = f"ours, {'default' if calls is None else calls} calls per worker"
-            ways[name] = Run("ours", app, clients, config, True, options, num_gpus)
+            ways[name] = Run("ours", app, clients, config, True, options)
     return ways
 
 
 def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
     return {
         "engine": run.engine,
-        "calls_per_worker": int(run.options[1]) if run.options else None,
+        "calls_per_worker": _value(run.options, "--calls-per-worker"),
         "preload": "--preload" in run.options,
         "is_second": run.is_second,
         "clients": run.clients,
@@ -91,10 +90,14 @@ def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
         "round_s": round(median(each.round_s for each in done), 3),
         "strategy_s": round(median(sum(each.figures["rounds_s"]) for each in done), 2),
         "app_share": _app_share(done),
-        "peak_tree_mb": round(done[-1].peak_mb, 1),
+        "peak_tree_mb": done[-1].peak_mb,
         "all_total_s": [round(each.total_s, 2) for each in done],
         "all_rounds_s": [[round(value, 3) for value in each.figures["rounds_s"]] for each in done],
     }
+
+
+def _value(options: Sequence[str], name: str) -> int | None:
+    return int(options[options.index(name) + 1]) if name in options else None
 
 
 def _app_share(done: Sequence[Done]) -> float | None:
@@ -137,7 +140,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], ideal: str) -> None:
         ),
         [
             (
-                row["engine"],
+                row.get("way", row["engine"]),
                 f"{row['calls_per_worker'] or ''}{', data preloaded' * row['preload']}"
                 f"{', second run' * row['is_second']}",
                 f"{row['total_s']:.1f} s",

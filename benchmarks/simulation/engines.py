@@ -60,7 +60,7 @@ class Run:
     options : sequence of str
         More options of ``flower-gpu simulate``.
     num_gpus : float
-        The share of a GPU that a client has.
+        Ray: the share of a GPU that a client has.
     is_second : bool
         Ours: whether it finds the fork server of a run before it.
     """
@@ -109,10 +109,9 @@ class Done:
     calls_s: dict[int, list[float]] = field(default_factory=dict)
 
     @property
-    def peak_mb(self) -> float:
-        """The most memory that the tree was seen to take."""
-        assert self.memory is not None
-        return self.memory.peak_mb
+    def peak_mb(self) -> float | None:
+        """The most memory that the tree was seen to take; None if nobody looked."""
+        return None if self.memory is None else round(self.memory.peak_mb, 1)
 
     @property
     def round_s(self) -> float:
@@ -129,14 +128,18 @@ def available(asked: Sequence[str]) -> list[str]:
     return list(asked)
 
 
-def in_turn(ways: Mapping[str, Run], runs: int) -> dict[str, list[Done]]:
+def in_turn(
+    ways: Mapping[str, Run], runs: int, after: Callable[[dict[str, list[Done]]], object] = lambda _: None
+) -> dict[str, list[Done]]:
     """Run all ways one after the other, every other time from the last to the first.
 
     Their memory is looked at in one run more, the last of each; where there is one run only, in that run.
+    ``after`` gets what is done after each run.
     """
     done: dict[str, list[Done]] = {name: [] for name in ways}
     for _, name in driver.in_turn(ways, runs):
         done[name].append(perform(ways[name], is_watched=runs == 1))
+        after(done)
     for name in ways if runs > 1 else ():
         done[name][-1] = replace(done[name][-1], memory=perform(ways[name]).memory)
     return done
@@ -209,8 +212,6 @@ def _ours(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str],
     command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(_APPS / run.app)]
     command += ["--num-supernodes", str(run.clients), "--run-config", " ".join(pairs)]
     command += ["--log-dir", str(folder / "runs"), "--seed", "0", "--no-report", *run.options]
-    if run.num_gpus:
-        command += ["--num-gpus", str(run.num_gpus)]
     return command, environment()
 
 

@@ -56,7 +56,7 @@ def _row(engine: str, clients: int, rounds: int, model_mb: float, done: Sequence
         "total_s": round(median(each.total_s for each in done), 2),
         "round_s": round(round_s, 2),
         "per_message_ms": round(round_s / clients * 1000, 2),
-        "peak_tree_mb": round(done[-1].peak_mb, 1),
+        "peak_tree_mb": done[-1].peak_mb,
         "all_total_s": [round(each.total_s, 2) for each in done],
     }
 
@@ -116,7 +116,7 @@ def measure_many(clients: int) -> list[dict[str, Any]]:
         "model_mb": _MANY_MB,
         "total_s": round(done.total_s, 1),
         "per_message_ms": round(done.round_s / clients * 1000, 2),
-        "peak_tree_mb": round(done.peak_mb, 1),
+        "peak_tree_mb": done.peak_mb,
         **after,
     }
     table.show(

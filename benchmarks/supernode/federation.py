@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.shared import memory
 from benchmarks.shared.member import QUICK
 from benchmarks.shared.processes import ROOT, BenchmarkError, descendants, end_descendants
+from flower_gpu.flower.commands import with_flowers
 from flower_gpu.launch import ports
-from flower_gpu.launch.environment import script_folders
 from flower_gpu.workers.forkserver import control
 
 _START_S = 180.0
@@ -39,15 +39,17 @@ def environment(flwr_home: str) -> dict[str, str]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # for both: ours sets it by itself
-        "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
+        "PATH": with_flowers(os.environ["PATH"]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",
     }
 
 
 @contextmanager
-def federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> Iterator[Federation]:
-    """Start a SuperLink and SuperNodes, and end them."""
+def federation(
+    way: str, count: int, env: Mapping[str, str], folder: Path, options: Sequence[str] = ()
+) -> Iterator[Federation]:
+    """Start a SuperLink and SuperNodes, ours with these options, and end them."""
     port = ports.free_ports(1)[0]
     connection = f'[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
     (folder / "config.toml").write_text(f'[superlink]\ndefault = "bench"\n\n{connection}')
@@ -61,19 +63,20 @@ def federation(way: str, count: int, env: Mapping[str, str], folder: Path) -> It
         address = ["--insecure", "--host", "127.0.0.1"]
         link = ["flower-superlink", *address, "--port", str(port)]
         start("superlink", *link, "--disable-runtime-dependency-installation")
-        _wait(lambda: ports.is_healthy(port), "the SuperLink does not answer")
+        _wait(lambda: ports.is_healthy(port), started, "the SuperLink does not answer")
         began = time.monotonic()
         to_link = [*address, "--superlink", f"127.0.0.1:{port}"]
         if way == "ours":
-            ours = [sys.executable, "-m", "flower_gpu.cli", "supernodes", "--count", str(count)]
-            start("supernodes", *ours, "--log-dir", str(folder), "--", *to_link)
+            # Its working folder is Flower's own: without -P apps that are confined could open it.
+            ours = [sys.executable, "-P", "-m", "flower_gpu.cli", "supernodes", "--count", str(count)]
+            start("supernodes", *ours, *options, "--log-dir", str(folder), "--", *to_link)
         else:
             for number, node_port in enumerate(ports.free_ports(count)):
                 config = f"partition-id={number} num-partitions={count}"
                 node = ["flower-supernode", *to_link, "--port", str(node_port), "--node-config", config]
                 start(f"supernode-{number}", *node)
         log = folder / "superlink.log"
-        _wait(lambda: log.read_text().count("Activated node_id") >= count, "not all SuperNodes came")
+        _wait(lambda: log.read_text().count("Activated node_id") >= count, started, "not all SuperNodes came")
         yield Federation([process.pid for process in started[1:]], time.monotonic() - began)
     finally:
         for process in reversed(started):
@@ -152,9 +155,12 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _wait(is_so: Callable[[], bool], problem: str) -> None:
+def _wait(is_so: Callable[[], bool], started: Sequence[subprocess.Popen[bytes]], problem: str) -> None:
     deadline = time.monotonic() + _START_S
     while not is_so():
+        for process in started:
+            if process.poll() is not None:
+                raise BenchmarkError(f"{problem}: {process.args} ended with status {process.returncode}")
         if time.monotonic() > deadline:
             raise BenchmarkError(f"{problem} within {_START_S:g} s")
         time.sleep(0.1)

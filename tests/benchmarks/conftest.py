@@ -7,8 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str,
     if sys.platform != "linux":
         pytest.skip("the benchmarks read /proc")
 
-    def run(name: str, *options: object) -> dict[str, Any]:
+    def run(name: str, *options: object, env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
         file = tmp_path_factory.mktemp(name) / "figures.json"
         done = subprocess.run(
             [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *map(str, options)],
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # tests run beside each other
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},  # tests run beside each other
             capture_output=True,
             text=True,
             timeout=450,

@@ -1,14 +1,20 @@
-"""Benchmarks of GPUs and their leases, on stub GPUs: what they promise holds here, too."""
+"""Benchmarks of GPUs and their leases, on cards that are not there: what they promise holds here, too."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_stub import Host
+
+REPOSITORY = Path(__file__).parents[2]
+GIB = 2**30
 
 Figures = Callable[..., dict[str, Any]]
 
@@ -23,30 +29,113 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
     except pynvml.NVMLError:
         pass
     command = [sys.executable, "-m", "benchmarks.gpu"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400)
     assert done.returncode == 2
     assert "no NVIDIA GPU" in done.stderr
 
 
-def test_the_gpu_benchmark_runs_and_draws_all_of_its_parts_on_a_simulated_gpu(
-    figures: Figures, tmp_path: Path
+@pytest.fixture
+def stand_in(cuda_host: Callable[..., Host], tmp_path: Path) -> dict[str, str]:
+    """Variables of a host with a card that PyTorch can use, and a ledger of its own."""
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    return {**cuda_host(gpus=1, total=16 * GIB).env, "FLOWER_GPU_LEDGER_DIR": str(ledger)}
+
+
+def test_the_gpu_benchmark_runs_and_draws_its_parts(
+    figures: Figures, stand_in: dict[str, str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "gpu.png"
-    options = "--device", "stub", "--quick", "--runs", 1, "--ways", "ours-spawn", "--plot", picture
-    result = figures("gpu", *options)
+    options = "--model", "elementwise", "--quick", "--runs", 1, "--ways", "ours-spawn", "--plot", picture
+    parts = "cap,oversubscribe,steps,memory,throughput"
+    result = figures("gpu", *options, "--only", parts, env=stand_in)
     assert picture.read_bytes().startswith(b"\x89PNG")
     [row] = result["steps"]
-    parts = "start", "context", "model", "first_step", "later_step", "exit", "total"
-    assert list(row) == ["way", "runs", *(f"{part}_s" for part in parts)]
-    assert row["way"] == "ours-spawn" and all(row[f"{part}_s"] > 0 for part in parts)
+    steps = "start", "context", "model", "first_step", "later_step", "exit", "total"
+    assert list(row) == ["way", "runs", *(f"{part}_s" for part in steps)]
+    assert row["way"] == "ours-spawn" and all(row[f"{part}_s"] > 0 for part in steps)
     article, ours = result["memory"]["ways"]
-    assert (ours["trained"], ours["out_of_memory"]) == (3, 0) and article["out_of_memory"] == 1
+    assert (article["trained"], ours["trained"]) == (3, 3)
+    assert article["kept_per_client_mb"] > 400 and ours["back_at_start"]  # contexts
     leases, bare = result["oversubscribe"]["ways"]
-    assert (leases["finished"], leases["out_of_memory_in_workers"]) == (6, 0) and bare["out_of_memory"] > 0
+    assert (leases["finished"], leases["out_of_memory_in_workers"]) == (6, 0)
     assert leases["most_at_a_time"] <= result["oversubscribe"]["fit"]
+    assert bare["other_failures"] == 0 and bare["finished"] + bare["out_of_memory"] == 6
     assert result["cap"]["greedy"]["error"] == "GPUOutOfMemoryError" and result["cap"]["neighbour"]["same"]
     ways = [(row["way"], row["concurrency"]) for row in result["throughput"]["rows"]]
     assert sorted(ways) == [("article", 1), ("article", 2), ("ours", 1), ("ours", 2)]
+
+
+def test_an_app_is_tried_on_the_gpu_by_each_command(figures: Figures, stand_in: dict[str, str]) -> None:
+    options = "--model", "elementwise", "--quick", "--only", "example"
+    for row in figures("gpu", *options, env=stand_in)["example"]["ways"]:
+        assert row["status"] == 0 and row["calls_on_a_gpu"] >= 6 and row["said"] == "", row
+
+
+def test_a_client_without_a_lease_that_finds_the_gpu_full_is_told_apart(stand_in: dict[str, str]) -> None:
+    code = """
+from benchmarks.gpu.clients import ask, clients
+from benchmarks.gpu.setting import gpu
+import time
+with gpu(), clients("bare", 1) as (client,):
+    request = {"do": "hold", "args": [20 << 30, 0.1], "options": {}}
+    print(ask(client, request, time.monotonic() + 120)["out_of_memory"])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **stand_in}, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_simulations_beside_a_loop_on_the_gpu(figures: Figures, stand_in: dict[str, str]) -> None:
+    options = "--only", "resnet", "--model", "elementwise", "--quick", "--engines", "ours,loop"
+    rows = figures("simulation", *options, env=stand_in)["resnet"]
+    calls = [(row["way"], row["calls_per_worker"]) for row in rows]
+    assert calls == [("loop", None), ("ours", None), ("ours, one call per worker", 1)]
+    assert all(row["rounds"] == 2 and len(row["all_rounds_s"][0]) == 2 for row in rows)
+
+
+# host.sh ---------------------------------------------------------------------------------------------------
+
+HOST = REPOSITORY / "benchmarks" / "gpu" / "host.sh"
+
+
+def host_sh(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", HOST, out, "--python", sys.executable, *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+def test_a_host_on_which_all_gpu_tests_are_skipped_has_failed(tmp_path: Path) -> None:
+    done = host_sh(tmp_path / "out", "tests", "-k", "test_each_worker_sees_its_own_gpu_only")
+    skipped = "1 skipped" in (tmp_path / "out" / "tests.log").read_text()
+    if not skipped:
+        pytest.skip("there is a GPU")
+    assert (done.returncode, "no test has passed" in done.stderr) == (1, True)
+
+
+def test_a_rehearsal_of_a_host(cuda_host: Callable[..., Host], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = host_sh(out, "--stand-in", "facts", "tests", "-k", "test_each_worker_sees_its_own_gpu_only")
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = (out / "facts.log").read_text()
+    assert "Landlock: version" in facts and "1 of 1 usable" in facts and " driver " in facts
+    assert host_sh(out, "tests", "--wheel").returncode == 2
+
+
+def test_wheels_are_packed_without_what_is_not_needed(tmp_path: Path) -> None:
+    from benchmarks.gpu import wheels
+
+    wheel, smaller = tmp_path / "ray-1-py3-none-any.whl", tmp_path / "smaller.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for name in ("ray/__init__.py", "ray/jars/large.jar"):
+            file.writestr(name, name)
+        file.writestr("ray-1.dist-info/RECORD", "ray/__init__.py,,\nray/jars/large.jar,,\n")
+    wheels.pack(wheel, smaller, ("ray/jars/",))
+    with zipfile.ZipFile(smaller) as file:
+        assert file.namelist() == ["ray/__init__.py", "ray-1.dist-info/RECORD"]
+        assert file.read("ray-1.dist-info/RECORD") == b"ray/__init__.py,,\n"
+        assert file.testzip() is None
 
 
 def test_clients_that_nobody_has_sized_fill_a_gpu_and_none_runs_out(figures: Figures) -> None:

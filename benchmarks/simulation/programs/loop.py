@@ -18,7 +18,7 @@ def main() -> None:
     sys.path.insert(0, str(folder))
     task = importlib.import_module(f"{folder.name}.task")
     if folder.name == "resnet":
-        model = task.initial_weights(config["seed"])
+        model = task.initial_weights(config["seed"], config["name"])
     else:
         model = importlib.import_module("benchmarks.simulation.initial").weights(config["seed"])
     clients, rounds = config["num-clients"], config["num-server-rounds"]

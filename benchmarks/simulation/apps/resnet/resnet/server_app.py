@@ -6,7 +6,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from benchmarks.simulation import rounds
 
-_FOR_CLIENTS = ("num-clients", "data", "device", "steps", "batch", "seed")
+_FOR_CLIENTS = ("num-clients", "data", "device", "name", "steps", "batch", "seed")
 
 app = ServerApp()
 
@@ -16,6 +16,6 @@ def main(grid: Grid, context: Context) -> None:
     from resnet import task
 
     config = context.run_config
-    result = rounds.run(grid, config, task.initial_weights(config["seed"]), _FOR_CLIENTS)
+    result = rounds.run(grid, config, task.initial_weights(config["seed"], config["name"]), _FOR_CLIENTS)
     rounds.check_all_answered(result, config["num-clients"])
     np.savez(config["model"], *result.arrays.to_numpy_ndarrays())

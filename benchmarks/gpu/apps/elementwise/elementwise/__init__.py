@@ -1,0 +1,1 @@
+"""An app of the benchmark gpu: it trains on a GPU without cuBLAS and cuDNN."""
