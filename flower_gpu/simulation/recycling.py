@@ -7,7 +7,8 @@ through three steps, and messages of other threads have new workers meanwhile:
     what it changes a used worker handles a copy of another client's message, which a new worker handles, too
     from then on    used workers handle messages; one in each round is compared in the same way
 
-Copies leave no state. Where a message is compared, the strategy gets the new worker's reply.
+Copies leave no state. Where a message is compared, the strategy gets the new worker's reply. On a GPU a new
+worker has to start CUDA: the first step is left out, and used workers do not wait for the second.
 """
 
 from __future__ import annotations
