@@ -22,7 +22,7 @@ PAGES = [
     *REPOSITORY.glob("*.md"),
     *(REPOSITORY / "docs").rglob("*.md"),
     *(REPOSITORY / "examples").rglob("*.md"),
-    REPOSITORY / "benchmarks" / "README.md",
+    *(REPOSITORY / "benchmarks").rglob("*.md"),
     REPOSITORY / "flower_gpu/README.md",
 ]
 

@@ -5,13 +5,15 @@ set -uo pipefail
 
 usage() {
   cat <<END
-usage: benchmarks/gpu/host.sh OUT [options] [facts] [tests] [simulation] [PART,PART]
+usage: benchmarks/gpu/host.sh OUT [options] [facts] [PART,PART] [tests] [simulation] [ranks]
 
 OUT         folder for the results; made where it is missing
 facts       what this host is: driver, card, device files, kernel, flower-gpu doctor
 tests       run the tests marked gpu
 simulation  simulations beside Ray
-PART,PART   parts of benchmarks.gpu to run; without anything named: all of all
+ranks       distributed functions; not on the stand-in
+PART,PART   parts of benchmarks.gpu to run
+            They run in the order given; without any of them all do
 --wheels    folder of wheels with what is missing there; installed into a temporary folder, nothing else is.
             May be repeated
 --data      images, see python -m benchmarks.gpu --help
@@ -41,17 +43,19 @@ while [[ $# -gt 0 ]]; do
       if [[ $1 == --wheels ]]; then wheels+=("$2"); else name=${1#-}; declare "${name#-}=$2"; fi
       shift
       ;;
-    facts | tests | simulation) steps+=("$1") ;;
+    facts | tests | simulation | ranks) steps+=("$1") ;;
     --stand-in) stand_in=yes ;;
     -h | --help) usage; exit ;;
     -*) fail "there is no option $1" ;;
-    *) parts=${parts:+$parts,}$1 ;;
+    *)
+      [[ -n $parts ]] || steps+=(benchmarks)
+      parts=${parts:+$parts,}$1
+      ;;
   esac
   shift
 done
 [[ -z $seconds || $seconds =~ ^[1-9][0-9]*$ ]] || fail "--seconds is a whole number, not $seconds"
-[[ -z $parts ]] || steps+=(benchmarks)
-[[ ${#steps[@]} -gt 0 ]] || steps=(facts tests benchmarks simulation)
+[[ ${#steps[@]} -gt 0 ]] || steps=(facts benchmarks tests simulation ranks)
 
 here=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 mkdir -p "$out" || exit 2
@@ -123,6 +127,12 @@ simulation() {
   [[ -z $stand_in ]] || options+=(--quick --model elementwise)
   [[ -z $data ]] || options+=(--data "$data")
   on_host TERM "$python" -m benchmarks.simulation "${options[@]}" 2>&1 | tee "$out/simulation.log"
+  return "${PIPESTATUS[0]}"
+}
+
+ranks() {
+  [[ -z $stand_in ]] || return 0
+  on_host TERM "$python" -m benchmarks.ranks --device cuda --json "$out/ranks.json" 2>&1 | tee "$out/ranks.log"
   return "${PIPESTATUS[0]}"
 }
 
