@@ -207,6 +207,14 @@ class TestShadows:
         with patch.dict(sys.modules, {"compiled_alike": package}):
             assert fitness._homes_of_modules()["compiled_alike"] == "/there"
 
+    def test_a_library_that_is_found_by_another_name(self, tmp_path: Path) -> None:
+        """As distutils of setuptools, which PyTorch 2.6 imports: no folder of a caller hides it."""
+        (tmp_path / "other_alike.py").touch()
+        module = ModuleType("other_alike")
+        module.__spec__ = ModuleSpec("other_alike", None, origin="/there/setuptools/_other/__init__.py")
+        with patch.dict(sys.modules, {"other_alike": module}):
+            assert fitness.Shadows().hidden([str(tmp_path)], "/") == []
+
     def test_a_module_of_python_that_the_server_cannot_do_without(self, tmp_path: Path) -> None:
         (tmp_path / "timeit.py").write_text("VALUE = 'own'\n")  # torch imports Python's
         task = ("tasks_forkserver:attribute", "timeit", "VALUE")

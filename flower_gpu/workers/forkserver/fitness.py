@@ -191,9 +191,11 @@ def _homes_of_modules() -> dict[str, str]:
         if "." not in name and isinstance(file, str) and os.path.isabs(file):
             path = Path(file)
             # By the file: six is a single one, but has a __path__ as packages do.
-            homes[name] = str(
-                path.parent.parent if path.name.partition(".")[0] == "__init__" else path.parent
-            )
+            if path.name.partition(".")[0] == "__init__":
+                path = path.parent
+            # setuptools gives its _distutils to everybody as distutils, whatever a caller's path has.
+            if path.name.partition(".")[0] == name:
+                homes[name] = str(path.parent)
     return homes
 
 
