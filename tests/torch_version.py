@@ -13,4 +13,11 @@ VERSION = Version(pytorch.installed_version() or "0")
 TAKES_CAP = pytorch.knows_fraction(str(VERSION))
 TELLS_SETTINGS = Version("2.12") <= VERSION
 
+
+def with_cap(fraction: str, own: str = "") -> str | None:
+    """Return what PYTORCH_ALLOC_CONF is in a worker with this cap; None: not set."""
+    cap = f"per_process_memory_fraction:{fraction}" if TAKES_CAP else ""
+    return ",".join(filter(None, [own, cap])) or None
+
+
 needs_told_settings = pytest.mark.skipif(not TELLS_SETTINGS, reason="PyTorch tells its settings from 2.12 on")

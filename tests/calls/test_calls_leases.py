@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from calls_host import GIB, METHODS, CallsHost, is_gone, value_of
+from torch_version import with_cap
 from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +49,7 @@ def test_a_worker_sees_its_lease_which_is_held_while_it_lives(calls_host: CallsH
         16 * GIB,
     )
     assert share["cap_bytes"] == 4 * GIB - (512 << 20)
-    assert found["PYTORCH_ALLOC_CONF"] == "per_process_memory_fraction:0.218750000000"
+    assert found["PYTORCH_ALLOC_CONF"] == with_cap("0.218750000000")
     assert calls_host.events() == ["lease_granted", "worker_started", "worker_finished", "lease_released"]
     for event in (one for one in calls_host.trace() if "lease" in one):
         assert (event["lease"], event["client"], event["task"]) == (lease["id"], "7", "calls_tasks:follow")
@@ -280,8 +281,7 @@ def test_what_a_module_or_task_sets_changes_nothing(calls_host: CallsHost, metho
             assert held["CUDA_VISIBLE_DEVICES"] == calls_host.uuid
             assert "FLOWER_GPU_LEASE" in held and "PATH" not in held
         assert "OWN" in found["patched"] and "OWN" not in found["cleared"]
-        merged = "expandable_segments:True,per_process_memory_fraction:0.218750000000"
-        assert found["PYTORCH_ALLOC_CONF"] == merged
+        assert found["PYTORCH_ALLOC_CONF"] == with_cap("0.218750000000", "expandable_segments:True")
 
 
 def test_what_the_environment_shows_is_all_that_a_call_may_have(calls_host: CallsHost) -> None:
@@ -421,7 +421,7 @@ def test_calls_in_the_process_itself_have_each_their_own_cap(calls_host: CallsHo
     for size in ("2GiB", "8GiB", "2GiB"):
         found = caller.follow(start_method="inline", gpu_memory=size)
         cap = int(size.removesuffix("GiB")) - 0.5
-        assert found["PYTORCH_ALLOC_CONF"] == f"per_process_memory_fraction:{cap / 16:.12f}"
+        assert found["PYTORCH_ALLOC_CONF"] == with_cap(f"{cap / 16:.12f}")
     assert not caller("leased")
 
 
