@@ -211,6 +211,7 @@ class MessageHandler:
             slot.retire()  # its room may be all that there is: the new worker stays in its place
             slot.begin_anew()
             reply, context = self._run_and_learn(message, seed, slot, is_usual=False)
+            slot.idle()  # or gives it to a further one
         else:
             reply, context = self._in_new_worker(
                 message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)

@@ -82,6 +82,20 @@ def test_that_workers_may_be_used_again_is_not_that_they_were(one_gpu: StubHost)
     assert not done.summary["recycling"]["is_used_again"]
 
 
+@pytest.mark.parametrize("share", ["0.25", "1"])
+def test_a_used_worker_that_remembers_is_found_where_idle_ones_have_all_room(
+    one_gpu: StubHost, share: str
+) -> None:
+    """New workers compute what is compared, and all that follows: idle ones make room for them."""
+    config = "num-server-rounds=4 remembers=true"
+    options = ("--gpu", "require", "--num-gpus", share, "--max-workers", "4")
+    done = one_gpu.simulate(4, *options, "--run-config", config, app="leased")
+    assert done.status == 0 and done.summary["failed"] == 0, done.output
+    assert done.summary["recycling"]["different_clients"]
+    last = [call for call in done.calls if call["round"] == 4]
+    assert len({call["pid"] for call in last}) == 4, "a process each"
+
+
 def test_messages_that_wait_for_a_lease_get_the_workers_of_others(one_gpu: StubHost) -> None:
     """Of eight threads four have a lease; the others do not start workers when these have no message."""
     options = ["--gpu", "require", "--gpu-memory", "3GiB", "--max-workers", "8", *USED_AGAIN]
