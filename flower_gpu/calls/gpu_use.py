@@ -50,6 +50,7 @@ class Use:
             self.is_told = (inventory.unlisted_bytes(gpu) or 0) < LEAST_CONTEXT_BYTES
             told.setdefault(os.getpid(), 0)
         if not self.is_told:
+            self.peak_bytes = None  # that of before, as of a process that was not listed yet, is too little
             return {}
         self.see(sum(told.values()))
         return told

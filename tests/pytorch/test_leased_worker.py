@@ -250,7 +250,8 @@ def test_what_the_driver_does_not_tell_is_unknown_and_not_nothing(
     result, at_the_end = on_stub(0, 3 * GIB, **fields)
     (told,) = result.told("gpu_memory")["gpus"]
     assert (told["peak_bytes"], told["told_by_driver"]) == (None, False)
-    assert at_the_end == {}  # for others it has not told anything yet
+    # For others it has not told anything yet, but what an early look may have found: nothing is used.
+    assert at_the_end.get("used", {}) in ({}, dict.fromkeys(at_the_end.get("used", {}), 0))
 
 
 def test_a_worker_that_uses_nothing_is_known_to(on_stub: Callable[..., Any]) -> None:
