@@ -128,24 +128,20 @@ def available(asked: Sequence[str]) -> list[str]:
     return list(asked)
 
 
-def in_turn(
-    ways: Mapping[str, Run], runs: int, after: Callable[[dict[str, list[Done]]], object] = lambda _: None
-) -> dict[str, list[Done]]:
+def in_turn(ways: Mapping[str, Run], runs: int) -> dict[str, list[Done]]:
     """Run all ways one after the other, every other time from the last to the first.
 
     Their memory is looked at in one run more, the last of each; where there is one run only, in that run.
-    ``after`` gets what is done after each run.
     """
     done: dict[str, list[Done]] = {name: [] for name in ways}
     for _, name in driver.in_turn(ways, runs):
         done[name].append(perform(ways[name], is_watched=runs == 1))
-        after(done)
     for name in ways if runs > 1 else ():
         done[name][-1] = replace(done[name][-1], memory=perform(ways[name]).memory)
     return done
 
 
-def perform(run: Run, *, is_watched: bool = True) -> Done:
+def perform(run: Run, *, is_watched: bool = True, timeout_s: float = TIMEOUT_S) -> Done:
     """Run an app once, with nothing left of the runs before.
 
     Parameters
@@ -154,11 +150,13 @@ def perform(run: Run, *, is_watched: bool = True) -> Done:
         What to run.
     is_watched : bool
         Whether its memory is looked at meanwhile.
+    timeout_s : float
+        How long the command may take.
 
     Raises
     ------
     BenchmarkError
-        If the command fails; with the end of its output.
+        If the command fails, or takes too long; with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="fgpu-sim-") as name:
         folder = Path(name)
@@ -172,9 +170,9 @@ def perform(run: Run, *, is_watched: bool = True) -> Done:
         command, env = _COMMANDS[run.engine](run, config, folder)
         try:
             if run.is_second:
-                _timed(command, env, folder, is_watched=False)
+                _timed(command, env, folder, False, timeout_s)
                 shutil.rmtree(folder / "runs")
-            total_s, memory, status = _timed(command, env, folder, is_watched)
+            total_s, memory, status = _timed(command, env, folder, is_watched, timeout_s)
         finally:
             _end_what_is_left()
         log = (folder / "log").read_text(errors="replace")
@@ -191,7 +189,7 @@ def perform(run: Run, *, is_watched: bool = True) -> Done:
 
 
 def _timed(
-    command: Sequence[str], env: Mapping[str, str], folder: Path, is_watched: bool
+    command: Sequence[str], env: Mapping[str, str], folder: Path, is_watched: bool, timeout_s: float
 ) -> tuple[float, Sampler | None, int]:
     watching = Sampler() if is_watched else nullcontext()
     with (folder / "log").open("wb") as log, watching as memory:
@@ -200,9 +198,12 @@ def _timed(
             command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            status = process.wait(TIMEOUT_S)
+            status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise BenchmarkError(f"{' '.join(command)}: not done within {TIMEOUT_S:g} s") from None
+            process.kill()
+            process.wait()
+            said = (folder / "log").read_text(errors="replace")[-4000:]
+            raise BenchmarkError(f"{' '.join(command)}: not done within {timeout_s:g} s\n{said}") from None
         return time.perf_counter() - began, memory, status
 
 

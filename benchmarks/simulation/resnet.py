@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu.setting import QUICK, Setting, Sizes, prepare_images
+from benchmarks.shared import driver
 from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.digits import compare_to_ideal, show, timed_row
-from benchmarks.simulation.engines import Done, Run, in_turn
+from benchmarks.simulation.engines import Done, Run, perform
 
 CLIENTS, QUICK_CLIENTS = (16, 64), (2,)
 
 _ROUNDS, _STEPS, _BATCH = 5, 10, 32
+_LIMIT_S = 240.0  # of a run: what hangs must not take the time of the others
 #: How many of Ray's actors share the GPU. Who uses Ray has to know how many fit.
 _SHARED, _QUICK_SHARED = (16, 8, 4, 2, 1), (2, 1)
 
@@ -37,6 +39,7 @@ def measure(
     """Measure each way with each number of clients; ``tell`` gets all rows so far after each run."""
     sizes = QUICK if quick else Sizes()
     finished: Rows = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fgpu-sim-") as folder:
         images = prepare_images(Setting(model, "", Path(folder), sizes, 0.0, data))
         config = {
@@ -50,28 +53,41 @@ def measure(
         }
         for clients in QUICK_CLIENTS if quick else CLIENTS:
             ways = _ways(clients, config, engines, _QUICK_SHARED if quick else _SHARED)
-            finished += _with(ways, images, runs, partial(_tell_more, tell, finished))
+            finished += _measured(ways, images, runs, failed, partial(_tell_more, tell, finished))
             title = f"{model} on {device}, {clients} clients, {config['num-server-rounds']} rounds ({images})"
-            show(title, finished[-len(ways) :], "the loop" if device == "cuda" else "the loop by the cores")
+            rows = [row for row in finished if row["clients"] == clients]
+            show(title, rows, "the loop" if device == "cuda" else "the loop by the cores")
+    if failed:
+        raise BenchmarkError(f"resnet: {', '.join(failed)} failed; see what was printed")
 
 
 def _tell_more(tell: Callable[[Rows], object], finished: Rows, rows: Rows) -> None:
     tell([*finished, *rows])
 
 
-def _with(ways: Mapping[str, Run], images: str, runs: int, tell: Callable[[Rows], object]) -> Rows:
-    """Run these ways; ``tell`` gets their rows so far after each run."""
+def _measured(
+    ways: Mapping[str, Run], images: str, runs: int, failed: list[str], tell: Callable[[Rows], object]
+) -> Rows:
+    """Run these ways in turn, also after one has failed; ``tell`` gets their rows so far after each run.
 
-    def rows(done: Mapping[str, list[Done]]) -> Rows:
-        found = [_row(way, run, done[way], images) for way, run in ways.items() if done[way]]
+    The ways that failed are added to ``failed``.
+    """
+    done: dict[str, list[Done]] = {way: [] for way in ways}
+    rows: Rows = []
+    for _, way in driver.in_turn(ways, runs):
+        try:
+            found = perform(ways[way], timeout_s=_LIMIT_S)
+            if not all(np.isfinite(array).all() for array in found.model):
+                raise BenchmarkError(f"{way} gave a model with values that are not finite")
+            done[way].append(found)
+        except BenchmarkError as error:
+            failed.append(f"{way} with {ways[way].clients} clients")
+            print(f"resnet: {failed[-1]}: {error}", flush=True)
+        rows = [_row(way, run, done[way], images) for way, run in ways.items() if done[way]]
         # On a GPU the loop has all of it.
-        compare_to_ideal(found, at_a_time=1 if found[0]["device"] == "cuda" else None)
-        return found
-
-    done = in_turn(ways, runs, lambda done: tell(rows(done)))
-    tell(found := rows(done))
-    _check(done)
-    return found
+        compare_to_ideal(rows, at_a_time=1 if ways[way].config["device"] == "cuda" else None)
+        tell(rows)
+    return rows
 
 
 def _ways(
@@ -97,9 +113,3 @@ def _ways(
 def _row(way: str, run: Run, done: Sequence[Done], images: str) -> dict[str, Any]:
     told = {"num_gpus": run.num_gpus or None, "device": run.config["device"], "images": images}
     return {"way": way, **timed_row(run, done), **told}
-
-
-def _check(done: dict[str, list[Done]]) -> None:
-    for way, runs in done.items():
-        if not all(np.isfinite(array).all() for array in runs[-1].model):
-            raise BenchmarkError(f"resnet: {way} gave a model with values that are not finite")
