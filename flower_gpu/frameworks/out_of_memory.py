@@ -104,7 +104,9 @@ def _says_out_of_memory(error: BaseException) -> bool:
 def _like_that_of(error: WorkerTaskError) -> BaseException:
     """Return an exception of a class with the name that a worker told: the class is not imported here."""
     module, _, name = error.error_type.rpartition(".")
-    return type(name, (Exception if module == "builtins" else RuntimeError,), {"__module__": module})()
+    base = Exception if module == "builtins" else RuntimeError
+    like: BaseException = type(name, (base,), {"__module__": module})()
+    return like
 
 
 def _text(error: BaseException) -> str:
