@@ -6,7 +6,7 @@
                                                 │ node's context and state (nodes, states)
                                                 ▼
                                   slots: a worker, new or recycled, and its lease
-                                                │ lease_turns: who asks for one, which workers idle with theirs
+                                                │ lease_turns: who asks for one, which workers idle
                                                 │ forked by the run's own fork server (workers)
                                                 ▼
                                   in_worker: loads the app, handles the message, resets the process

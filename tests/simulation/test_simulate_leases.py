@@ -52,14 +52,14 @@ def begun(done: Simulation, after: float, before: float) -> Counter[str]:
 
 
 def test_a_used_worker_keeps_its_lease_until_its_calls_are_over(one_gpu: StubHost) -> None:
-    done = one_gpu.simulate(6, "--num-gpus", "0.5", "--calls-per-worker", "3", "--gpu", "require")
+    done = one_gpu.simulate(6, "--num-gpus", "0.5", "--calls-per-worker", "4", "--gpu", "require")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert len(done.calls) == 12
     pids_of: dict[str, set[int]] = {}
     for call in done.calls:
         pids_of.setdefault(call["lease"], set()).add(call["pid"])
     assert all(len(pids) == 1 for pids in pids_of.values())
-    assert max(Counter(call["lease"] for call in done.calls).values()) == 3
+    assert max(Counter(call["lease"] for call in done.calls).values()) == 4
     granted, released = (
         Counter(e["lease"] for e in events(done, n)) for n in ("lease_granted", "lease_released")
     )
