@@ -41,7 +41,7 @@ def test_a_call_that_needs_more_than_its_lease_gets_more(calls_host: CallsHost, 
     first, second = calls_host.trace("lease_granted")
     assert told["lease"] == first["lease"] != second["lease"]
     assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["out of memory", "ok"]
-    [line] = caller("lines")
+    [line] = [line for line in caller("lines") if "PyTorch" not in line]  # 2.10 and 2.11 lack something
     assert "it took more than its lease" in line and "Asked 3.0 GiB, reserved 2.5 GiB" in line
     assert line.endswith("It runs again")
     assert calls_host.holders() == []
