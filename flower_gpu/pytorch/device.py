@@ -312,22 +312,21 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} cannot become a numpy array: {problem}")
 
 
-def shared_tensors(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+def shared_tensors(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the places of each parameter and buffer that has more than one: where it is, by what name."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
-        for tensors in (cast(dict[str, Any], part._parameters), cast(dict[str, Any], part._buffers)):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((tensors, name))
+        for named in (part.named_parameters, part.named_buffers):
+            for name, tensor in named(recurse=False, remove_duplicate=False):
+                places.setdefault(id(tensor), []).append((part, name))
     return [found for found in places.values() if len(found) > 1]
 
 
-def share_again(shared: list[list[tuple[dict[str, Any], str]]]) -> None:
+def share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
     """Put one tensor into all places of each that was shared."""
     for (first, first_name), *others in shared:
-        for tensors, name in others:
-            tensors[name] = first[first_name]
+        for part, name in others:
+            setattr(part, name, getattr(first, first_name))
 
 
 def from_numpy(array: NDArray[Any]) -> torch.Tensor:
