@@ -170,7 +170,7 @@ def sharded(model: nn.Module, where: torch.device, shard: tuple[type[nn.Module],
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if hasattr(model, "_orig_mod"):
+    if hasattr(model, "_orig_mod"):  # of torch.compile, whose class is not public
         raise ConfigError("a compiled model cannot be divided: use torch.compile(prepare_model(model))")
     state = model.state_dict() if rank() == 0 else {}
     not_in_state = _not_in_state(model)
