@@ -203,6 +203,7 @@ def test_start_method_table_has_every_method() -> None:
     assert rows == set(START_METHODS) - {"auto"}
 
 
-def test_readme_names_the_lowest_flwr_of_the_metadata() -> None:
-    lowest = re.search(r'"flwr>=([\d.]+)', read("pyproject.toml"))
-    assert lowest and f"flwr {lowest[1]} (the lowest)" in read("README.md")
+@pytest.mark.parametrize("name", ["flwr", "torch"])
+def test_readme_names_the_lowest_of_the_metadata(name: str) -> None:
+    lowest = re.search(rf'"{name}>=([\d.]+)', read("pyproject.toml"))
+    assert lowest and f"{name} {lowest[1]} (the lowest)" in read("README.md")
