@@ -230,8 +230,8 @@ def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) 
         assert logs == {"client-0.log", "client-1.log", "run.log", "superlink.log"} | (
             {"programs.log", "warm-up.log"} if fast else set()
         )
-        program = "flwr-clientapp" if fast else str(Path(sys.executable).with_name("flwr-clientapp"))
-        assert f"started as {program}\n" in (folder / "client-0.log").read_text()
+        program = "" if fast else r"/\S+/"  # Flower's own is found by its entry point
+        assert re.search(rf"started as {program}flwr-clientapp\n", (folder / "client-0.log").read_text())
         assert (folder / "flwr" / "config.toml").exists()
 
 

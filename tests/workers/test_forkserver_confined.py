@@ -112,6 +112,7 @@ def test_no_request_of_a_confined_worker_is_done(folder: Path) -> None:
             "threads": {},
             "path": sys.path,
             "is_confined": False,
+            "is_on_gpu": False,
             "setup": None,
             "label": "hostile",
             "kind": "",

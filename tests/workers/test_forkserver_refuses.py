@@ -51,7 +51,8 @@ def connect() -> socket.socket:
 
 def record(**fields: Any) -> dict[str, Any]:
     seen = {"digests": identity.digests(os.environ, os.environ), "threads": {}, "path": sys.path}
-    return {**seen, "is_confined": False, "setup": None, "label": "test", "kind": "", **fields}
+    told = {"is_confined": False, "is_on_gpu": False, "setup": None, "label": "test", "kind": ""}
+    return {**seen, **told, **fields}
 
 
 def own() -> int:
