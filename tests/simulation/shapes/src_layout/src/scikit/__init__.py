@@ -1,0 +1,1 @@
+"""An app in src/, as an installed package has it."""

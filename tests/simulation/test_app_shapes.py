@@ -1,0 +1,78 @@
+"""Apps of all shapes that people publish run unchanged: Flower's own runtime prints the same of each.
+
+The exact figures are those of `flwr.simulation.run_simulation`; the others depend on the order of replies
+or on noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+SHAPES = Path(__file__).parent / "shapes"
+
+
+def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
+    """Run the app with four clients; return what it prints."""
+    command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(SHAPES / shape)]
+    done = subprocess.run(
+        [*command, "--num-supernodes", "4", "--calls-per-worker", "1000", "--log-dir", str(log_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        # What an editable installation of an app does.
+        env={**os.environ, "PYTHONPATH": str(SHAPES / shape / "src")},
+    )
+    assert done.returncode == 0, done.stdout
+    return [
+        json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("RESULT ")
+    ]
+
+
+def test_a_loop_of_its_own_with_five_kinds_of_messages(tmp_path: Path) -> None:
+    (told,) = told_by("own_loop", tmp_path)
+    assert told == {
+        "partitions": [0, 1, 2, 3],
+        "moments": [1.534934, 1.459416],
+        "kept": 4,
+        "center": 1.0,
+        "failed": 1,
+        "losses": [1.0, 1.0, 1.0],
+    }
+
+
+def test_vertical_learning_with_models_in_the_clients_states(tmp_path: Path) -> None:
+    (told,) = told_by("vertical", tmp_path)
+    assert told["losses"] == pytest.approx([2.3077, 2.2916, 2.2763], abs=2e-4)
+
+
+def test_trees_as_bytes(tmp_path: Path) -> None:
+    (told,) = told_by("xgboost_bagging", tmp_path)
+    assert len(told["accuracies"]) == 2 and min(told["accuracies"]) > 0.8
+
+
+def test_lightning_with_its_own_trainer_and_checkpoints(tmp_path: Path) -> None:
+    (told,) = told_by("lightning_module", tmp_path)
+    assert told["accuracy"] > 0.85
+
+
+def test_opacus_with_the_spent_privacy_in_the_state(tmp_path: Path) -> None:
+    (told,) = told_by("private_engine", tmp_path)
+    assert told["epsilons"] == pytest.approx([5.89, 7.29], abs=0.02)
+    assert told["accuracy"] > 0.7
+
+
+def test_client_fn_and_server_fn_in_src(tmp_path: Path) -> None:
+    assert told_by("src_layout", tmp_path) == [
+        {"clients": 4, "accuracy": pytest.approx(0.9188, abs=2e-3)},
+        {"clients": 4, "accuracy": pytest.approx(0.9549, abs=2e-3)},
+    ]
