@@ -155,9 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if unknown:
                 near = _nearest(parser.commands[arguments.command], unknown)
-                raise ConfigError(
-                    f"unknown: {' '.join(unknown)}{near} (options: flower-gpu {arguments.command} --help)"
-                )
+                others = getattr(_command(arguments), "AFTER_DASHES", None)
+                dashes = f"; options of {others} go after two dashes, --" if others else ""
+                options = f"options: flower-gpu {arguments.command} --help"
+                raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{near} ({options})")
             if argv is None and arguments.command == "simulate":
                 simulate.begin_again(arguments)
             return _run(arguments)
@@ -173,15 +174,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
+def _command(arguments: argparse.Namespace) -> Command | None:
+    """Return the module of a command; ``launch`` has none."""
+    return COMMANDS.get(OLD_NAMES.get(arguments.command, arguments.command))
+
+
 def _run(arguments: argparse.Namespace) -> int:
     value = verbosity.verbosity(arguments)
     # Processes of these commands have log files, which -q leaves as they are.
     has_log_files = arguments.command == "launch" or getattr(arguments, "count", None) is not None
     with verbosity.applied(value, to_children=value > 0 or not has_log_files):
         _log.debug("flower-gpu %s, Python %s, %s", __version__, platform.python_version(), sys.executable)
-        command = OLD_NAMES.get(arguments.command, arguments.command)
-        if command in COMMANDS:
-            return COMMANDS[command].run(arguments)
+        command = _command(arguments)
+        if command is not None:
+            return command.run(arguments)
         options = launch_options.from_arguments(arguments)
         from flower_gpu.launch import run
 

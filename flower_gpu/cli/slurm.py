@@ -23,6 +23,7 @@ from flower_gpu.launch import slurm
 
 NAME: Final = "slurm"
 HELP = "run a simulation as a job of a Slurm cluster"
+AFTER_DASHES: Final = "sbatch"  # whose options stand there
 DESCRIPTION = """\
 Have Slurm run `flower-gpu simulate`, and show the job's log here until the job ends. It takes the options of
 simulate. What stands after two dashes are options of sbatch.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from flower_gpu import frameworks, kinds, options
+from flower_gpu import frameworks, kinds, options, trace
 from flower_gpu.apps.app import ConfigValue, format_pairs, parse_pairs
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.apps.recording import recorded_run
@@ -27,6 +27,7 @@ from flower_gpu.flower import node_slots as slots
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import COUNT, FOLDER, Option
 from flower_gpu.launch import node_keys, ports
+from flower_gpu.launch.node_notices import Notices
 from flower_gpu.launch.options import check_node_config, given_calls, node_config_of
 from flower_gpu.launch.supervisor import LaunchStoppedError, Service, Supervisor
 from flower_gpu.options import (
@@ -45,13 +46,15 @@ Run Flower's SuperNode so that each message is handled in a worker that first ge
 held to it. Apps need not be changed for that, and cannot change it. Messages start in milliseconds: Flower
 and torch are imported already in the process that workers are forked from.
 
-    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101
+    flower-gpu supernode --gpu-memory 4GiB -- --insecure --superlink 127.0.0.1:9092 --port 9101 \\
+        --node-config 'partition-id=0 num-partitions=2'
 
 With --count N it runs N SuperNodes until Ctrl-C. They get ports of their own, and partition-id and
 num-partitions in their node configs. A SuperNode that ends is started again.
 
     flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092"""
 COMMAND: Final = "flower-supernode"
+AFTER_DASHES: Final = COMMAND  # whose options stand there
 OLD_NAME: Final = "supernodes"  # of this command with --count
 
 _OPTIONS: Final = {
@@ -80,6 +83,7 @@ _MORE: Final = {
     "of the host)"
 }
 _NODE_CONFIG = "--node-config"
+_SUPERLINK: Final = "127.0.0.1:9092"  # Flower's default
 _KEYS: Final = (node_keys.OPTION, "--ssl-keyfile")
 _PAUSE_S = 5.0  # before one that has ended is started again
 _EARLY_S = 20.0  # one that ends before could not start, or not reach its SuperLink
@@ -111,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flower_gpu.flower import commands  # here: --help works without the dependencies of workers
 
     env = environment(arguments, os.environ)
-    _checked_node_config(arguments, env)
+    _check_required([_checked_node_config(arguments, env)], env)
     _tell(arguments, _limits(arguments, env))
     commands.warm_up_in_background(env)
     os.execvpe(COMMAND, [COMMAND, *arguments.flower], env)
@@ -128,6 +132,7 @@ def _run_several(arguments: argparse.Namespace) -> int:
     env = environment(arguments, os.environ, count)
     pairs = _checked_node_config(arguments, env)
     check_node_config(calls, pairs)
+    _check_required([{**pairs, **node_config_of(calls, number)} for number in range(count)], env)
     keys = _keys(arguments)
     logs = RunFolder.create(arguments.log_dir or Path("runs"))
     env[RUN_DIR_VARIABLE] = str(logs.path)
@@ -150,10 +155,12 @@ def _run_several(arguments: argparse.Namespace) -> int:
             Node(number, count, given, pairs, calls, env, logs, keys[number] if keys else None)
             for number in range(count)
         ]
+        superlink = without_option(given, "--superlink")[1] or [_SUPERLINK]
+        notices = Notices(count, superlink[-1], _print, with_warnings=not is_quiet(arguments))
         try:
             while True:
                 for each in nodes:
-                    each.look(supervisor)
+                    each.look(supervisor, notices)
                 supervisor.wait(0.5)
         except LaunchStoppedError:
             run.outcome = "interrupted"
@@ -184,7 +191,11 @@ def _limits(arguments: argparse.Namespace, env: Mapping[str, str]) -> list[str]:
 
 def _tell(arguments: argparse.Namespace, lines: Sequence[str]) -> None:
     for line in () if is_quiet(arguments) else lines:
-        print(line, flush=True)
+        _print(line)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def _key_files(arguments: argparse.Namespace) -> list[str]:
@@ -203,6 +214,14 @@ def _checked_node_config(arguments: argparse.Namespace, env: Mapping[str, str]) 
     except TypeError as error:
         raise ConfigError(str(error)) from error
     return pairs
+
+
+def _check_required(configs: Sequence[Mapping[str, ConfigValue]], env: Mapping[str, str]) -> None:
+    from flower_gpu.launch import gpu_check
+
+    gpu_check.check_required(
+        [GPUSettings.resolve(node_config=config, environ=env) for config in configs], env
+    )
 
 
 class _NeverStartsError(Exception):
@@ -229,19 +248,21 @@ class Node:
         self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
         self._name = f"SuperNode {number}"
         self._log = logs.log(f"supernode-{number}")
+        self._new_lines = trace.Follower(self._log)
         self._service: Service | None = None
         self._began = 0.0
         self._again_at = 0.0
         self._early_ends = 0
-        self._is_turned_away = False
 
-    def look(self, supervisor: Supervisor) -> None:
-        """Start it if it does not run, and its pause is over."""
-        if self._service is not None and self._service.runs:
+    def look(self, supervisor: Supervisor, notices: Notices) -> None:
+        """Say what it has written; start it if it does not run, and its pause is over."""
+        runs = self._service is not None and self._service.runs
+        notices.look(self._name, self._new_lines, self._log)
+        if runs:
             return
         now = time.monotonic()
         if self._service is not None:
-            self._note_end(self._service, now)
+            self._note_end(self._service, now, notices)
         if now >= self._again_at:
             port = ports.free_ports(1)[0]
             command = [COMMAND, "--port", str(port), *self.options]
@@ -249,19 +270,14 @@ class Node:
             self._began = now
             supervisor.start(self._service)
 
-    def _note_end(self, service: Service, now: float) -> None:
+    def _note_end(self, service: Service, now: float, notices: Notices) -> None:
         self._service = None
-        was_turned_away = self._is_turned_away
-        self._is_turned_away = self._key is not None and node_keys.is_turned_away(service.tail(60))
-        if self._key is not None and self._is_turned_away:
+        if self._key is not None and node_keys.is_turned_away(service.tail(60)):
             # No reason to give up: sooner or later the key is registered, or its last connection forgotten.
             self._again_at = now + _TURNED_AWAY_PAUSE_S
-            if not was_turned_away:
-                why = self._key.why_turned_away
-                print(
-                    f"{self._name} is not let in, and asks every {_TURNED_AWAY_PAUSE_S:g} s: {why}",
-                    flush=True,
-                )
+            notices.turned_away(
+                self._name, f", and asks every {_TURNED_AWAY_PAUSE_S:g} s: {self._key.why_turned_away}"
+            )
             return
         self._early_ends = self._early_ends + 1 if now - self._began < _EARLY_S else 0
         how = service.describe_end()
@@ -269,7 +285,7 @@ class Node:
             raise _NeverStartsError(
                 f"{how}, {self._early_ends} times in a row. The end of {self._log}:\n{service.tail()}"
             )
-        print(f"{how}; it is started again in {_PAUSE_S:g} s", flush=True)
+        _print(f"{how}; it is started again in {_PAUSE_S:g} s")
         self._again_at = now + _PAUSE_S
 
 

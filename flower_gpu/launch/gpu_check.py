@@ -6,7 +6,7 @@ Admission itself is asked. What an app's own code asks for is not known here; th
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -65,6 +65,23 @@ def check(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(_check(plan, env))
     except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
         raise ConfigError(options.in_their_words(str(error), calls)) from error
+
+
+def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> None:
+    """Refuse nodes that require what no GPU here can give: each of their messages would fail.
+
+    Raises GPUUnavailableError, or ConfigError if the GPUs are there and have too little memory.
+    """
+    required = {(each.policy, each.request): each for each in nodes if each.policy.gpu == "require"}
+    if not required:
+        return
+    host = inventory.take(processes=False)
+    inventory.close()
+    for settings in required.values():
+        _, gpus = leasing.decided(settings, None, host, environ)
+        why = why_never(settings.request, gpus, settings.reserve_bytes)
+        if why is not None:
+            raise ConfigError(f"{settings.request.describe()} for a call, and the policy is require: {why}")
 
 
 def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:

@@ -45,7 +45,12 @@ REFUSED = [
     ("supernode --max-concurrent 1.5", "--max-concurrent whole number"),
     ("supernode --timeout-s 0", "--timeout-s above 0"),
     ("supernode --timeout-s inf", "--timeout-s above 0"),
-    ("supernode --insecure", "unknown: --insecure --help"),
+    ("supernode --insecure", "unknown: --insecure --help flower-supernode go after two dashes, --"),
+    ("supernodes --count 2 --superlink a:1", "unknown: --superlink flower-supernode go after two dashes, --"),
+    ("slurm my-app --time 1:00", "unknown: --time sbatch go after two dashes, --"),
+    ("supernode --gpu require -- --insecure", "policy require cannot be used Nothing was run"),
+    ("supernode --count 2 --gpu require -- --insecure", "policy require cannot be used"),
+    ("supernode -- --insecure --node-config \"gpu='require'\"", "policy require cannot be used"),
     ("supernode --count 2 -- --port 1", "--port leave it out free ones"),
     ("supernode --log-dir logs -- --insecure", "--log-dir goes with --count"),
     ("supernode -- --isolation process", "--isolation process lease leave it out"),
@@ -88,6 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("FLOWER_GPU")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for a host with GPUs, too
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -92,6 +92,8 @@ def test_supernodes_share_two_gpus_and_the_app_sees_its_lease(tmp_path: Path) ->
             fed.let_go(number)
         assert run.wait(150) == 0
         trace = logs_of(fed, nodes)
+        for told in ("5 of 5 SuperNodes", "Option `--insecure` was set"):
+            assert nodes.output.count(told) == 1, "of the logs of all five"
 
         seen = [sight for log in trace.glob("*.log") for sight in sights(log.read_text())]
         first, second = ([one for one in seen if one["round"] == number] for number in (1, 2))
@@ -136,7 +138,7 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
         cpu = fed.supernodes(2, "--gpu", "never", "--max-concurrent", "1")
         options = {
             2: ("--gpu", "force", "--gpu-ids", "1", "--num-gpus", "0.5"),
-            3: ("--gpu", "require", "--gpu-ids", "7"),
+            3: ("--gpu", "require", "--gpu-ids", "0"),
             4: ("--gpu", "force"),
         }
         of_node = {2: "", 3: "", 4: 'gpu="never"'}
@@ -144,6 +146,11 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
             client: fed.supernode(*options[client], node_config=f"partition-id={client} {of_node[client]}")
             for client in options
         }
+        until(lambda: "Starting Flower SuperNode" in nodes[3].output, "the one that requires GPU 0 is there")
+        fed.host.set(0, lost=True)
+        for required, why in (("--gpu-ids=0", "is lost"), ("--gpu-memory=100GiB", "at most 16128MiB")):
+            refused = fed.supernode("--gpu", "require", required, node_config="partition-id=3")
+            assert (refused.wait(60), why in refused.output) == (2, True), refused.output
         run = fed.run(
             with_gpu_mod(tmp_path / "app"),
             num_clients=5,
@@ -165,7 +172,7 @@ def test_what_the_nodes_say_goes_before_what_messages_say(tmp_path: Path) -> Non
         for number in (1, 2):
             counted, [reason] = results_of(run, number)
             assert counted == "4 results and 1 failures"
-            assert "train of client 3: " in reason and "there is no GPU 7" in reason
+            assert "train of client 3: " in reason and "GPU 0" in reason
 
         seen = [
             *(

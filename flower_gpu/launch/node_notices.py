@@ -1,0 +1,96 @@
+"""What SuperNodes write into their logs and their user should know: said on the terminal, each thing once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from flower_gpu import trace
+from flower_gpu.launch.supervisor import new_lines
+from flower_gpu.printable import path_text, printable
+
+# Flower's levels of lines, and what it writes of its connection.
+_LINE: Final = re.compile(r"(WARNING|ERROR)\s*:\s+(\S.*)")
+_UNREACHABLE: Final = "Connection attempt failed"
+_REACHED: Final = re.compile(r"Connection successful|SuperNode ID:")
+_IS_IN: Final = "SuperNode ID:"
+_TRIES: Final = 2  # one alone fails on a busy host, too
+_ENDS: Final = "Exit Code:"  # its end is said anyway
+_NUMBERS: Final = re.compile(r"\d+")
+
+
+class Notices:
+    """What is said of the SuperNodes of one command.
+
+    Parameters
+    ----------
+    count : int
+        How many SuperNodes.
+    superlink : str
+        The address that they connect to.
+    say : callable
+        Takes each line.
+    with_warnings : bool
+        Whether warnings are said, too; errors always are.
+    """
+
+    def __init__(
+        self, count: int, superlink: str, say: Callable[[str], object], with_warnings: bool = True
+    ) -> None:
+        self._count = count
+        self._superlink = superlink
+        self._say = say
+        self._with_warnings = with_warnings
+        self._said: set[str] = set()
+        self._in: set[str] = set()
+        self._failed_tries: Counter[str] = Counter()
+        self._is_out_of_reach = False
+        self._turned_away: set[str] = set()
+
+    def turned_away(self, node: str, text: str) -> None:
+        """Say that the SuperLink does not let a SuperNode in; once until it does."""
+        if node not in self._turned_away:
+            self._turned_away.add(node)
+            self._say(f"{node} is not let in{text}")
+
+    def look(self, node: str, log: trace.Follower, path: Path) -> None:
+        """Read what was added to the log of a SuperNode."""
+        for line in new_lines(log):
+            if _REACHED.search(line):
+                self._reached(node, _IS_IN in line)
+            elif found := _LINE.match(line):
+                self._note(node, found[1], found[2], path)
+
+    def _reached(self, node: str, is_in: bool) -> None:
+        del self._failed_tries[node]
+        if self._is_out_of_reach and max(self._failed_tries.values(), default=0) < _TRIES:
+            self._is_out_of_reach = False
+            self._say(f"the SuperLink at {self._superlink} is reached")
+        if not is_in:
+            return
+        if node in self._turned_away:
+            self._turned_away.remove(node)
+            self._say(f"{node} is let in")
+        if len(self._in) < self._count:
+            self._in.add(node)
+            if len(self._in) == self._count:
+                self._say(f"connected to {self._superlink}: {self._count} of {self._count} SuperNodes")
+
+    def _note(self, node: str, level: str, text: str, path: Path) -> None:
+        if text.startswith(_UNREACHABLE):
+            self._failed_tries[node] += 1
+            if self._failed_tries[node] >= _TRIES and not self._is_out_of_reach:
+                self._is_out_of_reach = True
+                self._say(
+                    f"{node} does not reach the SuperLink at {self._superlink}, and tries again and again. "
+                    "Does it run there?"
+                )
+            return
+        kind = _NUMBERS.sub("#", text)
+        is_wanted = (level == "ERROR" or self._with_warnings) and not text.startswith(_ENDS)
+        if is_wanted and kind not in self._said:
+            self._said.add(kind)
+            self._say(f"{node}: {printable(text)} (in {path_text(path)})")

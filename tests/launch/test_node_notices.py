@@ -1,0 +1,79 @@
+"""What the logs of SuperNodes say is told once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flower_gpu.launch.node_notices import Notices
+from flower_gpu.trace import Follower
+
+FAILED = "\x1b[93mWARNING \x1b[0m:   Connection attempt failed, retrying in 1.64 seconds"
+IN = "\x1b[92mINFO \x1b[0m:      SuperNode ID: 7"
+AGAIN = "\x1b[92mINFO \x1b[0m:      Connection successful after 3.21 seconds and 4 tries."
+HOT = "\x1b[93mWARNING \x1b[0m:   GPU {} is \x07hot"
+FULL = "\x1b[91mERROR \x1b[0m:     the disk is full"
+EXIT = "\x1b[91mERROR \x1b[0m:     Exit Code: 305"
+
+
+class Nodes:
+    """Two SuperNodes, of which there are the logs only."""
+
+    def __init__(self, folder: Path, with_warnings: bool = True) -> None:
+        self.told: list[str] = []
+        self._notices = Notices(2, "here:1", self.told.append, with_warnings)
+        self._logs = [folder / f"supernode-{number}.log" for number in range(2)]
+        self._new = [Follower(log) for log in self._logs]
+
+    def write(self, number: int, *lines: str) -> list[str]:
+        """Return what is told of lines in the log of a node."""
+        with self._logs[number].open("a") as log:
+            log.writelines(f"{line}\n" for line in lines)
+        self.told.clear()
+        self._notices.look(f"SuperNode {number}", self._new[number], self._logs[number])
+        return list(self.told)
+
+    def turn_away(self, number: int) -> list[str]:
+        self.told.clear()
+        self._notices.turned_away(f"SuperNode {number}", ": why")
+        return list(self.told)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Nodes:
+    return Nodes(tmp_path)
+
+
+def test_a_superlink_out_of_reach_is_told_once_for_all_nodes_and_that_it_is_back(nodes: Nodes) -> None:
+    assert nodes.write(0, FAILED) == [], "one try alone fails on a busy host, too"
+    (told,) = nodes.write(0, FAILED, FAILED)
+    assert told.startswith("SuperNode 0 does not reach the SuperLink at here:1")
+    assert nodes.write(1, FAILED, FAILED) == []
+    assert nodes.write(0, IN) == [], "the other one still does not reach it"
+    assert nodes.write(1, IN) == [
+        "the SuperLink at here:1 is reached",
+        "connected to here:1: 2 of 2 SuperNodes",
+    ]
+    assert len(nodes.write(1, FAILED, FAILED)) == 1
+    assert nodes.write(1, AGAIN) == ["the SuperLink at here:1 is reached"]
+    assert nodes.write(1, IN) == [], "it was started again"
+
+
+def test_a_key_is_told_of_when_it_is_refused_and_when_it_is_registered(nodes: Nodes) -> None:
+    assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
+    assert nodes.turn_away(1) == []
+    assert nodes.write(1, EXIT, IN) == ["SuperNode 1 is let in"]
+    assert nodes.turn_away(1) == ["SuperNode 1 is not let in: why"]
+
+
+def test_warnings_and_errors_are_told_once_with_their_log(nodes: Nodes, tmp_path: Path) -> None:
+    log = tmp_path / "supernode-0.log"
+    assert nodes.write(0, HOT.format(0), FULL, HOT.format(1)) == [
+        f"SuperNode 0: GPU 0 is ?hot (in {log})",
+        f"SuperNode 0: the disk is full (in {log})",
+    ]
+    assert nodes.write(1, HOT.format(3), FULL) == []
+    (tmp_path / "quiet").mkdir()
+    quiet = Nodes(tmp_path / "quiet", with_warnings=False)
+    assert len(quiet.write(0, HOT, FULL)) == 1
