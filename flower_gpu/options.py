@@ -343,6 +343,16 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
     }
 )
 
+#: Variables that only files of a clone read, not the package.
+SCRIPT_VARIABLES: Final = MappingProxyType(
+    {
+        "FLOWER_GPU_VENV": "run.sh, tests/run.sh: a virtual environment that is used as it is",
+        "FLOWER_GPU_APP": "run.sh: the app that runs if no other is named",
+        "FLOWER_GPU_REPOSITORY": "python -m build, scripts/site.sh: the address of the repository",
+        "FLOWER_GPU_SITE_URL": "scripts/site.sh: the address of the site",
+    }
+)
+
 
 def value_of(variable: str, environ: Mapping[str, str]) -> Any:
     """Return the value of an environment variable of :data:`VARIABLES`; its default where it is not set.

@@ -17,7 +17,7 @@ import flower_gpu
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.doctor import Found
 from flower_gpu.leases.lease import VARIABLE as LEASE
-from flower_gpu.options import INTERNAL_VARIABLES, VARIABLES, value_of
+from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES, value_of
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver.identity import script_folders
 
@@ -110,7 +110,7 @@ def variables() -> Iterator[Found]:
     ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_ALMOST)}
     fine = []
     for name in sorted(ours):
-        if name not in VARIABLES and name not in INTERNAL_VARIABLES:
+        if name not in {*VARIABLES, *INTERNAL_VARIABLES, *SCRIPT_VARIABLES}:
             yield _unknown(name)
         elif name == LEASE and ours[name]:
             todo = f"unset {LEASE}, unless this is a worker"
@@ -129,7 +129,7 @@ def variables() -> Iterator[Found]:
 
 
 def _unknown(name: str) -> Found:
-    near = difflib.get_close_matches(name.upper(), VARIABLES, 1, _LIKE)
+    near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, _LIKE)
     todo = f"{near[0]} is meant?" if near else "see docs/reference/environment.md for those that there are"
     return "problem", f"{name} is set, and nothing reads it", todo
 

@@ -28,7 +28,7 @@ from flower_gpu.cli import doctor
 from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine, ledger, superlinks
 from flower_gpu.doctor import host as system
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.options import VARIABLES
+from flower_gpu.options import SCRIPT_VARIABLES, VARIABLES
 from flower_gpu.workers import confinement
 
 pytestmark = pytest.mark.timeout(120)
@@ -369,6 +369,7 @@ def test_the_versions_of_flower_are_those_of_the_metadata(version: str, fits: bo
     ("name", "meant"),
     [
         ("FLOWER_GPU_RESERV", "FLOWER_GPU_RESERVE"),
+        ("FLOWER_GPU_VEN", "FLOWER_GPU_VENV"),
         ("FLOWER_GPU_POLICIES", "FLOWER_GPU_POLICY"),
         ("FLOWER_GPU_LEASE_TIMEOUT", "FLOWER_GPU_LEASE_TIMEOUT_S"),
         ("FLWR_GPU_MEMORY", "FLOWER_GPU_MEMORY"),
@@ -388,6 +389,7 @@ def test_values_that_cannot_be_used_are_named_and_good_ones_shown(
     here: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = {"FLOWER_GPU_MEMORY": "2GiB", "FLOWER_GPU_TIMEOUT_S": "60", "FLOWER_GPU_START_METHOD": "spawn"}
+    good |= dict.fromkeys(SCRIPT_VARIABLES, "here")
     for name, value in good.items():
         monkeypatch.setenv(name, value)
     (finding,) = findings(environment.variables)
