@@ -59,6 +59,8 @@ ON_OOM: Final[tuple[str, ...]] = get_args(OnOomWord)
 #: is enough, which leaves others free for large requests.
 PLACEMENTS: Final = ("spread", "pack")
 
+_LEASE_TIMEOUT_S: Final = 1800.0  # on a GPU: half of what Flower gives a round
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -213,10 +215,11 @@ class CallOptions(TypedDict, total=False):
     lease_timeout_s: Annotated[
         float | None,
         Option(
-            "seconds a call may wait for its lease (default: 1800 for a GPU, no limit for cores)",
+            f"seconds a call may wait for its lease (default: {_LEASE_TIMEOUT_S:g} for a GPU, no limit for "
+            "cores)",
             SECONDS,
             "FLOWER_GPU_LEASE_TIMEOUT_S",
-            1800.0,
+            _LEASE_TIMEOUT_S,
             "GPUs",
             _EVERYWHERE,
         ),

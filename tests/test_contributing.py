@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flower_gpu.watch import trackers
+from flower_gpu.watch.trackers import tracking
+
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
 LISTS = re.findall(r"^### (.+), as (.+)\n\n((?:[- ].+\n)+)", PAGE, re.MULTILINE)
@@ -37,6 +40,16 @@ def test_names_in_the_lists_are_in_the_code() -> None:
     code = "".join(path.read_text() for path in (REPOSITORY / "flower_gpu").rglob("*.py"))
     for name in re.findall(r"`([A-Z]\w+)`", PAGE):
         assert re.search(rf"\b{name}\b", code), name
+
+
+def test_a_new_tracker_needs_a_file_and_a_word_in_the_table_of_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So says the list in flower_gpu/README.md."""
+    (tmp_path / "papertrail.py").write_text("class PaperTrail:\n    pass\n")
+    monkeypatch.setattr(trackers, "__path__", [*trackers.__path__, str(tmp_path)])
+    monkeypatch.setattr(tracking, "TRACKERS", ("papertrail",))
+    assert tracking.Tracking(tracking.checked("papertrail")).is_on
 
 
 def test_every_event_of_the_trace_is_documented() -> None:

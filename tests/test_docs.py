@@ -15,7 +15,14 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli.main import build_parser
 from flower_gpu.kinds import Option
 from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.options import CALL, INTERNAL_VARIABLES, SCRIPT_VARIABLES, START_METHODS, VARIABLES
+from flower_gpu.options import (
+    CALL,
+    INTERNAL_VARIABLES,
+    SCRIPT_VARIABLES,
+    START_METHODS,
+    VARIABLES,
+    CallOptions,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = [
@@ -134,6 +141,21 @@ def test_options_of_calls_are_those_of_the_code() -> None:
     assert rows.keys() == CALL.keys()
     for name, option in CALL.items():
         assert option.variable is None or f"`{option.variable}`" in rows[name]
+
+
+def test_a_default_is_the_same_in_help_docstring_and_pages() -> None:
+    docstring = dict(re.findall(r"^    (\w+) : .+\n((?: {8}.+\n)+)", CallOptions.__doc__ or "", re.M))
+    rows = dict(re.findall(r"^\| `(\w+)` \|(.+)$", read("docs/reference/python.md"), re.M))
+    for name, option in CALL.items():
+        if option.default is not None:
+            value = default(option).strip("`")
+            for text in (option.help, docstring[name], rows[name]):
+                assert re.search(rf"\b{value}\b", text), (name, text)
+    # Pages name the two longest waits in sentences, too.
+    for variable in ("FLOWER_GPU_LEASE_TIMEOUT_S", "FLOWER_GPU_ROUND_TIMEOUT_S"):
+        lines = [line for page in PAGES for line in page.read_text().splitlines() if variable in line]
+        told = re.findall(r"\b\d+(?= s\b)", " ".join(lines))
+        assert told and set(told) == {default(VARIABLES[variable]).strip("`")}, (variable, told)
 
 
 def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ INTERVAL_S: Final = 0.5
 #: Seconds that the end of a run waits for its trackers, all of them together.
 PATIENCE_S: Final = 30.0
 _CHUNK_BYTES: Final = 256 << 10
-_CLASSES: Final = {"tensorboard": "TensorBoard", "wandb": "WandB", "mlflow": "MLflow"}
 
 
 def checked(names: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -248,8 +247,9 @@ def _ids(folder: RunFolder) -> dict[str, dict[str, str]]:
 
 def _made(name: str) -> Tracker:
     module = importlib.import_module(f"flower_gpu.watch.trackers.{name}")
+    classes = {key.lower(): found for key, found in vars(module).items() if isinstance(found, type)}
     try:
-        made: Tracker = getattr(module, _CLASSES[name])()
+        made: Tracker = classes[name]()
     except ImportError as error:
         raise ConfigError(
             f"tracker {name}: a library is not installed ({error}): pip install 'flower-gpu[{name}]'"
