@@ -6,7 +6,9 @@ import heapq
 import itertools
 import math
 import threading
+import time
 from collections import deque
+from collections.abc import Container
 from typing import ClassVar, Final
 
 from flwr.app import Message
@@ -27,6 +29,7 @@ class Box:
 
     #: Whether the longest message may be handled first.
     has_any_order: ClassVar = True
+    _ends_running: ClassVar = True  # whether a message that expires while it is handled is answered at once
 
     def __init__(self, changed: threading.Condition, most_unread: int | None = None) -> None:
         self.kind = ""  # the type of the messages, of all that are here in nearly every case
@@ -37,6 +40,8 @@ class Box:
         self._most_unread = most_unread
         self.replies: dict[str, Message] = {}  # that are there
         self.expected_s: dict[str, float] = {}  # by message, where something is known
+        self._ends: list[tuple[float, str]] = []  # a heap of when the ttl of each message is over
+        self.expired: set[str] = set()  # messages whose ttl is over
         self._is_closed = False
 
     def push(self, message: Message, expected_s: float = 0.0) -> None:
@@ -45,6 +50,41 @@ class Box:
         if expected_s > 0:
             self.expected_s[message.metadata.message_id] = expected_s
         heapq.heappush(self.waiting, (-expected_s, next(self._numbers), message))
+
+    def limit(self, message: Message) -> None:
+        """Note when the ttl of a message is over, on the clock of ``time.monotonic``."""
+        metadata = message.metadata
+        ends_s = time.monotonic() + metadata.created_at + metadata.ttl - time.time()
+        heapq.heappush(self._ends, (ends_s, metadata.message_id))
+
+    @property
+    def expires_s(self) -> float:
+        """When the next ttl is over, on the clock of ``time.monotonic``; infinity if there is none."""
+        return self._ends[0][0] if self._ends else math.inf
+
+    def expire(self) -> tuple[list[Message], list[Message]]:
+        """Note which messages have expired.
+
+        Returns
+        -------
+        tuple
+            Messages that are to be answered with an error, by :meth:`end`, and those whose handling is to be
+            ended.
+        """
+        over = set()
+        while self.expires_s <= time.monotonic():
+            over.add(heapq.heappop(self._ends)[1])
+        self.expired |= over
+        running = [message for message_id, message in self.running.items() if message_id in over]
+        waiting = self._taken_from_waiting(over) if over else []
+        self.running |= {message.metadata.message_id: message for message in waiting}
+        return [*waiting, *(running if self._ends_running else ())], running
+
+    def _taken_from_waiting(self, message_ids: Container[str]) -> list[Message]:
+        taken = [message for *_, message in self.waiting if message.metadata.message_id in message_ids]
+        self.waiting = [each for each in self.waiting if each[-1].metadata.message_id not in message_ids]
+        heapq.heapify(self.waiting)
+        return taken
 
     def begin(self) -> Message:
         """Return the message that is handled next."""
@@ -83,13 +123,13 @@ class Box:
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""
         message_id = message.metadata.message_id
-        self.running.pop(message_id, None)
-        if reply is not None and not self._is_closed:
+        is_waited_for = self.running.pop(message_id, None) is not None  # not if it has expired
+        if reply is not None and is_waited_for and not self._is_closed:
             reply.metadata.__dict__["_message_id"] = f"{message_id}-reply"
             self.replies[message_id] = reply
         self._changed.notify_all()
 
-    def next(self, timeout_s: float | None) -> Message | None:
+    def next(self, timeout_s: float) -> Message | None:
         """Wait for any reply; None where there is none in time."""
         message_id = self._changed.wait_for(self._first, timeout_s)
         if message_id is None:
@@ -97,6 +137,9 @@ class Box:
         reply = self._pop(message_id)
         self._changed.notify_all()
         return reply
+
+    def leave_out_late(self) -> None:
+        """Yield from now on the replies that are there, without the others."""
 
     def _first(self) -> str | None:
         """Return the message whose reply is next; None where that is not there."""
@@ -141,19 +184,15 @@ class OrderedBox(Box):
 
     def end(self, message: Message, reply: Message | None) -> None:
         """Put a reply into the box."""
-        if reply is not None:
+        if reply is not None and message.metadata.message_id in self.running:
             size = self._sizes[message.metadata.message_id] = reply_bytes(reply)
             self._bytes += size
             self._largest = max(self._largest, size)
         super().end(message, reply)
 
-    def next(self, timeout_s: float | None) -> Message | None:
-        """Wait for the next reply; after the time limit return those that are there, without the others."""
-        reply = super().next(timeout_s)
-        if reply is None:
-            self._order = deque(message_id for message_id in self._order if message_id in self.replies)
-            reply = super().next(0)
-        return reply
+    def leave_out_late(self) -> None:
+        """Yield from now on the replies that are there, without the others."""
+        self._order = deque(message_id for message_id in self._order if message_id in self.replies)
 
     def _first(self) -> str | None:
         return self._order[0] if self._order and self._order[0] in self.replies else None

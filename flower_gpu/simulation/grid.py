@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
+from datetime import UTC, datetime
 from logging import WARNING
-from typing import Final
+from typing import Final, cast
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message
 from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.constant import ErrorCode
+from flwr.common.constant import (
+    HEARTBEAT_INTERVAL_INF,
+    HEARTBEAT_PATIENCE,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+)
 from flwr.common.logger import log
+from flwr.proto.node_pb2 import Node, NodeInfo
 from flwr.serverapp import Grid
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE, NodeStatus
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import (
@@ -32,6 +44,7 @@ from flower_gpu.simulation.boxes import Box, OrderedBox
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
+from flower_gpu.trace import NO_REPLY
 from flower_gpu.workers.outcomes import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
@@ -42,6 +55,13 @@ SHORT_S: Final = 0.1
 # Messages of a round are gathered for so long before workers may take the longest of them: thousands are sent
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05
+WAIT_S: Final = 3600.0  # a condition cannot wait for ever so long
+_KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
+_UNAVAILABLE: Final = {
+    ErrorCode.MESSAGE_UNAVAILABLE: f"{NO_REPLY}: the message's ttl is over, its reply was pulled before, or "
+    "it was never sent",
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE: f"{NO_REPLY}: it has expired",
+}
 
 
 class CallError(Error):
@@ -107,6 +127,9 @@ class SimulationGrid(Grid):
         self._durations = durations
         self._checkpoints = checkpoints
         self._resumed = resumed
+        #: The SuperLink's side, as Flower's grids have it.
+        self.node = Node(node_id=SUPERLINK_NODE_ID)
+        self._began_at = time.time()
         self._starts = 0
         self._app_thread = threading.get_ident()
         self._asked = 0  # for the nodes, since the last message
@@ -139,6 +162,8 @@ class SimulationGrid(Grid):
 
     def set_run(self, run: Run) -> None:
         """Take another description of the run."""
+        if not isinstance(run, Run):
+            raise TypeError(f"`run` must be an instance of Run, got {type(run).__name__}")
         self._run = run
 
     def create_message(
@@ -151,6 +176,24 @@ class SimulationGrid(Grid):
     ) -> Message:
         """Create a message."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return all nodes, with what Flower's Simulation Runtime tells of its own."""
+        registered_at = datetime.fromtimestamp(self._began_at, UTC).isoformat()
+        return [
+            NodeInfo(
+                node_id=node_id,
+                owner_aid=NOOP_FLWR_AID,
+                owner_name=NOOP_ACCOUNT_NAME,
+                status=NodeStatus.ONLINE,
+                registered_at=registered_at,
+                last_activated_at=registered_at,
+                online_until=self._began_at + HEARTBEAT_PATIENCE * HEARTBEAT_INTERVAL_INF,
+                heartbeat_interval=HEARTBEAT_INTERVAL_INF,
+                public_key=node_id.to_bytes(_KEY_BYTES, "big"),
+            )
+            for node_id in self.get_node_ids()
+        ]
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes.
@@ -189,15 +232,38 @@ class SimulationGrid(Grid):
         return list(self._send(messages, box))
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the replies that are there, once."""
+        """Return the replies that are there, once; for a message that nobody knows (any more), an error."""
+        boxes = {message_id: self._boxes.get(message_id) for message_id in message_ids}
+        for each in set(boxes.values()) - {None}:
+            self._expire(cast(Box, each))
         found = []
         with self._changed:
-            for message_id in message_ids:
-                box = self._boxes.get(message_id)
-                if box is not None and (reply := box.replies.pop(message_id, None)) is not None:
-                    del self._boxes[message_id]
-                    found.append(reply)
+            for message_id, box in boxes.items():
+                reply = None if box is None else box.replies.pop(message_id, None)
+                if box is None or message_id in box.expired:
+                    reply = self._unavailable(message_id, ErrorCode.MESSAGE_UNAVAILABLE)
+                elif reply is None:
+                    continue
+                elif reply.metadata.created_at + reply.metadata.ttl <= time.time():  # its own, from the app
+                    reply = self._unavailable(message_id, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+                self._boxes.pop(message_id, None)
+                found.append(reply)
         return found
+
+    def _unavailable(self, message_id: str, code: int) -> Message:
+        """Return Flower's answer to who pulls what has expired, or was pulled before, or never was."""
+        metadata = Metadata(
+            run_id=self._run.run_id,
+            message_id=f"{message_id}-reply",
+            src_node_id=SUPERLINK_NODE_ID,
+            dst_node_id=SUPERLINK_NODE_ID,
+            reply_to_message_id=message_id,
+            group_id="",
+            created_at=time.time(),
+            ttl=0,
+            message_type=SYSTEM_MESSAGE_TYPE,
+        )
+        return make_message(metadata=metadata, error=Error(code, _UNAVAILABLE[code]))
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -252,14 +318,13 @@ class SimulationGrid(Grid):
     def _stream(
         self, messages: Iterable[Message], timeout: float | None, box: Box
     ) -> Generator[Message, None, None]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         ids = set()
         try:
             for message_id in self._send(messages, box):
                 ids.add(message_id)
             while ids:
-                with self._changed:
-                    reply = box.next(None if deadline is None else deadline - time.monotonic())
+                reply = self._next(box, deadline)
                 if reply is None and self._is_strict:
                     raise NotDeterministicError(late_text(len(ids), timeout))
                 if reply is None:
@@ -273,6 +338,34 @@ class SimulationGrid(Grid):
                 self._boxes.pop(message_id, None)
             if ids:
                 self._give_up(box)
+
+    def _next(self, box: Box, deadline: float) -> Message | None:
+        """Wait for the next reply; None where there is none at the deadline."""
+        while True:
+            self._expire(box)
+            with self._changed:
+                reply = box.next(min(box.expires_s, deadline, time.monotonic() + WAIT_S) - time.monotonic())
+                if reply is not None:
+                    return reply
+                if time.monotonic() >= deadline:
+                    box.leave_out_late()
+                    return box.next(0)
+
+    def _expire(self, box: Box) -> None:
+        """Answer messages whose ttl is over with an error, and end their handling."""
+        with self._changed:
+            over, running = box.expire()
+            if box in self._waiting and not box.has_waiting:
+                self._waiting.remove(box)
+            for message in over:
+                box.end(message, expired(message))
+        for message in running:
+            self.cancel(message)
+        if self._is_strict and (over or running):
+            raise NotDeterministicError(
+                f"{len({*over, *running})} messages were not done within their ttl, which depends on this "
+                "machine's load: give them a longer one"
+            )
 
     def _send(self, messages: Iterable[Message], box: Box) -> Iterator[str]:
         """Put messages into a box, for the threads to take; yields their ids."""
@@ -293,6 +386,8 @@ class SimulationGrid(Grid):
 
     def _named(self, message: Message, box: Box) -> Message:
         """Give a message its id, by which its box is found."""
+        if message.metadata.ttl <= 0 or message.metadata.reply_to_message_id:
+            raise ValueError(f"Invalid message: {message}")  # as Flower's own
         self._asked = 0
         if message.metadata.message_id in self._boxes:  # the same object once more
             metadata = copy(message.metadata)
@@ -316,6 +411,7 @@ class SimulationGrid(Grid):
                 self._waiting.append(box)
             for message, seconds in zip(messages, expected_s, strict=True):
                 box.push(message, seconds)
+                box.limit(message)
             self._changed.notify_all()
         messages.clear()
 
@@ -339,6 +435,16 @@ class SimulationGrid(Grid):
         node_id = message.metadata.dst_node_id
         if node_id not in self._nodes:
             raise NoSuchNodeError(f"there is no node {node_id}")
+
+
+def expired(message: Message) -> Message:
+    """Return the answer to a message whose ttl is over."""
+    return Message(expired_error(), reply_to=message)
+
+
+def expired_error() -> CallError:
+    """Return what stands in the place of a reply that did not come within the message's ttl."""
+    return CallError(ErrorCode.MESSAGE_UNAVAILABLE, f"{NO_REPLY} within the message's ttl", "")
 
 
 def late_text(count: int, timeout: float | None) -> str:

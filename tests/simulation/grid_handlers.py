@@ -30,6 +30,7 @@ class Handling:
         self.cancelled: list[str] = []
         #: Opened by a test for messages of group "gate".
         self.gate = threading.Event()
+        self.on_reply: Callable[[Message], object] = lambda reply: None
 
     def __call__(self, message: Message) -> Message:
         message_id, group = message.metadata.message_id, message.metadata.group_id
@@ -51,7 +52,10 @@ class Handling:
             if group == "exit":
                 raise SystemExit(3)
             arrays = [np.zeros(4096, np.uint8)] if group == "large" else []
-            return Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
+            ttl = 60 if group == "short" else None
+            reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message, ttl=ttl)
+            self.on_reply(reply)
+            return reply
         finally:
             with self._lock:
                 self.running -= 1

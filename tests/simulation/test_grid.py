@@ -73,10 +73,8 @@ def test_push_and_pull(new_grid: Callable[..., GridUnderTest]) -> None:
     ids = list(one.grid.push_messages(one.messages(5)))
     assert len(set(ids)) == 5
     found: list[Message] = []
-    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids)) or len(found) == 5))
+    assert until(lambda: bool(found.extend(one.grid.pull_messages(ids[len(found) :])) or len(found) == 5))
     assert [reply.metadata.reply_to_message_id for reply in found] == ids
-    assert list(one.grid.pull_messages(ids)) == []  # each once
-    assert list(one.grid.pull_messages(["unknown"])) == []
     assert not one.grid._boxes
 
 

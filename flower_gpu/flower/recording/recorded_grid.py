@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from flwr.app import Message, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 
@@ -59,6 +60,11 @@ class RecordedGrid(Grid):
         ids: Iterable[int] = self._grid.get_node_ids()
         return ids
 
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        """Return all nodes."""
+        nodes: Iterable[NodeInfo] = self._grid.get_nodes()
+        return nodes
+
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Have messages handled; returns their ids, by which replies can be pulled."""
         self._recorder.check()
@@ -82,8 +88,8 @@ class RecordedGrid(Grid):
             with self._lock:
                 found = self._awaited.pop(reply.metadata.reply_to_message_id, None)
             if found is not None:
-                phase, _, batch = found
-                self._recorder.replied(phase, reply)
+                phase, node_id, batch = found
+                self._recorder.replied(phase, reply, node_id)
                 batch.may_be_settled(phase)
         self._recorder.check()
         return replies

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from flwr.app import ConfigRecord, Message, MetricRecord
+from flwr.common.constant import ErrorCode
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import AllFailed
@@ -27,6 +28,7 @@ Metric = bool | int | float | str | None | list[int] | list[float]
 Metrics = Mapping[str, Metric]
 
 OnEvent = Callable[[Event], None]
+_LATE: Final = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 #: The reason for the failure of messages whose replies the app has not asked for until its end.
 NOT_PULLED: Final = f"{NO_REPLY} was pulled"
 
@@ -225,15 +227,16 @@ class Recorder:
                 phase, client, error if error is None else error.strip() or "no reason given", metrics
             )
 
-    def replied(self, phase: Phase, reply: Message) -> None:
-        """Note a reply."""
-        node_id = reply.metadata.src_node_id
+    def replied(self, phase: Phase, reply: Message, node_id: int | None = None) -> None:
+        """Note a reply to a message to a node. Errors of the SuperLink's own name the SuperLink."""
+        node_id = reply.metadata.src_node_id if node_id is None else node_id
         if reply.has_error():
             reason = (reply.error.reason or "").strip() or f"error {reply.error.code}"
             with self._lock:
                 self._ended_by = self._ended_by or getattr(reply.error, "ends_run", None)
-                phase.refused.add(node_id)
-                self._refused += 1
+                if reply.error.code not in _LATE:
+                    phase.refused.add(node_id)
+                    self._refused += 1
                 self._ended(phase, node_id, reason, traceback=getattr(reply.error, "traceback", ""))
         else:
             self._ended(phase, node_id, None, _metrics_in(reply))

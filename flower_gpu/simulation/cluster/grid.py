@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 
 from flower_gpu.errors import NotDeterministicError, RunEndedError, WorkerDiedError
@@ -21,7 +22,15 @@ from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, List
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
 from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visit, Visited
 from flower_gpu.simulation.durations import Durations
-from flower_gpu.simulation.grid import SHORT_S, SimulationGrid, late_text, reply_of
+from flower_gpu.simulation.grid import (
+    SHORT_S,
+    WAIT_S,
+    SimulationGrid,
+    expired,
+    expired_error,
+    late_text,
+    reply_of,
+)
 from flower_gpu.simulation.messages import Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.states import StateStore
@@ -367,6 +376,10 @@ class ClusterGrid(SimulationGrid):
         if not job.box.is_wanted(job.message):
             self._forget(job.message.metadata.message_id)
             return
+        if job.message.metadata.message_id in job.box.expired:
+            self._forget(job.message.metadata.message_id)
+            job.box.end(job.message, expired(job.message))
+            return
         job.box.again(job.message)
         self._wait_for_host(job.box)
         self._changed.notify_all()
@@ -408,6 +421,7 @@ class ClusterGrid(SimulationGrid):
                 sent.add(message_id)
             due, is_over = time.monotonic() + _TAKE_S, False
             while not is_over:
+                self._expire(box)
                 groups, failed, is_over = self._wait_for_sums(box, deadline, due)
                 if failed:
                     box.finished += len(failed)
@@ -448,10 +462,10 @@ class ClusterGrid(SimulationGrid):
                 is_late = now >= deadline
                 groups = box.to_take(is_due=now >= due, is_last=is_late)
                 is_over = is_late or (not groups and box.is_done)
-                if groups or failed or is_over:
+                if groups or failed or is_over or box.expires_s <= now:
                     return groups, failed, is_over
-                until = min(deadline, due if due > now else math.inf)
-                self._changed.wait(None if math.isinf(until) else until - now)
+                until = min(deadline, box.expires_s, due if due > now else math.inf)
+                self._changed.wait(min(until - now, WAIT_S))
 
     def _taken(self, box: SumBox, groups: Iterable[Held]) -> _PartSums:
         """Fetch the sums of groups, and yield them."""
@@ -478,6 +492,10 @@ class ClusterGrid(SimulationGrid):
             host.failed += len(part.ids) - len(part.states)
             if part.error is not None:
                 raise part.error
+            for reply in part.summed.rest:
+                is_expired = reply.metadata.reply_to_message_id in box.expired
+                if is_expired and reply.has_error() and reply.error.code == ErrorCode.CLIENT_APP_CRASHED:
+                    reply.error = expired_error()  # its worker was ended for that
             yield host.name, part.summed
             del part
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -45,6 +45,8 @@ class SumBox(Box):
     """
 
     in_order: ClassVar = False
+    # A host may just have added its reply to a sum. It says whether it could end the handling.
+    _ends_running: ClassVar = False
 
     def __init__(
         self,
@@ -224,12 +226,18 @@ class BlockBox(SumBox):
 
     def begin_all(self) -> list[Message]:
         """Return all messages that wait."""
-        waiting = [message for block in self._blocks.values() for message in block.waiting]
-        for block in self._blocks.values():
-            block.waiting.clear()
-        self._waiting = 0
+        waiting = self._taken_from_waiting(self._of)
         self.running |= {message.metadata.message_id: message for message in waiting}
         return waiting
+
+    def _taken_from_waiting(self, message_ids: Container[str]) -> list[Message]:
+        taken: list[Message] = []
+        for block in self._blocks.values():
+            found, block.waiting = block.waiting, deque[Message]()
+            for message in found:
+                (taken if message.metadata.message_id in message_ids else block.waiting).append(message)
+        self._waiting -= len(taken)
+        return taken
 
     def end(self, message: Message, reply: Message | None) -> None:
         """Have an error in the place of a reply that no host has."""

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.supercore.run import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
 from flower_gpu import FedAvg
-from flower_gpu.errors import ConfigError, InvalidResultError, NotDeterministicError
+from flower_gpu.errors import ConfigError, InvalidResultError, NotDeterministicError, WorkerDiedError
 from flower_gpu.flower import record_bytes, streaming
 from flower_gpu.flower.arrays import view_of
 from flower_gpu.flower.rounds import replies_to_sum
@@ -86,6 +87,7 @@ class InThread:
         self._left = dies_at
         self._lock = threading.Lock()
         self.forgotten: list[int] = []
+        self.cancelled: set[str] = set()
 
         self._queue = WorkQueue()
         for _ in range(concurrency):
@@ -117,11 +119,17 @@ class InThread:
     def handle(self, visit: Visit) -> Visited:
         self._live()
         self.begun.set()
-        self.gate.wait(60)
         message = self._models.message(visit)
         message_id = message.metadata.message_id
         state = record_bytes.decode(visit.state) if visit.state else RecordDict()
-        reply = reply_of(lambda message: client(message, state), message)
+
+        def handled(message: Message) -> Message:
+            until(lambda: self.gate.is_set() or message_id in self.cancelled)
+            if message_id in self.cancelled:
+                raise WorkerDiedError("it was cancelled")
+            return client(message, state)
+
+        reply = reply_of(handled, message)
         kept = record_bytes.encode(state)
         self._live()
         learned = Learned("train", 0, 0.0, "", None, False)
@@ -145,6 +153,7 @@ class InThread:
         self._sums.forget(groups)
 
     def cancel(self, message_id: str) -> None:
+        self.cancelled.add(message_id)
         self._queue.cancel(message_id)
 
     def close(self) -> None:
@@ -447,7 +456,29 @@ def test_long_messages_are_not_sent_ahead_after_short_ones() -> None:
         assert test.grid._under_way[host] == 1
         host.gate.set()
         replies: list[Message] = []
-        until(lambda: replies.extend(test.grid.pull_messages(ids)) or len(replies) == 20)
+        until(lambda: replies.extend(test.grid.pull_messages(ids[len(replies) :])) or len(replies) == 20)
+
+
+@pytest.mark.parametrize("how", ["summed", "summed in order", "each reply"])
+def test_what_has_expired_is_an_error(how: str) -> None:
+    host = InThread("a", 1)
+    with under(20, Hosts([host])) as test:
+        content = RecordDict({"arrays": ArrayRecord([np.zeros(3, np.float32)])})
+        messages = [Message(content, node, "train", ttl=0.3, group_id="1") for node in test.nodes.ids[:4]]
+        host.gate.clear()
+        if how == "each reply":
+            replies = list(test.grid.send_and_receive(messages))
+        else:
+            found: Any = replies_to_sum(test.grid, messages, None, in_order="order" in how)
+            sums = found.sums("num-examples", keeps_integers=True)
+            replies = [reply for _, part in sums for reply in part.rest]
+        host.gate.set()
+        assert [reply.error.code for reply in replies] == [ErrorCode.MESSAGE_UNAVAILABLE] * 4
+        assert len(host.cancelled) == 1, "the others have not begun"
+        until(lambda: not test.grid._under_way[host])
+        # The host goes on, and what has expired is not in its sums.
+        test.train(list(range(20)), in_order="order" in how)
+        assert test.calls() == [1] * 20
 
 
 @pytest.mark.parametrize("method", ["give", "exchange"])

@@ -1,0 +1,234 @@
+"""Grids of ours answer calls as Flower's own do: the same calls to both, and the answers side by side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.proto.task_pb2 import Task
+from flwr.server.superlink.fleet.vce.vce_api import _register_nodes
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.server.superlink.linkstate.in_memory_linkstate import RunRecord
+from flwr.serverapp import Grid
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.grid import HttpGrid, InMemoryGrid
+from grid_handlers import RUN_ID, GridUnderTest, until
+
+from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.recording.recorder import Recorder
+from flower_gpu.simulation.cluster.grid import ClusterGrid
+from flower_gpu.simulation.local_grid import LocalGrid
+from flower_gpu.simulation.run import _identity
+from flower_gpu.trace import NO_REPLY, Event
+
+pytestmark = pytest.mark.timeout(120)
+NODES = 3
+
+
+def flowers(made: list[Message], ended: threading.Event) -> Grid:
+    """Return the grid of Flower's Simulation Runtime, with a thread that handles its messages."""
+    factory = LinkStateFactory(FLWR_IN_MEMORY_DB_NAME, NoOpFederationManager(), ObjectStoreFactory())
+    state: Any = factory.state()
+    run = Run.create_empty(RUN_ID)
+    run.primary_task_id, run.federation_id = 1, NOOP_FEDERATION_ID
+    state.run_ids[RUN_ID] = RunRecord(run=run)
+    state.task_store[1] = Task(task_id=1, run_id=RUN_ID)
+    nodes = _register_nodes(NODES, factory)
+
+    def handle() -> None:
+        while not ended.wait(0.01):
+            for node in nodes:
+                for message in state.get_message_ins(node, limit=None):
+                    if (group := message.metadata.group_id) == "wait":
+                        continue
+                    reply = Message(RecordDict(), reply_to=message, ttl=60 if group == "short" else None)
+                    reply.metadata.__dict__["_message_id"] = f"{message.metadata.message_id} reply"
+                    if state.store_message_res(reply):
+                        made.append(reply)
+
+    threading.Thread(target=handle, daemon=True).start()
+    grid = InMemoryGrid(factory, pull_interval=0.01)
+    grid.set_run(run)
+    return grid
+
+
+@pytest.fixture(params=["local", "recorded"])
+def ours(request: pytest.FixtureRequest) -> Iterator[tuple[Grid, list[Message], GridUnderTest]]:
+    one, made = GridUnderTest(2, NODES), []
+    one.handling.on_reply = made.append
+    events: list[Event] = []
+    recorder = Recorder(events.append, one.nodes.partition_of)
+    yield (one.grid if request.param == "local" else RecordedGrid(one.grid, recorder)), made, one
+    one.close()
+    replies = [event for event in events if event["event"] == "reply"]
+    assert all(event["node"] is not None for event in replies)
+    assert all(event["error"] is None or event["error"].startswith(NO_REPLY) for event in replies)
+
+
+@pytest.fixture(autouse=True)
+def identity() -> Iterator[None]:
+    """Flower lets only the SuperLink's side of a run make messages."""
+    with _identity(RUN_ID):
+        yield
+
+
+def told(reply: Message, sent: list[Message], *, without_source: bool = False) -> dict[str, Any]:
+    """Return what a reply tells; ours to an expired message may name the client."""
+    metadata = reply.metadata
+    ids = [message.metadata.message_id for message in sent]
+    found = {
+        "code": reply.error.code if reply.has_error() else None,
+        "of": ids.index(metadata.reply_to_message_id) if metadata.reply_to_message_id in ids else None,
+        "to": metadata.dst_node_id,
+        "run": metadata.run_id,
+        "has_id": bool(metadata.message_id),
+    }
+    if not without_source:
+        at = [message.metadata.dst_node_id for message in sent]
+        found |= {
+            "from": at.index(metadata.src_node_id) if metadata.src_node_id in at else metadata.src_node_id,
+            "type": metadata.message_type,
+            "group": metadata.group_id,
+        }
+    return found
+
+
+def error_of(call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return None
+
+
+def answers(grid: Grid, made: list[Message]) -> Iterator[tuple[str, object]]:
+    """Make all calls; yield what is answered, with what is not the same each time left out."""
+    found: list[Message] = []
+
+    def pulled(ids: list[str], sent: list[Message]) -> list[dict[str, Any]]:
+        found[:] = list(grid.pull_messages(ids))
+        return [told(reply, sent) for reply in found]
+
+    def waited(ids: list[str], sent: list[Message]) -> list[dict[str, Any]]:
+        assert until(lambda: bool(pulled(ids, sent)))
+        return [told(reply, sent) for reply in found]
+
+    ids = list(grid.get_node_ids())
+    yield "nodes", len(set(ids))
+    nodes = list(grid.get_nodes())
+    yield "of nodes", {node.node_id for node in nodes} == set(ids)
+    yield "fields", [[field.name for field, _ in node.ListFields()] for node in nodes]
+    yield "status", [(node.status, node.owner_aid, node.owner_name, node.online_until) for node in nodes]
+    yield "registered", [type(time.strptime(node.registered_at[:19], "%Y-%m-%dT%H:%M:%S")) for node in nodes]
+    yield "keys", len({(node.public_key, len(node.public_key)) for node in nodes})
+
+    yield "run", (grid.run.run_id, grid.run is grid.run)
+    yield "set_run", error_of(lambda: grid.set_run("no run"))  # type: ignore[arg-type]
+    yield "set_run again", error_of(lambda: grid.set_run(grid.run))
+    yield "node", grid.node  # type: ignore[attr-defined]
+
+    message = grid.create_message(RecordDict(), "train", ids[0], "1", ttl=7)
+    times = ("_created_at", "_dst_node_id")
+    yield "created", {name: value for name, value in vars(message.metadata).items() if name not in times}
+    yield "default ttl", grid.create_message(RecordDict(), "train", ids[0], "1").metadata.ttl
+    yield "no time", error_of(lambda: grid.push_messages([Message(RecordDict(), ids[0], "train", ttl=-1)]))
+    reply = Message(RecordDict(), reply_to=message)
+    reply.metadata.__dict__["_reply_to_message_id"] = "another"
+    yield "a reply", error_of(lambda: grid.push_messages([reply]))
+
+    def messages(*groups: str, ttl: float | None = None) -> list[Message]:
+        # The message type is not the one that the others have.
+        return [
+            Message(RecordDict(), node, "query.a", group_id=group, ttl=ttl)
+            for node, group in zip(ids, groups, strict=False)
+        ]
+
+    yield "nothing", (list(grid.push_messages([])), list(grid.pull_messages([])))
+    sent = messages("answer", "answer")
+    pushed = list(grid.push_messages(sent))
+    yield "ids", pushed == [message.metadata.message_id for message in sent]
+    yield "pulled", [waited([each], sent) for each in pushed]
+    yield "pulled again", sorted(pulled(pushed, sent), key=str)
+    yield "twice in one", len(pulled([pushed[0], pushed[0]], sent))
+    yield "unknown", pulled(["unknown"], sent)
+
+    sent = messages("short")
+    made.clear()
+    pushed = list(grid.push_messages(sent))
+    assert until(lambda: bool(made))
+    made[0].metadata.__dict__["_ttl"] = 1e-9
+    yield "reply expired", [(each["code"], each["of"]) for each in waited(pushed, sent)]
+
+    sent = messages("wait", ttl=0.3)
+    yield "expired", waited(list(grid.push_messages(sent)), sent)
+    sent = messages("answer", ttl=0.3)
+    pushed = list(grid.push_messages(sent))
+    time.sleep(max(0.0, sent[0].metadata.created_at + 0.31 - time.time()))
+    yield "expired before it was pulled", pulled(pushed, sent)
+
+    sent = messages("answer", "wait", "answer")
+    replies = list(grid.send_and_receive(sent, timeout=0.5))
+    yield "in time", sorted((told(reply, sent) for reply in replies), key=str)
+    sent = [*messages("answer"), *messages("wait", ttl=0.3)]
+    replies = list(grid.send_and_receive(sent))
+    yield "within ttl", sorted((told(reply, sent, without_source=True) for reply in replies), key=str)
+    yield "no messages", list(grid.send_and_receive([]))
+    yield "no time at all", list(grid.send_and_receive(messages("answer"), timeout=0))
+
+
+@cache
+def flowers_answers() -> dict[str, object]:
+    made: list[Message] = []
+    ended = threading.Event()
+    try:
+        return dict(answers(flowers(made, ended), made))
+    finally:
+        ended.set()
+
+
+def test_the_same_answers(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
+    grid, made, one = ours
+    assert dict(answers(grid, made)) == flowers_answers()
+    # Flower's workers go on with what has expired.
+    assert until(lambda: one.handling.running == 0)
+    assert len(one.handling.cancelled) == 3 and not one.grid._waiting
+
+
+def test_ours_have_whatever_flowers_have(ours: tuple[Grid, list[Message], GridUnderTest]) -> None:
+    def public(grid: Any) -> set[str]:
+        return {name for name in dir(grid) if not name.startswith("_")}
+
+    theirs = public(HttpGrid(token="of the test")) | public(flowers([], threading.Event()))
+    theirs -= {"state", "pull_interval"}  # where and how often InMemoryGrid itself looks
+    assert sorted(theirs - public(ours[2].grid)) == []
+    assert all(hasattr(ours[0], name) for name in theirs)
+    for kind in (LocalGrid, ClusterGrid, RecordedGrid):  # no answer is the base class's guess
+        assert [name for name in public(Grid) if getattr(kind, name) is getattr(Grid, name)] == []
+
+
+def test_what_has_expired_leaves_room_for_others_and_ends_no_run() -> None:
+    one = GridUnderTest(1, NODES)
+    grid = RecordedGrid(one.grid, Recorder(lambda event: None, one.nodes.partition_of, lambda: ""))
+    try:
+        waiting = [
+            Message(RecordDict(), node, "train", group_id="wait", ttl=0.2)
+            for node in (*one.nodes.ids, one.nodes.ids[0])
+        ]
+        replies = list(grid.send_and_receive([*waiting, waiting[0]]))
+        assert [reply.error.code for reply in replies] == [ErrorCode.MESSAGE_UNAVAILABLE] * 5
+        assert "ttl" in replies[0].error.reason and replies[0].metadata.src_node_id == one.nodes.ids[0]
+        assert len(one.handling.cancelled) == 1, "the others had not begun"
+        # Other than clients that fail, clients that are late do not end a run in its first round.
+        assert not any(reply.has_error() for reply in grid.send_and_receive(one.messages(2)))
+        assert not one.grid._boxes
+    finally:
+        one.close()
