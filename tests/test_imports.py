@@ -90,7 +90,6 @@ ROOMS = (
     "keras",
     "pytorch",
     "leases",
-    "gpu",
     "workers",
     "frameworks",
     "gpu",
@@ -121,18 +120,44 @@ def strings_of(path: Path) -> set[str]:
     return found
 
 
+def upward(name: str, path: Path) -> set[str]:
+    """Return the higher rooms that a file knows of: by its imports, or by names of modules in its strings."""
+    ours = {other for other in imports_of(path) if other.split(".")[0] == "flower_gpu"}
+    used = {layer(other) for other in ours | strings_of(path) if (name, other) not in TASKS_BY_NAME}
+    return used & set(ROOMS[: ROOMS.index(layer(name))])
+
+
 def test_every_room_is_in_the_order() -> None:
-    assert {layer(name) for name in FILES} == {"", *ROOMS}
+    assert sorted(ROOMS) == sorted({layer(name) for name in FILES} - {""})
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_layers(room: str) -> None:
-    """Imports point down, and so do the names of modules in strings."""
     for name, path in FILES.items():
         if layer(name) == room:
-            ours = {other for other in imports_of(path) if other.split(".")[0] == "flower_gpu"}
-            used = {layer(other) for other in ours | strings_of(path) if (name, other) not in TASKS_BY_NAME}
-            assert used & set(ROOMS) <= set(ROOMS[ROOMS.index(room) :]), name
+            assert not upward(name, path), name
+
+
+@pytest.mark.parametrize("room", ROOMS[1:])
+def test_each_room_can_break_the_order(room: str, tmp_path: Path) -> None:
+    """Each way to know of a higher room is seen in each room, here of the room right above."""
+    above = ROOMS[ROOMS.index(room) - 1]
+    module = next(name for name in FILES if layer(name) == above)
+    for text in (
+        f"import {module}",
+        f"from {module} import main",
+        f"from flower_gpu import {above}",
+        f"def function():\n    from {module} import main",
+        f"TASK = '{module}:main'",
+        f"MODULE = '{module}'",
+    ):
+        path = tmp_path / "module.py"
+        path.write_text(text)
+        assert upward(f"flower_gpu.{room}.module", path) == {above}, text
+        assert not upward(f"flower_gpu.{above}.module", path), text
+    path.write_text("from . import other")
+    with pytest.raises(AssertionError, match="relative"):
+        upward(f"flower_gpu.{room}.module", path)
 
 
 #: What single modules bring in beyond what their room may.
@@ -146,10 +171,28 @@ MORE = {
 }
 
 
+#: The rooms of a worker's and a client's minimum, and what every other module builds on.
+LIGHT = {"", *ROOMS[ROOMS.index("ranks") :]} - {"pytorch", "keras", "jax"}
+
+#: What all others may bring in.
+USUAL = {"numpy", "tqdm", "rich", "psutil", "tensorboard", "wandb", "mlflow"}
+
+
+def too_much(name: str, found: set[str]) -> set[str]:
+    """Return which of the libraries that came with a module it may not bring in."""
+    allowed = set(MORE.get(name, ()))  # no worker has sqlite3, nor what it is forked from
+    if layer(name) not in LIGHT:
+        allowed |= USUAL
+    if layer(name) == "pytorch":
+        allowed.add("torch")
+    if layer(name) in WITH_FLOWER:
+        allowed.add("flwr")
+    return found - allowed
+
+
 @pytest.mark.parametrize("there", ["", "torch", "flwr"])
 def test_imports(there: str) -> None:
     """The modules of a room in one process, but for those that bring in more."""
-    light = {"", *ROOMS[ROOMS.index("ranks") :]} - {"pytorch", "keras", "jax"}
     groups = {
         room: [name for name in FILES if layer(name) == room and name not in MORE]
         for room in ("", *ROOMS)
@@ -158,22 +201,44 @@ def test_imports(there: str) -> None:
     groups |= {name: [name] for name in MORE.keys() & FILES if THERE.get(layer(name), "") == there}
     for line in run_python(IMPORT, there, *(" ".join(names) for names in groups.values())).splitlines():
         group, told = json.loads(line)
-        name, found = group.split()[0], set(told)
-        if layer(name) != "pytorch":
-            assert "torch" not in found
-        if layer(name) not in WITH_FLOWER:
-            assert "flwr" not in found
-        assert "sqlite3" not in found - MORE.get(name, set())  # no worker has it, nor what it is forked from
-        assert not found & {"tensorflow", "keras", "jax"}  # optional: imported by what a task calls only
-        if layer(name) in light:  # a worker's and a client's minimum, and what every other module builds on
-            assert found == MORE.get(name, set())
+        name = group.split()[0]
+        assert not too_much(name, set(told)), name
+        if name in MORE:
+            assert set(told) >= MORE[name], "it is in MORE without need"
 
 
-def test_libraries_are_imported_in_one_place() -> None:
-    """Flower by the layers for Flower only, NVIDIA's library by one file."""
-    tops = {name: {each.split(".")[0] for each in imports_of(path)} for name, path in FILES.items()}
-    assert {layer(name) for name, found in tops.items() if "flwr" in found} <= set(WITH_FLOWER)
-    assert {name for name, found in tops.items() if "pynvml" in found} <= {"flower_gpu.gpu.nvml"}
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("flower_gpu", set()),
+        ("flower_gpu.calls.runner", set()),
+        ("flower_gpu.frameworks.array_checks", {"numpy"}),
+        ("flower_gpu.pytorch.weights", {*USUAL, "torch"}),
+        ("flower_gpu.keras.weights", USUAL),
+        ("flower_gpu.watch.history", USUAL),
+        ("flower_gpu.flower.mod", {*USUAL, "flwr"}),
+        ("flower_gpu.simulation.grid", {*USUAL, "flwr", "sqlite3"}),
+    ],
+)
+def test_a_module_can_bring_in_too_much(name: str, allowed: set[str]) -> None:
+    found = {*USUAL, "torch", "flwr", "sqlite3", "tensorflow", "keras", "jax"}
+    assert too_much(name, found) == found - allowed
+
+
+def in_a_wrong_place(name: str, path: Path) -> set[str]:
+    """Return the libraries that only other files may import: those of Flower's rooms, one for NVIDIA's."""
+    found = {each.split(".")[0] for each in imports_of(path)}
+    is_allowed = {"flwr": layer(name) in WITH_FLOWER, "pynvml": name == "flower_gpu.gpu.nvml"}
+    return {library for library, is_here in is_allowed.items() if library in found and not is_here}
+
+
+def test_libraries_are_imported_in_one_place(tmp_path: Path) -> None:
+    assert not {name: found for name, path in FILES.items() if (found := in_a_wrong_place(name, path))}
+    path = tmp_path / "module.py"
+    path.write_text("import pynvml\ndef function():\n    from flwr.app import Message")
+    assert in_a_wrong_place("flower_gpu.gpu.module", path) == {"flwr", "pynvml"}
+    assert in_a_wrong_place("flower_gpu.gpu.nvml", path) == {"flwr"}
+    assert in_a_wrong_place("flower_gpu.flower.module", path) == {"pynvml"}
 
 
 def test_building_a_client_imports_no_torch() -> None:
