@@ -56,6 +56,10 @@ class ConfigError(FlowerGPUError, ValueError):
     """A setting, option or argument that cannot be used."""
 
 
+class DiskError(FlowerGPUError):
+    """What a run has to keep could not be written."""
+
+
 class WorkerError(FlowerGPUError):
     """A call failed in its worker. Only this call: the next one gets a new worker."""
 

@@ -52,6 +52,12 @@ class Workers:
 
     shows_progress = True  # whether the progress of a call is drawn
     is_copying = False  # whether calls are done once more, to be compared: the trace says so
+    is_used_again = False  # whether the call's worker has run others before
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the call is given up: then its worker is ended, and has not failed."""
+        return False
 
     def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
         """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
@@ -286,12 +292,15 @@ class _Run:
             record["lease" if held.shares else "cores_lease"] = held.id
         # Not self in the functions below: who calls them is freed later than the arguments should be.
         self.told = told = {}
+        workers = self.workers
         times: dict[str, float | None] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
 
         bases: dict[int, int] = {}  # main memory that workers had when they started
 
         def on_start(pid: int, used: str) -> None:
             record.update(pid=pid, start_method=used)
+            if workers.is_used_again:
+                record["used_again"] = True
             if ticket is not None and method.is_own_process:
                 bases[pid] = host.anonymous_bytes(pid)
                 ticket.report_worker(pid, bases[pid])
@@ -330,7 +339,7 @@ class _Run:
         error: BaseException | None = None
         try:
             with ProgressDisplay(self.label, record, self.workers.shows_progress) as display, around:
-                return self.workers.run(
+                return workers.run(
                     call,
                     method,
                     timeout_s=settings.timeout_s,
@@ -354,7 +363,7 @@ class _Run:
                     **record,
                     **times,
                     seconds=round(time.monotonic() - began, 4),
-                    outcome=_outcome(error, told),
+                    outcome="cancelled" if error and workers.is_cancelled else _outcome(error, told),
                     error=None if error is None else text_of(error),
                     **_traceback(error),
                 )

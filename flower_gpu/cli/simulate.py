@@ -21,7 +21,7 @@ from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
-from flower_gpu.errors import ConfigError, GPUUnavailableError, RunEndedError, shortened
+from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
 from flower_gpu.leases.request import memory_bytes
@@ -338,7 +338,7 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
         _say(str(failed))
         _say(_once_mended(failed.folder, failed.can_resume))
         return 1
-    except (ConfigError, GPUUnavailableError):
+    except (ConfigError, DiskError, GPUUnavailableError):  # their text says it all
         raise
     except Exception as error:
         print(shortened(traceback.format_exc()), end="", file=sys.stderr)

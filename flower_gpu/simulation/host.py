@@ -132,7 +132,7 @@ class Host:
             first=self.concurrency,
             is_strict=work.is_strict,
         )
-        handler = MessageHandler(
+        self._handler = handler = MessageHandler(
             work.app,
             nodes,
             of_calls,
@@ -166,6 +166,7 @@ class Host:
 
     def end_workers(self) -> None:
         """Have all workers end at once; threads that wait for one go on."""
+        self._handler.cancel_all()  # first: a call that the end itself ends has not failed
         self._run_server.close()
 
     def close(self) -> None:

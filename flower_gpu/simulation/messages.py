@@ -139,6 +139,7 @@ class MessageHandler:
         self._others_started = 0  # workers that were in none of these slots
         self._has_used = False  # whether a worker has handled a second message
         self._running: dict[str, Slot] = {}
+        self._is_over = False
         self._recycling = recycling
         self._durations = Durations() if durations is None else durations
         self._memory = HostMemory()
@@ -150,6 +151,8 @@ class MessageHandler:
         slot = self._slot()
         seed = self._seed_of(message)
         with self._lock:
+            if self._is_over:
+                raise WorkerStartError("the run is over")
             slot.begin()
             self._running[metadata.message_id] = slot
         try:
@@ -345,6 +348,14 @@ class MessageHandler:
             slot = self._running.pop(message.metadata.message_id, None)
             if slot is not None:  # with the lock: the slot cannot have another message meanwhile
                 slot.cancel()
+
+    def cancel_all(self) -> None:
+        """End all workers that handle a message; no other message is handled."""
+        with self._lock:
+            self._is_over = True
+            for slot in self._running.values():
+                slot.cancel()
+            self._running.clear()
 
     def longest_wait_s(self) -> float:
         """Return since when a message waits for a lease, for cores or for memory; 0 where none does."""

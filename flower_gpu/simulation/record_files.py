@@ -9,7 +9,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from flower_gpu.errors import FlowerGPUError
+from flower_gpu.errors import DiskError
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import path_text
 
@@ -33,20 +33,18 @@ class Place:
         return data
 
 
-def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) -> FlowerGPUError:
+def disk_error(error: OSError, folder: Path, size_bytes: int, next_step: str) -> DiskError:
     """Return the error for what could not be written into a folder."""
     where = path_text(folder)
     needed = format_bytes(size_bytes)
     if error.errno == errno.EDQUOT:  # what is free on the disk says nothing
-        return FlowerGPUError(
-            f"no quota is left: {where} needs {needed} more ({error.strerror}). {next_step}"
-        )
+        return DiskError(f"no quota is left: {where} needs {needed} more ({error.strerror}). {next_step}")
     if error.errno != errno.ENOSPC:
-        return FlowerGPUError(f"cannot write {needed} into {where}: {error.strerror}. {next_step}")
+        return DiskError(f"cannot write {needed} into {where}: {error.strerror}. {next_step}")
     free = ""
     with contextlib.suppress(OSError):
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
         free = f", and {format_bytes(shutil.disk_usage(nearest).free)} are free"
-    return FlowerGPUError(
+    return DiskError(
         f"the disk is full: {where} has no room for {needed} more{free} ({error.strerror}). {next_step}"
     )

@@ -15,7 +15,7 @@ from typing import Any, Final, TextIO
 
 from flower_gpu.apps.failures import Failure, FailureLog, outcome_text
 from flower_gpu.apps.folder import short
-from flower_gpu.errors import ConfigError, FlowerGPUError, RunEndedError, shortened
+from flower_gpu.errors import ConfigError, DiskError, RunEndedError, shortened
 from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.strategy_state import OURS
@@ -123,7 +123,7 @@ def reported_run(
             )
             failures.add(failure, is_said=event["error"] != NOT_PULLED)
 
-    outcome, why = "completed", None
+    outcome, why, is_told = "completed", None, False
     report: Report | None = None
     try:
         pointer = None if keep_going else lambda: failures.pointer
@@ -145,7 +145,7 @@ def reported_run(
     except BaseException as error:
         if isinstance(error, RunEndedError) and folder is not None:
             error.folder, error.can_resume = folder.path, folder.can_resume
-        outcome, why = "failed", error_text(error)
+        outcome, why, is_told = "failed", error_text(error), isinstance(error, DiskError)
         raise
     finally:
         display.close()
@@ -164,10 +164,11 @@ def reported_run(
             try:
                 if folder is not None:
                     folder.finish(report.recorder.model, report.summary)
-            except FlowerGPUError as error:
+            except DiskError as error:
                 if outcome == "completed":
                     raise
-                _print([f"not all results are written: {error}"])  # what ended the run is told as well
+                if not is_told:
+                    _print([f"not all results are written: {error}"])  # what ended the run is told as well
             finally:
                 if progress:
                     _print(summary_lines(report.summary, None if folder is None else short(folder.path)))
@@ -238,7 +239,7 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         if summary.get("peak_worker_bytes"):
             text += f", with {summary['peak_worker_bytes'] / 2**20:.0f} MiB at most"
         rows.append(("workers", text))
-    if recycling := summary.get("recycling"):
+    if (recycling := summary.get("recycling")) and recycling["reason"]:
         rows.append(("recycling", _recycling_text(recycling)))
     for kind, metrics in summary["metrics"].items():
         if text := metrics_text(metrics, _MOST_METRICS):

@@ -96,6 +96,11 @@ class Slot(Workers):
         return self._place.line.has_worker
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether the call that was begun is to be ended."""
+        return self._place.line.is_cancelled
+
+    @property
     def has_lease(self) -> bool:
         """Whether its worker waits for another call with a lease."""
         return self._place.held is not None
@@ -119,9 +124,9 @@ class Slot(Workers):
             self.retire()  # it has no use for a GPU
         place = self._place
         self.device = device_of(place.held[0] if place.held is not None else None)
+        self.is_used_again = False
         if not method.from_server:
             place.line.retire()  # not the lease, which is this call's
-            self.is_used_again = False
             self.workers_started += 1
             began = time.monotonic()
             try:
@@ -130,11 +135,16 @@ class Slot(Workers):
                 self.call_s, self.import_s = time.monotonic() - began, None
         del options["or_spawn"], options["or_copy"]
         most = 1 if place.is_for_one_call else self.calls_per_worker
-        try:
-            return place.line.run(call, calls=most, **options)
-        finally:
-            self.is_used_again = place.line.is_used_again
+        idle_pid, on_start = place.line.idle_pid, options.pop("on_start")
+
+        def on_worker(pid: int, used: str) -> None:
+            self.is_used_again = pid == idle_pid
             self.workers_started += not self.is_used_again
+            on_start(pid, used)
+
+        try:
+            return place.line.run(call, calls=most, on_start=on_worker, **options)
+        finally:
             self.call_s, self.import_s = place.line.call_s, place.line.import_s
 
     def _run_own(self, call: Call, method: StartMethod, **options: Any) -> Any:
@@ -143,7 +153,7 @@ class Slot(Workers):
         try:
             with self._ordering:
                 self._order = order
-            if self._place.line.is_cancelled:
+            if self.is_cancelled:
                 raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
             return worker.run(call, method, stopped_by=order, **options)
         finally:
@@ -176,7 +186,7 @@ class Slot(Workers):
         """Hold cores of the run for a call on the CPU. This process holds them, and no worker."""
 
         def check() -> None:
-            if self._place.line.is_cancelled:
+            if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing_.purpose.label} was cancelled before it had cores")
 
         with self._cores.held(check) if self._cores is not None else nullcontext():
@@ -199,7 +209,7 @@ class Slot(Workers):
         fits = partial(self._fits, leasing)
 
         def deadline() -> float:
-            if self._place.line.is_cancelled:
+            if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing.purpose.label} was cancelled before it had a lease")
             if attempt == Attempt() and self._turns.has_idle(fits):
                 raise WorkerIdlesError

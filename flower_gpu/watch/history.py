@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
+from flower_gpu.apps.failures import COMPLETED
 from flower_gpu.watch.fields import mappings, number, text, whole, whose
 from flower_gpu.watch.lease_history import LeaseHistory
 from flower_gpu.watch.round_history import RoundHistory
@@ -62,8 +63,6 @@ class History(RoundHistory):
         self.first_at: float | None = None  # of all events
         self.last_at: float | None = None
         self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
-        self.failed_messages: int | None = None  # to clients, as told at the end of the run
-        self.all_messages: int | None = None  # the same
         self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
         self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
         self.samples: dict[str, list[GPUSample]] = {}
@@ -71,6 +70,8 @@ class History(RoundHistory):
         self.workers: list[WorkerSpan] = []  # in the order of their starts
         self.out_of_memory: list[OutOfMemory] = []
         self._running: dict[tuple[str, int], WorkerSpan] = {}  # by call and pid
+        self._processes: dict[tuple[str, int], int] = {}  # numbers of workers, by host and pid
+        self._started = 0  # processes
         self._last_round: int | None = None  # of a worker
         self._calls_round: int | None = None
         self._calls_done: Counter[str] = Counter()  # of that round
@@ -161,6 +162,7 @@ class History(RoundHistory):
         for leases in (self._gpu_leases, self._core_leases):
             leases.forget_finished(_MOST_OPEN)
         drop_oldest(self._running, _MOST_OPEN)
+        drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
             drop_oldest(self._parts, _FEW)
         drop_oldest(self.last_metrics, _FEW)
@@ -180,6 +182,8 @@ class History(RoundHistory):
         if self.started_at is not None and goes_on and before is not None and before < time:
             self.pauses.append((before, time))
             self._leave_hosts(before)
+        if event.get("kind") == "simulate":  # whoever goes on sends again what says no round
+            self._parts = {key: part for key, part in self._parts.items() if key[0] is not None}
         # A run that is resumed begins again; its times are those of the first.
         self.started_at = time if self.started_at is None else self.started_at
         self.finished_at, self.outcome = None, ""
@@ -196,7 +200,11 @@ class History(RoundHistory):
 
     def _on_run_finished(self, time: float, event: Mapping[str, Any]) -> None:
         self.finished_at, self.outcome = time, text(event.get("outcome"))
-        self.failed_messages, self.all_messages = whole(event.get("failed")), whole(event.get("messages"))
+        if (messages := whole(event.get("messages"))) is not None:  # the trace may lack replies
+            self._sent, self._failed = messages, whole(event.get("failed")) or 0
+            self._replied.clear()
+        if self.outcome == COMPLETED:
+            self._finish_rounds(self._latest_round)
         self.open_round = None
 
     def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
@@ -302,7 +310,6 @@ class History(RoundHistory):
 
     def _on_worker_started(self, time: float, event: Mapping[str, Any]) -> None:
         self._begin_worker(time, event)
-        self.tally.workers_started += 1
 
     def _begin_worker(self, time: float, event: Mapping[str, Any]) -> WorkerSpan:
         worker = WorkerSpan(
@@ -314,6 +321,12 @@ class History(RoundHistory):
             cores_lease=text(event.get("cores_lease")),
             is_copy=event.get("copy") is True,
         )
+        place = (worker.host, worker.pid)
+        if event.get("used_again") is not True or place not in self._processes:
+            self._started += 1
+            self.tally.workers_started += 1
+            self._processes[place] = self._started
+        worker.process = self._processes[place]
         self._running[worker.call, worker.pid] = worker
         self._last_round = worker.round if worker.round is not None else self._last_round
         self.workers.append(worker)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from flower_gpu.trace import Event
 from flower_gpu.watch.fields import number, text, whole, whose
 from flower_gpu.watch.spans import LeaseSpan, drop_oldest
+
+#: Errors by which a request is given up: its run ends, its message is cancelled, or it takes an idle worker.
+_GIVEN_UP: Final = ("WorkerIdlesError", "WorkerDiedError", "KeyboardInterrupt")
 
 
 class LeaseHistory:
@@ -37,6 +42,7 @@ class LeaseHistory:
         """End a request without a lease."""
         if (span := self.waiting.pop(text(event.get("call")), None)) is not None:
             span.refused_at = time
+            span.is_given_up = text(event.get("reason")) in _GIVEN_UP
 
     def release(self, time: float, event: Event) -> None:
         """End a lease."""

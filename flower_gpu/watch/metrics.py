@@ -97,7 +97,7 @@ _ROWS: Final = (
     Row("cores_not_granted", "counter", "Requests for cores that ended without a lease."),
     Row("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
     Row("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
-    Row("rounds_finished", "counter", "Rounds that are finished: their first result is there."),
+    Row("rounds_finished", "counter", "Rounds that are finished."),
     Row("host_calls", "counter", "Calls that have ended on hosts of clusters, by how.", ("host", "outcome")),
 )
 

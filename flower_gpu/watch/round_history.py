@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
@@ -18,14 +19,18 @@ class RoundHistory:
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
-        self.messages_sent = self.messages_failed = 0  # of rounds that have finished
+        self._sent = self._failed = 0  # messages of parts of rounds that have finished
+        # Replies of the parts that are under way, by round, task and whether they are errors.
+        self._replied: Counter[tuple[int | None, str, bool]] = Counter()
         self.failures = FailureReasons()  # of replies that are errors
         self.all_failed = ""  # why the run computes nothing, once that is so
         self.strategy: str | None = None
         self.strategy_started_at: float | None = None
         self.num_rounds: int | None = None
         self.resumed_round: int | None = None
-        self.highest_round = 0  # of those that have finished
+        self.highest_round = 0  # of those that have finished, in all their parts
+        self._latest_round = 0  # of which a part has finished
+        self._has_strategy = False  # one that is under way
         self.last_metrics: dict[str, Mapping[str, Any]] = {}  # by task, as told
         self.open_round: OpenRound | None = None  # messages that are under way
         self.closed_round: OpenRound | None = None  # the ones before, all of which are over
@@ -37,6 +42,16 @@ class RoundHistory:
         return list(self._parts.values())
 
     @property
+    def messages_sent(self) -> int:
+        """How many messages are over: those of parts that have finished, and those with a reply."""
+        return self._sent + self._replied.total()
+
+    @property
+    def messages_failed(self) -> int:
+        """How many of these have failed."""
+        return self._failed + sum(count for (*_, is_error), count in self._replied.items() if is_error)
+
+    @property
     def evaluations(self) -> list[RoundPart]:
         """What has finished, of rounds with a number."""
         return [part for part in self._parts.values() if part.round is not None]
@@ -44,6 +59,11 @@ class RoundHistory:
     def _on_strategy_started(self, time: float, event: Mapping[str, Any]) -> None:
         self.strategy, self.strategy_started_at = text(event.get("strategy")), time
         self.num_rounds = whole(event.get("num_rounds")) or self.num_rounds
+        self._has_strategy = True
+
+    def _on_strategy_finished(self, time: float, event: Mapping[str, Any]) -> None:
+        self._has_strategy = False
+        self._finish_rounds(self._latest_round)
 
     def _on_strategy_resumed(self, time: float, event: Mapping[str, Any]) -> None:
         self.resumed_round = after = whole(event.get("round"))
@@ -54,9 +74,9 @@ class RoundHistory:
         self.all_failed = self.all_failed or text(event.get("reason"))
 
     def _on_round_started(self, time: float, event: Mapping[str, Any]) -> None:
-        self.open_round = OpenRound(
-            whole(event.get("round")), text(event.get("task")), whole(event.get("messages")), time
-        )
+        server_round = whole(event.get("round"))
+        self.open_round = OpenRound(server_round, text(event.get("task")), whole(event.get("messages")), time)
+        self._finish_rounds(min(self._latest_round, (server_round or 0) - 1))
 
     def _on_round_grew(self, time: float, event: Mapping[str, Any]) -> None:
         if (open_round := self._open_round_of(event)) is not None:
@@ -64,6 +84,7 @@ class RoundHistory:
 
     def _on_reply(self, time: float, event: Mapping[str, Any]) -> None:
         has_failed = event.get("error") is not None
+        self._replied[whole(event.get("round")), text(event.get("task")), has_failed] += 1
         if (open_round := self._open_round_of(event)) is not None:
             open_round.replies += 1
             open_round.failed += has_failed
@@ -94,9 +115,9 @@ class RoundHistory:
 
     def _finish_part(self, time: float, event: Mapping[str, Any], task: str) -> None:
         server_round, metrics = whole(event.get("round")), event.get("metrics")
-        if server_round is not None and server_round > self.highest_round:  # a resumed run does some again
-            self.highest_round = server_round
-            self.tally.rounds_finished += 1
+        self._latest_round = max(self._latest_round, server_round or 0)
+        if not self._has_strategy:
+            self._finish_rounds(self._latest_round)
         told = dict(islice(metrics.items(), _MOST_METRICS)) if isinstance(metrics, Mapping) else {}
         if told:
             self.last_metrics.pop(task, None)
@@ -110,8 +131,17 @@ class RoundHistory:
         sent, failed = whole(event.get("messages")) or 0, whole(event.get("failed")) or 0
         part.messages += sent
         part.failed += failed
-        self.messages_sent += sent
-        self.messages_failed += failed
+        self._sent += sent
+        self._failed += failed
+        for key in list(self._replied):
+            if key[0] in (server_round, None) and key[1] == task:  # its round may be known at the end only
+                del self._replied[key]
+
+    def _finish_rounds(self, last: int) -> None:
+        """Take note that all rounds up to this one are over; a resumed run does some again."""
+        if last > self.highest_round:
+            self.tally.rounds_finished += 1
+            self.highest_round = last
 
 
 def _figures(metrics: object) -> dict[str, float]:

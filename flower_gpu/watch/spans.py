@@ -68,8 +68,8 @@ class HostSpan:
 
     @property
     def calls_done(self) -> int:
-        """How many calls have ended there. A call that ran out of memory, or was lost, is tried again."""
-        return self.calls.total() - self.calls[OUT_OF_MEMORY] - self.calls[HOST_LOST]
+        """How many calls have ended there. Those that are given up, or tried again, are left out."""
+        return self.calls.total() - sum(self.calls[one] for one in (OUT_OF_MEMORY, HOST_LOST, CANCELLED))
 
     @property
     def calls_failed(self) -> int:
@@ -110,6 +110,7 @@ class LeaseSpan:
     caller_pid: int | None = None
     granted_at: float | None = None
     refused_at: float | None = None  # the wait ended without a lease
+    is_given_up: bool = False  # before there was one, by who had asked
     released_at: float | None = None
     id: str = ""
     waited_s: float = 0.0
@@ -134,6 +135,7 @@ class WorkerSpan:
     lease: str  # its id; empty on the CPU
     started_at: float
     cores_lease: str = ""  # on the CPU: the id of its lease on cores, where it has one
+    process: int = 0  # the number of its process, from 1 on: a worker that is used again does several calls
     task_at: float | None = None
     result_at: float | None = None
     finished_at: float | None = None
@@ -215,10 +217,11 @@ class OpenRound:
 # Counts that never go down
 
 OUT_OF_MEMORY: Final = "out of memory"
+CANCELLED: Final = "cancelled"
 #: How a worker ends whose host is lost: no line of the trace says so.
 HOST_LOST: Final = "host lost"
 #: How a worker can end, as the trace says it; anything else is counted as ``OTHER``.
-OUTCOMES: Final = ("ok", "error", OUT_OF_MEMORY, "died", "timeout", "cancelled", HOST_LOST)
+OUTCOMES: Final = ("ok", "error", OUT_OF_MEMORY, "died", "timeout", CANCELLED, HOST_LOST)
 #: What can follow when a call runs out of GPU memory.
 CONSEQUENCES: Final = ("again", "on the CPU", "failed")
 OTHER: Final = "other"

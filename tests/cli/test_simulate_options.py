@@ -15,6 +15,9 @@ import pytest
 from command_shell import Shell
 
 from flower_gpu.cli.main import main
+from flower_gpu.watch.history import History
+from flower_gpu.watch.report.calls import Clock, tries_of
+from flower_gpu.watch.report.totals import totals_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -387,7 +390,18 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
         f"command: --resume runs/{folder.name}"
     )
     assert "Traceback" not in errors
-    assert result_of(folder)["outcome"] == "interrupted"
+    result = result_of(folder)
+    assert (result["outcome"], result["rounds"], result["messages"], result["failed"]) == (
+        *("interrupted", 1, 3, 0),
+    )
+    rows = (folder / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["round", "1"]
+    history = History.read(folder / "trace.jsonl")
+    assert (history.highest_round, history.messages_sent, history.messages_failed) == (1, 3, 0)
+    clock = Clock.of(history)
+    totals = totals_of(history, clock, tries_of(history, clock), {})
+    assert totals.failures == {}, "workers that the end has ended have not failed"
+    assert totals.workers == result["workers_started"]
     if number != signal.SIGINT:  # what it leaves is the same
         return
 

@@ -138,6 +138,7 @@ def test_events_come_in_the_order_in_which_things_happen() -> None:
         "round_finished",  # the initial model, evaluated on the server
         *["round_started", "round_finished"] * 2,
         "round_finished",
+        "strategy_finished",
     ]
     replies = recorded.of("reply")
     assert len(replies) == 2 * CLIENTS
@@ -539,11 +540,21 @@ def test_an_own_loop_leaves_a_line_for_each_client(tmp_path: Path) -> None:
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     folder = ResultFolder.create(tmp_path, {})
     strategy = FedAvg(fraction_evaluate=0.0)
-    run_into(folder, lambda grid, context: strategy.start(grid, initial_arrays(), 3))
+
+    def asks_first(grid: Any) -> None:  # what is of no round: True is not the first one
+        content = RecordDict({"config": ConfigRecord({"server-round": True})})
+        list(grid.send_and_receive([Message(content, node, "query") for node in grid.get_node_ids()]))
+
+    def begins(grid: Any, context: Any) -> None:
+        asks_first(grid)
+        strategy.start(grid, initial_arrays(), 3)
+
+    run_into(folder, begins)
     with open(folder.metrics, "a") as file:
         file.write('{"round": 4, "kind": "trai')  # it was killed while it wrote
 
     def goes_on(grid: Any, context: Any) -> None:
+        asks_first(grid)
         for server_round in (3, 4):
             messages = strategy.configure_train(server_round, initial_arrays(), ConfigRecord(), grid)
             strategy.aggregate_train(server_round, grid.send_and_receive(messages))
@@ -551,9 +562,9 @@ def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path) -> None:
     summary = run_into(ResultFolder(folder.path), goes_on, resumed_round=2)
     lines = [json.loads(line) for line in lines_of(folder.metrics)]
     assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    assert [line["round"] for line in lines if line["kind"] == "failure"] == [1, 2, 3, 4]
-    assert [row["round"] for row in rows_of(folder.table)] == ["1", "2", "3", "4"]
-    assert (summary["messages"], summary["failed"], summary["rounds"]) == (4 * CLIENTS, 4, 4)
+    assert [line["round"] for line in lines if line["kind"] == "failure"] == [1, 2, None, 3, 4]
+    assert [row["round"] for row in rows_of(folder.table)] == ["1", "2", "", "3", "4"]
+    assert (summary["messages"], summary["failed"], summary["rounds"]) == (5 * CLIENTS, 5, 4)
 
 
 def finished(number: int | None, kind: str = "train", **metrics: Any) -> Event:
@@ -595,7 +606,8 @@ def test_wherever_the_lines_are_torn_those_of_finished_rounds_stay(
         kept = written[: round(at * len(written))]
         folder.metrics.write_bytes(kept)
         whole = kept.split(b"\n")[:-1]
-        expected = [line for line in map(json.loads, whole) if (line["round"] or 0) <= server_round]
+        numbered = [line for line in map(json.loads, whole) if line["round"] is not None]
+        expected = [line for line in numbered if line["round"] <= server_round]
         again = ResultFolder(Path(name))
         told = again.cut(server_round)
         found = [json.loads(line) for line in lines_of(again.metrics)]

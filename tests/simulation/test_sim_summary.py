@@ -28,6 +28,7 @@ def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
     history.feed([trace.make("strategy_started", strategy="FedAvg", num_rounds=5), *failures])
     history.feed([finished(2, "train", 200, 10, loss=0.25)])
     history.feed([finished(2, "server-evaluate", 0, 0, accuracy=0.875, loss=0.5)])
+    history.feed([trace.make("strategy_finished")])
     return summary_of(history, "completed", clients=100, seconds=0.04, **facts)
 
 
@@ -48,6 +49,31 @@ def test_the_summary_has_what_one_wants_to_know() -> None:
         "model": "sha256     0f3c",
         "results": "runs/2026-01-31_12-00-00",
     }
+
+
+def test_rounds_that_have_finished_and_replies_are_what_counts() -> None:
+    """Of a run that is interrupted in round 3: by its own history, and by the end of its trace alone."""
+    before = [trace.make("strategy_started", strategy="FedAvg", num_rounds=5)]
+    for server_round in (1, 2):
+        begins = trace.make("round_started", round=server_round, task="train", messages=50)
+        before += [begins, finished(server_round, "train", 50, 0)]
+    replies = [
+        trace.make("reply", round=3, task="train", node=node, error="no" if node == 1 else None)
+        for node in range(5)
+    ]
+    history = History(keep_finished=False)
+    history.feed([*before, trace.make("round_started", round=3, task="train", messages=50), *replies])
+    found = summary_of(history, "interrupted", clients=50, seconds=10.0)
+    shown = dict(line.split(maxsplit=1) for line in summary_lines(found, None)[:4])
+    assert (shown["rounds"], shown["clients"]) == ("2 of 5", "50, 105 messages, 1 failed")
+    assert shown["time"] == "10.0 s, 10.5 messages/s"
+    history = History()
+    history.feed([*before, trace.make("round_started", round=3, task="train", messages=50)])
+    history.feed([trace.make("run_finished", outcome="interrupted", messages=105, failed=1)])
+    assert (history.highest_round, history.messages_sent, history.messages_failed) == (2, 105, 1)
+    history = History()  # its clients have evaluated nothing yet, and the round is not over
+    history.feed(before)
+    assert history.highest_round == 1
 
 
 def test_failed_clients_are_named_with_their_reason() -> None:

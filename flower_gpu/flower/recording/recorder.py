@@ -140,6 +140,11 @@ class Recorder:
                 trace.make("strategy_started", strategy=strategy, num_rounds=num_rounds, resumes=resumes)
             )
 
+    def run_ended(self) -> None:
+        """Note that the strategy has done all its rounds."""
+        with self._lock:
+            self._on_event(trace.make("strategy_finished"))
+
     def run_resumed(self, server_round: int) -> None:
         """Note that it goes on after a round."""
         with self._lock:
@@ -257,11 +262,14 @@ class Recorder:
             for key in [key for key in self._others if key[1] is batch]:
                 self._close(self._others.pop(key), {})
 
-    def close(self) -> None:
-        """Tell of what is still open."""
+    def close(self, *, is_whole: bool = True) -> None:
+        """Tell of what is still open; where an error ends the rounds, only of what has all its replies."""
         with self._lock:
-            for phase in [*self._others.values(), *self._announced.values()]:
-                self._close(phase, {})
+            if is_whole:
+                for phase in [*self._others.values(), *self._announced.values()]:
+                    self._close(phase, {})
+            else:
+                self._close_others()
             self._others.clear()
             self._announced.clear()
             self._over(self._rule.never_succeeded(self._refused))

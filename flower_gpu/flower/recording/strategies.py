@@ -70,8 +70,10 @@ def recorded_rounds(
         stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # the run's display shows its rounds
         try:
             yield recorder
-        finally:
-            recorder.close()
+        except BaseException:
+            recorder.close(is_whole=False)
+            raise
+        recorder.close()
 
 
 @contextmanager
@@ -137,6 +139,8 @@ class _Hooks:
                 result = method(*args, **kwargs)
                 if server.parameters.tensors:
                     self._recorder.model = server.parameters
+                if is_first:
+                    self._recorder.run_ended()
                 return result
 
         return fit
@@ -150,6 +154,8 @@ class _Hooks:
                 result = method(workflow, grid, context)
                 model = records_of(context.state, ArrayRecord).get(MAIN_PARAMS_RECORD)
                 self._recorder.model = self._recorder.model if model is None else model
+                if is_first:
+                    self._recorder.run_ended()
                 return result
 
         return call
@@ -213,6 +219,7 @@ class _Hooks:
         ):
             for server_round, metrics in dict(getattr(result, name, None) or {}).items():
                 self._recorder.evaluated(server_round, clean(metrics), kind=kind)
+        self._recorder.run_ended()
 
     def _configure(self, kind: str, *, is_legacy: bool = False) -> _Wrap:
         def wrap(strategy: Any, method: Callable[..., Any]) -> Callable[..., Any]:

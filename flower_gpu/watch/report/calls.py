@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
 from flower_gpu.watch.history import History
-from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, LeaseSpan, WorkerSpan
+from flower_gpu.watch.spans import (
+    CANCELLED,
+    EXITING,
+    HOST_LOST,
+    RUNNING,
+    STARTING,
+    WAITING,
+    LeaseSpan,
+    WorkerSpan,
+)
 from flower_gpu.workers import methods
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
@@ -17,6 +26,8 @@ PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 #: How calls end that got no worker: the wait for a lease was over, or there was an error before.
 NO_LEASE: Final = "no lease"
 SERVER: Final = "server"
+#: How calls end that have not failed; of one that is given up its message tells why.
+NO_FAILURES: Final = ("ok", HOST_LOST, CANCELLED, "")
 _MOST_DIGITS: Final = 15
 
 
@@ -105,8 +116,7 @@ class CallTry:
     task: str
     round: int | None
     gpus: tuple[str, ...]  # UUIDs of the GPUs that it had a share of; empty on the CPU, and while it waits
-    has_worker: bool
-    process: str  # the same for all calls that one worker handles one after the other
+    process: int  # the same for all calls that one worker handles one after the other; 0: there was none
     parts: tuple[Part, ...]  # without gaps, in the order of PHASES, at least one
     outcome: str  # of the worker, or NO_LEASE, or HOST_LOST; empty where the trace does not tell
     error: str = ""
@@ -126,15 +136,20 @@ class CallTry:
         return self.parts[-1].end_s
 
     @property
+    def has_worker(self) -> bool:
+        """Whether it came to a worker."""
+        return self.process > 0
+
+    @property
     def has_failed(self) -> bool:
         """Whether it has ended without a result, and not only its host was lost."""
-        return self.outcome not in ("ok", HOST_LOST, "")
+        return self.outcome not in NO_FAILURES
 
 
 def tries_of(history: History, clock: Clock) -> list[CallTry]:
     """Return all calls of a run and their tries, in the order in which they began."""
     with_worker = {worker.lease for worker in history.workers if worker.lease}
-    found = [_of_worker(history, clock, one, number) for number, one in enumerate(history.workers, start=1)]
+    found = [_of_worker(history, clock, one) for one in history.workers]
     with_worker |= {worker.cores_lease for worker in history.workers if worker.cores_lease}
     found += [
         _without_worker(history, clock, one)
@@ -144,7 +159,7 @@ def tries_of(history: History, clock: Clock) -> list[CallTry]:
     return sorted(found, key=lambda one: (one.begin_s, one.end_s))
 
 
-def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) -> CallTry:
+def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
     lease = history.lease_of(worker)
     is_first = lease is not None and lease.call == worker.call  # others find the lease with the worker
     end = worker.finished_at
@@ -167,8 +182,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan, number: int) 
         f"{worker.task} (compared)" if worker.is_copy else worker.task,
         worker.round,
         tuple(lease.memory_bytes) if lease is not None else (),
-        True,
-        worker.lease or f"{worker.call} {number}",
+        worker.process,
         _parts(clock, phases, times),
         worker.outcome,
         worker.error,
@@ -187,6 +201,8 @@ def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry
         end = history.over_at(times[0], clock.end)
     elif lease.is_lost:
         outcome = HOST_LOST
+    elif lease.is_given_up:
+        outcome = CANCELLED
     else:
         outcome = NO_LEASE if lease.granted_at is None else "no worker"
     phases = PHASES[:1] if lease.granted_at is None else PHASES[2 - len(times) : 2]
@@ -196,8 +212,7 @@ def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry
         lease.task,
         lease.round,
         tuple(lease.memory_bytes),
-        False,
-        f"{lease.call} {lease.id}",
+        0,
         _parts(clock, phases, [*times, end]),
         outcome,
         host=lease.host,
@@ -254,3 +269,8 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
 def highest_peak(tries: Sequence[CallTry]) -> int | None:
     """Return the most memory that one of the workers was seen to use on one GPU."""
     return max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None)
+
+
+def processes(tries: Iterable[CallTry]) -> int:
+    """Return how many workers there were."""
+    return len({one.process for one in tries if one.has_worker})

@@ -81,13 +81,13 @@ def group(label: str, calls: Sequence[CallTry], with_waiting: bool) -> LaneGroup
     """Put calls into lanes, those that one worker handles into the same; with their waits, or without."""
     parts = {id(call): tuple(p for p in call.parts if with_waiting or p.phase != WAITING) for call in calls}
     shown = [call for call in calls if parts[id(call)]]
-    spans: dict[str, tuple[float, float]] = {}
+    spans: dict[object, tuple[float, float]] = {}
     for call in shown:
         begin, end = parts[id(call)][0].begin_s, parts[id(call)][-1].end_s
-        before = spans.get(call.process, (begin, end))
-        spans[call.process] = (min(begin, before[0]), max(end, before[1]))
+        before = spans.get(call.process or call, (begin, end))
+        spans[call.process or call] = (min(begin, before[0]), max(end, before[1]))
     lane_of = dict(zip(spans, pack(list(spans.values())), strict=True))
-    rows = tuple(Row(call, lane_of[call.process], parts[id(call)]) for call in shown)
+    rows = tuple(Row(call, lane_of[call.process or call], parts[id(call)]) for call in shown)
     return LaneGroup(label, 1 + max(lane_of.values(), default=-1), rows)
 
 

@@ -223,8 +223,8 @@ def _moment_text(time: float) -> str:
 def outcome_of(history: History, is_going_on: bool) -> tuple[str, str]:
     """Say how a run has ended: the class of the text in the page, and the text."""
     if history.finished_at is not None:
-        text = outcome_text(history.outcome, history.failed_messages, history.all_messages)
-        good = "partly" if history.failed_messages else "completed"
+        text = outcome_text(history.outcome, history.messages_failed, history.messages_sent)
+        good = "partly" if history.messages_failed else "completed"
         return good if history.outcome == COMPLETED else "bad", text or "ended"
     if is_going_on:
         return "open", "still going on when this report was made"

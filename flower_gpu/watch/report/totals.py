@@ -10,8 +10,16 @@ from statistics import fmean
 from typing import Final
 
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, highest_peak
-from flower_gpu.watch.spans import HOST_LOST, STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
+from flower_gpu.watch.report.calls import (
+    NO_FAILURES,
+    PHASES,
+    SERVER,
+    CallTry,
+    Clock,
+    highest_peak,
+    processes,
+)
+from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
 
 # A release is written down just after it: in between another call may have got a lease. A killed process
 # writes nothing down at all.
@@ -217,7 +225,7 @@ class HostTotals:
             host,
             len({one.call for one in own if not one.is_copy}),
             sum(one.has_failed for one in own),
-            sum(one.has_worker for one in own),
+            processes(own),
             sum((part.seconds for part in parts), 0.0),
             Counter(gpu.name or gpu.uuid for gpu in gpus),
             None if host.joined_at is None else clock.seconds(host.joined_at),
@@ -256,7 +264,8 @@ class Totals:
     gpus: tuple[GPUTotals, ...]  # that it could use
     phase_s: Mapping[str, float]  # what all calls together have spent with each phase
     calls: int
-    workers: int  # a call that is tried again has several workers
+    workers: int  # processes of clients' calls: one may do several calls, and a call may have several tries
+    server_workers: int
     unfinished: int  # calls whose end is not in the trace
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
     errors: Sequence[Failure] = ()  # of failed calls
@@ -298,9 +307,7 @@ class Totals:
     @property
     def failures(self) -> dict[str, int]:
         """Tries of calls without a result, by outcome."""
-        return {
-            outcome: count for outcome, count in self.outcomes.items() if outcome not in ("ok", HOST_LOST)
-        }
+        return {outcome: count for outcome, count in self.outcomes.items() if outcome not in NO_FAILURES}
 
 
 def _share(part: float, whole: float) -> float | None:
@@ -325,7 +332,8 @@ def totals_of(
         ),
         phase_s=phases,
         calls=len({one.call for one in tries if not one.is_copy}),
-        workers=sum(one.has_worker for one in tries),
+        workers=processes(one for one in tries if one.client != SERVER),
+        server_workers=processes(one for one in tries if one.client == SERVER),
         unfinished=sum(not one.outcome for one in tries),
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
         errors=Failure.all_of(tries),

@@ -173,8 +173,6 @@ class Line:
         #: its worker had nothing to import).
         self.call_s = 0.0
         self.import_s: float | None = None
-        #: Whether the last call had a worker that had run others before.
-        self.is_used_again = False
 
     @property
     def descriptor(self) -> int:
@@ -191,6 +189,11 @@ class Line:
     def has_worker(self) -> bool:
         """Whether a worker waits for another call."""
         return self._calls > 0
+
+    @property
+    def idle_pid(self) -> int:
+        """The pid of that worker; -1: there is none."""
+        return self._idle_pid if self._calls else -1
 
     @property
     def is_cancelled(self) -> bool:
@@ -277,8 +280,6 @@ class Line:
     ) -> Watch:
         if self._calls and self._env != call.env:
             self.retire()
-        used_pid = self._idle_pid if self._calls else -1
-        self.is_used_again = False
         more = {"held": call.held, "shared": transport.shared_by(request)}
         more = {name: descriptor for name, descriptor in more.items() if descriptor >= 0}
         message = {
@@ -316,7 +317,6 @@ class Line:
                 self.close()
                 raise
         assert watch is not None
-        self.is_used_again = 0 <= watch.pid == used_pid
         self.call_s = time.monotonic() - sent
         self.import_s = watch.import_s if watch.imported else None
         if watch.imported:
