@@ -30,7 +30,7 @@ def round_of(message: Message) -> int | None:
     """Return the round that a message says it is of, by its config or its group; None if it does not."""
     for record in records_in(message, ConfigRecord).values():
         value = record.get(ROUND_KEY)
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool):
             return value
     group = message.metadata.group_id
     return int(group) if group and group.isdecimal() and len(group) < 10 else None

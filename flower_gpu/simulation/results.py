@@ -28,7 +28,7 @@ from flower_gpu.printable import path_text
 from flower_gpu.simulation.checkpoint import INDEX_NAMES
 from flower_gpu.simulation.record_files import disk_error
 from flower_gpu.trace import Event
-from flower_gpu.watch.fields import first_line
+from flower_gpu.watch.fields import first_line, whole
 
 _SMALL_BYTES = 4096  # of a line, a table or a summary, about
 
@@ -137,8 +137,12 @@ class ResultFolder:
         return config
 
     def cut(self, server_round: int) -> list[Event]:
-        """Take away the lines of later rounds, and a torn one; return the events of the lines that stay."""
-        kept = [line for line in self._read() if (line.get("round") or 0) <= server_round]
+        """Take away what the run does again, and a torn line; return the events of the lines that stay.
+
+        It does later rounds again, and what belongs to no round: the app begins anew, up to its strategy.
+        """
+        numbers = ((line, whole(line.get("round"))) for line in self._read())
+        kept = [line for line, number in numbers if number is not None and number <= server_round]
         with files.replaced(self.metrics, has_one_writer=True) as new:
             new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         self._rows = [line for line in kept if line.get("kind") not in _NO_ROWS]

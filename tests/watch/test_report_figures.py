@@ -344,14 +344,16 @@ def test_clients_are_sorted_as_people_do() -> None:
 
 
 def test_a_round_that_a_resumed_run_does_again_counts_once() -> None:
-    def finished(when: float, number: int, failed: int) -> Event:
+    def finished(when: float, number: int | None, failed: int) -> Event:
         return at(when, "round_finished", round=number, task="train", messages=4, failed=failed, seconds=1.0)
 
     history = history_of(
         [
-            *(finished(1, 1, 0), finished(2, 2, 3)),
+            *(finished(0, None, 0), finished(1, 1, 0), finished(2, 2, 3)),
+            *(at(3, "run_started", kind="simulate"), finished(3, None, 2)),  # what is of no round, too
             at(3, "strategy_resumed", round=1),
             finished(4, 2, 1),
         ]
     )
-    assert [(part.round, part.messages, part.failed) for part in history.rounds] == [(1, 4, 0), (2, 4, 1)]
+    parts = [(part.round, part.messages, part.failed) for part in history.rounds]
+    assert parts == [(1, 4, 0), (None, 4, 2), (2, 4, 1)]
