@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ STATE_MEMORY: Final = "1GiB"
 
 _SEEDS: Final = 1 << 31
 _UNNAMED: Final = "app"  # two components without a folder
+_is_running: Final = threading.Lock()
 
 
 def simulate(
@@ -137,7 +139,7 @@ def simulate(
     Raises
     ------
     ConfigError
-        If something that was given cannot be used.
+        If something that was given cannot be used, or this process simulates another run.
     SimulationStoppedError
         After Ctrl-C.
     ClientsFailedError
@@ -206,6 +208,7 @@ def simulate(
     )
     run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
     with ExitStack() as stack:
+        stack.enter_context(_alone())
         engine = _engine(work, ray_address, run_id, values, stack)
         if deterministic:
             machine.check_same(before, engine.described(), is_strict=is_strict)
@@ -347,6 +350,20 @@ def _loaded(reference: str, folder: Path | None) -> ServerApp:
 
 def _shown(name: str, folder: object) -> str:
     return f"{name} ({path_text(str(folder))})" if folder else name
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Have no other run in this process: variables, Flower's classes and its identity are the process's."""
+    if not _is_running.acquire(blocking=False):
+        raise ConfigError(
+            "this process simulates a run already, and can do one at a time: wait for its end, or start the "
+            "other one in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _is_running.release()
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,33 @@ def run(**options: Any) -> SimulationResult:
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> SimulationResult:
     return run(log_dir=tmp_path_factory.mktemp("runs"), verbose=False)
+
+
+def test_a_process_simulates_one_run_at_a_time() -> None:
+    """Two would mix environment variables, and patches of Flower's classes."""
+    begin, start = dict(os.environ), FedAvg.start
+    refused: list[str] = []
+
+    def second() -> None:
+        with pytest.raises(ConfigError) as told:
+            simulate((server_app, client_app), 1, log_dir=None, progress=False)
+        refused.append(str(told.value))
+
+    outer = ServerApp()
+
+    @outer.main()
+    def main(grid: Grid, context: Context) -> None:
+        second()  # in a ServerApp, and in another thread
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        raise LookupError("the first one ends")
+
+    for _ in range(2):  # after the end of one there is room for the next
+        with pytest.raises(LookupError):
+            simulate((outer, client_app), 1, log_dir=None, progress=False, start_method="in-process")
+    assert len(refused) == 4 and all("one at a time" in text for text in refused)
+    assert dict(os.environ) == begin and FedAvg.start is start
 
 
 def test_it_is_short(result: SimulationResult) -> None:
