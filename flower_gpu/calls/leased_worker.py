@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ _FIRST_LOOK_S = 0.05  # what a task takes at once is seen at once
 _INTERVAL_S = 0.5
 _LAST_LOOK_S = 5.0  # a driver that hangs must not hold up the result
 _LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not asked again
+
+_log = logging.getLogger(events.LOGGER)
 
 # By UUID, what last looks of earlier calls of this process have found.
 _earlier: dict[str, Use] = {}
@@ -95,10 +98,12 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
         error = caught
         raise
     finally:
-        watch.stop()
         # Whatever fails here must not take the place of the task's own result or error.
-        with suppress(Exception):
+        try:
+            watch.stop()
             _tell(holds, watch, error)
+        except Exception:
+            _log.warning("what this call took of its lease is not known", exc_info=True)
         child.when_idle(watch.rest)
 
 
@@ -135,10 +140,10 @@ class _Watch:
 
     def start(self) -> None:
         self.base_bytes = host.anonymous_bytes(os.getpid())
-        with suppress(Exception):  # it can do without
-            self.before = frameworks.figures()
-            if self.before is not None and not own_calls.is_inside():
-                # The peaks of a call that runs in the user's own process are for the user to reset.
+        self.before = _figures()
+        if self.before and not own_calls.is_inside():
+            # The peaks of a call that runs in the user's own process are for the user to reset.
+            with suppress(Exception):  # it can do without
                 frameworks.reset_peaks()
         thread = threading.Thread(target=self._run, name="flower-gpu-memory", daemon=True)
         with suppress(RuntimeError):  # no more threads: the task can do without this one
@@ -151,10 +156,10 @@ class _Watch:
         Where the allocator tells the rest, a worker that may have another call sends its result meanwhile.
         What is found then is told with the next one.
         """
-        if self._is_known and frameworks.reserved_bytes() is not None and _may_stay():
-            with suppress(Exception):
+        with suppress(Exception):  # then the last look is waited for
+            if self._is_known and frameworks.reserved_bytes() is not None and _may_stay():
                 self._look(last=False)
-            self._is_over = True
+                self._is_over = True
         self._end.set()
         if self._thread is not None and not self._is_over:
             self._thread.join(_LAST_LOOK_S)
@@ -244,9 +249,18 @@ def _may_stay() -> bool:
 # What the caller is told ----------------------------------------------------------------------------------
 
 
+def _figures() -> tuple[Figures, ...] | None:
+    """Return the frameworks' figures; None without CUDA, empty where it fails to tell, as after an error."""
+    try:
+        return frameworks.figures()
+    except Exception:
+        _log.warning("a framework does not tell its GPU memory", exc_info=True)
+        return ()
+
+
 def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> None:
     """Send the caller the figures, and why there was not enough memory or no CUDA."""
-    figures = frameworks.figures()
+    figures = _figures()
     in_force: list[int | None] = []
     with suppress(Exception):
         in_force = next((found for hold in holds if (found := hold.in_force_bytes())), [])
@@ -262,12 +276,12 @@ def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> 
         gpus.append(use.as_event(own, before, in_force[number] if number < len(in_force) else None))
     is_on_cuda = figures is not None or (ranks is not None and ranks.is_on_cuda)
     events.send("gpu_memory", gpus=gpus, cuda=is_on_cuda)
+    if error is not None and ranks is None:  # ranks have told it themselves
+        _tell_out_of_memory(watch, figures, error)
     if (text := frameworks.lacks()) is not None:
         events.send("lacks", text=text)
-    if ranks is not None:  # they have told the rest themselves
+    if ranks is not None:
         return
-    if error is not None:
-        _tell_out_of_memory(watch, figures, error)
     # What has used a GPU need not be the framework that cannot.
     if figures is None and not any(use.peak_bytes for use in watch.uses) and (told := frameworks.no_cuda()):
         events.send("no_cuda", **told)

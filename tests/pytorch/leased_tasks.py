@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flower_gpu import frameworks
 from flower_gpu.frameworks import pytorch_memory
 
 #: Whether torch was there before the task: its module is loaded with everything set up.
@@ -71,10 +72,15 @@ def threads_and_torch() -> tuple[list[str], bool]:
     return sorted(thread.name for thread in threading.enumerate()), "torch" in sys.modules
 
 
-def run_out_of_memory(text: str) -> None:
-    """Fail as PyTorch does, in the words of a training function."""
+def run_out_of_memory(text: str, broken: str = "") -> None:
+    """Fail as PyTorch does, in the words of a training function; a function of ``frameworks`` is broken."""
     import torch
 
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    if broken:
+        setattr(frameworks, broken, fail)
     raise ValueError("the training failed") from torch.OutOfMemoryError(text)
 
 

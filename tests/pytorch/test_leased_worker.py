@@ -177,10 +177,16 @@ def test_a_task_without_torch_gets_none() -> None:
     assert result.told("gpu_memory")["gpus"][0]["cap_in_force_bytes"] is None
 
 
-def test_out_of_memory_is_told_with_the_numbers() -> None:
+@pytest.mark.parametrize("broken", ["", "figures", "lacks"])
+def test_out_of_memory_is_told_with_the_numbers(broken: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where a framework does not answer, which the worker's log says."""
     text = "CUDA out of memory. Tried to allocate 6.00 GiB."
-    result = call("run_out_of_memory", "forkserver", worker_env(), text)
+    result = call("run_out_of_memory", "forkserver", worker_env(), text, broken)
     assert repr(result.value) == "ValueError('the training failed')"
+    is_said = "CUDA error: an illegal memory access" in capfd.readouterr().err
+    assert is_said is (broken != "")
+    if broken == "figures":  # it has figures only where CUDA has started
+        assert result.told("gpu_memory")["cuda"]
     told = result.told("out_of_memory")
     assert told["asked_bytes"] == 6 * GIB
     assert told["uuid"] == "GPU-7f3a"
