@@ -12,7 +12,8 @@ import pytest
 import flower_gpu
 from flower_gpu import errors
 from flower_gpu.apps.folder import RunFolder
-from flower_gpu.cli.main import build_parser
+from flower_gpu.cli import metrics
+from flower_gpu.cli.main import OLD_NAMES, build_parser
 from flower_gpu.kinds import Option
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.options import (
@@ -156,6 +157,33 @@ def test_a_default_is_the_same_in_help_docstring_and_pages() -> None:
         lines = [line for page in PAGES for line in page.read_text().splitlines() if variable in line]
         told = re.findall(r"\b\d+(?= s\b)", " ".join(lines))
         assert told and set(told) == {default(VARIABLES[variable]).strip("`")}, (variable, told)
+
+
+def test_pages_say_the_same_thing_with_the_same_words() -> None:
+    texts = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
+    every = "\n".join(texts.values())
+    assert set(re.findall(r"FLOWER_GPU_LEDGER_DIR=(\S+)", every)) == {"/var/tmp/leases"}
+    assert set(re.findall(r"(?:--port |127\.0\.0\.1:)(9[45]\d\d)\b", every)) == {str(metrics.PORT)}
+    old = [line for line in every.splitlines() if re.search(rf"flower-gpu ({'|'.join(OLD_NAMES)})\b", line)]
+    assert [line for line in old if "older name" not in line] == []
+
+
+def test_what_is_installed_can_be_typed() -> None:
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                assert not re.search(r"(pip|git) .*(<|'flower-gpu\b)", line), f"{page.name}: {line}"
+    first = re.findall(r"```bash\n(.*?)```", read("README.md"), re.DOTALL)[0]
+    assert first.startswith("./run.sh "), "there is no address of a package yet"
+
+
+def test_the_readme_says_whose_figures_it_shows() -> None:
+    ordinary = r"^\| 6, an ordinary app.* \| 158 s \| (\d+ s) \| ([\d.]+ s) \|"
+    found = re.search(ordinary, read("docs/how-to/supernodes.md"), re.M)
+    assert found is not None
+    assert f"| {found[2]} with `flower-gpu launch`, {found[1]} with `flower-gpu supernode` |" in read(
+        "README.md"
+    )
 
 
 def test_what_launch_sets_is_that_of_the_code(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ what the runs of this account do. It looks when it is asked, and changes nothing
     curl http://127.0.0.1:9460/metrics"""
 
 _ADDRESS = "127.0.0.1"
-_PORT = 9460
+PORT = 9460
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port",
         metavar="N",
         type=int,
-        default=_PORT,
-        help=f"port to listen on; 0: a free one (default: {_PORT})",
+        default=PORT,
+        help=f"port to listen on; 0: a free one (default: {PORT})",
     )
     parser.add_argument(
         "--address",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import ssl
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from how_to_pages import first_command
 from waiting import until
 
 from flower_gpu.launch import ports
@@ -41,13 +43,12 @@ class SuperLink:
         return json.loads(text[text.index("{") :])["nodes"]  # type: ignore[no-any-return]
 
     def start_nodes(self, folder: Path, said: Path) -> subprocess.Popen[bytes]:
+        """Start two as docs/how-to/keys.md says."""
+        line = first_command("keys.md", superlink=f"{ports.HOST}:{self.port}", ca=str(self.authority))
+        words = shlex.split(re.sub(r"--count \d+", "--count 2", line))
         with said.open("wb") as output:
             return subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "flower_gpu.cli", "supernodes", "--count", "2"),
-                    *("--keys", "keys", "--", "--superlink", f"{ports.HOST}:{self.port}"),
-                    *("--root-certificates", str(self.authority)),
-                ],
+                [sys.executable, "-P", "-m", "flower_gpu.cli", *words[1:]],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
