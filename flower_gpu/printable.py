@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 import pwd
 import shlex
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+_SLOW_S: Final = 1.0
 
 
 def printable(text: str) -> str:
@@ -53,3 +59,15 @@ def account_name(user: int) -> str:
         return printable(pwd.getpwuid(user).pw_name)
     except (KeyError, OverflowError):
         return str(user)
+
+
+@contextmanager
+def told_if_slow(say: Callable[[str], Any], text: str) -> Iterator[None]:
+    """Say what goes on in the block, if it takes longer than a second."""
+    timer = threading.Timer(_SLOW_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -31,6 +31,7 @@ from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Ticket
+from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
 from flower_gpu.workers import events, native, own_calls
 
 _log = logging.getLogger(events.LOGGER)
@@ -250,7 +251,7 @@ class Leasing:
             label=self.purpose.label,
         )
         try:
-            return ledger.acquire(wish, deadline=self.deadline or timeout_at)
+            return ledger.acquire(wish, deadline=self.deadline or self._told(timeout_at, began))
         except LeaseTimeoutError as error:
             if self.uuids and time.monotonic() >= self.round_deadline:
                 raise self._round_is_over() from error
@@ -259,6 +260,19 @@ class Leasing:
                 f"{self.purpose.label}: no lease within lease_timeout_s={seconds:g}. "
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
+
+    def _told(self, timeout_at: float, began: float) -> Callable[[], float]:
+        """Return when a wait is over, for the ledger to ask; what is waited for is said, once."""
+        at = [began + SAID_AFTER_S]
+
+        def deadline() -> float:
+            if at and time.monotonic() >= at[0]:
+                at.clear()
+                if text := waited_for((os.getpid(),)):
+                    say(f"{self.purpose.label} is {text}")
+            return timeout_at
+
+        return deadline
 
     def _trace_failure(self, error: BaseException, began: float) -> None:
         waited_s = round(time.monotonic() - began, 4)

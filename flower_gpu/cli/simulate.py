@@ -34,6 +34,7 @@ from flower_gpu.options import (
     TRACKER,
     options_of,
 )
+from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
@@ -325,9 +326,10 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
 
 def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
     # Here: what they import takes a second, and an error in an option is there at once.
-    from flower_gpu.simulation.reporting import error_text, summary_lines
-    from flower_gpu.simulation.results import SimulationStoppedError
-    from flower_gpu.simulation.run import simulate
+    with told_if_slow(_say if settings["progress"] else str, "importing Flower"):
+        from flower_gpu.simulation.reporting import error_text, summary_lines
+        from flower_gpu.simulation.results import SimulationStoppedError
+        from flower_gpu.simulation.run import simulate
 
     try:
         result = simulate(app, num_supernodes, **settings)

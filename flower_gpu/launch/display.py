@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from flower_gpu.apps.failures import LABEL, Failure, FailureLog
 from flower_gpu.leases.request import format_bytes
@@ -14,6 +15,7 @@ from flower_gpu.trace import NO_REPLY, Event
 from flower_gpu.watch.display import Display, make_display
 from flower_gpu.watch.fields import call_label, first_line, number, text, whole
 from flower_gpu.watch.history import History
+from flower_gpu.watch.waits import Waits
 
 _SERVER: Final = (None, "server")
 
@@ -25,6 +27,7 @@ class LaunchDisplay:
         self.history = History(keep_finished=False)
         self.history.num_rounds = num_rounds
         self._is_quiet = is_quiet
+        self._waits = Waits(self._tell_of_wait)
         self._progress: Display = make_display(self.history, sys.stdout, is_shown=not is_quiet)
 
     def line(self, text: str) -> None:
@@ -55,8 +58,14 @@ class LaunchDisplay:
             say(self._out_of_memory(event))
 
     def tick(self) -> None:
-        """Let the time that is shown go on."""
+        """Let the time that is shown go on, and say what is waited for where no call has a worker."""
+        pids = {one.caller_pid for one in self.history.waiting if one.caller_pid is not None}
+        self._waits.look(self.history.stuck_since, time.time(), pids)
         self._progress.tick()
+
+    def _tell_of_wait(self, name: str, **fields: Any) -> None:
+        if name == "run_waits":
+            self.line(fields["text"])
 
     def close(self) -> None:
         """Leave the terminal as it was."""

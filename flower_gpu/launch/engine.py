@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.launch import ports
@@ -25,6 +25,9 @@ _CLIENTS_END_S: Final = 5.0
 class Engine(ABC):
     """Starts the processes of one run and finds out how it ends."""
 
+    #: What clients and server are called.
+    parts: ClassVar = "clients and the server"
+
     def __init__(
         self,
         plan: Plan,
@@ -38,6 +41,8 @@ class Engine(ABC):
         self.env = env
         self.supervisor = supervisor
         self.keys = keys  # with --secure
+        #: Shows a line.
+        self.say: Callable[[str], object] = print
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import options
-from flower_gpu.calls import leasing
+from flower_gpu.calls import leasing, where
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
 from flower_gpu.gpu import inventory, policy, sharing
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from flower_gpu.watch.history import History
 
 _SERVER: Final = "the server"
-_NO_GPU: Final = "no GPU can be used here (see flower-gpu gpus)"
 
 
 @dataclass
@@ -161,7 +160,12 @@ def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
         if decision.on_gpu:
             lines += _check_request(each, gpus, plan.options.calls)
         elif not each.settings.request.is_auto:
-            lines.append(f"note: {_without_effect(each, use_gpu, plan.options.calls, env)}")
+            who = "all calls" if each.are_all else f"calls of {each}"
+            why = where.why_on_cpu(each.settings, use_gpu, env)
+            asked = _asked(each, plan.options.calls)
+            lines.append(where.without_effect(asked, each.settings.request.count, who, why))
+        elif each.are_all:
+            lines.append(where.calls_run(each.settings, (), plan.clients_at_once, use_gpu, env))
     return list(dict.fromkeys(lines))
 
 
@@ -191,7 +195,7 @@ def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -
             why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
         raise ConfigError(f"{callers.prefix}{_asked(callers, calls)}: {why}")
     if request.is_auto or request.count > 1:
-        return []
+        return [where.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
     sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
     possible = {option.uuid: option for option in _possible(request, gpus, sizes)}
     rooms = [
@@ -235,32 +239,4 @@ def _room(option: Option, size_bytes: int) -> int:
 
 def _asked(callers: _Callers, calls: CallOptions) -> str:
     """Return what is asked for as the user has written it, with the option or variable it is from."""
-    request = callers.settings.request
-    if callers.in_node_config is not None:
-        return callers.in_node_config
-    if request.memory_bytes is not None:
-        name = options.name_of("FLOWER_GPU_MEMORY", calls)
-        amount = calls.get("gpu_memory") or format_bytes(request.memory_bytes)
-    else:
-        name = options.name_of("FLOWER_GPU_NUM_GPUS", calls)
-        amount = "auto" if request.num_gpus is None else f"{request.num_gpus:g}"
-    return f"{name} {amount}" if name.startswith("--") else f"{name}={amount}"
-
-
-def _without_effect(
-    callers: _Callers, use_gpu: bool | None, calls: CallOptions, env: Mapping[str, str]
-) -> str:
-    """Say why what is asked for of a GPU does not matter."""
-    word = callers.settings.policy.gpu
-    if word == "never":
-        why = "the device policy is never"
-    elif word == "offer" and use_gpu is False:
-        why = f"{policy.SERVER_KEY} is false"
-    elif env.get("CUDA_VISIBLE_DEVICES") is not None:
-        why = f"{_NO_GPU}; CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
-    else:
-        why = _NO_GPU
-    who = "all calls" if callers.are_all else f"calls of {callers}"
-    ranks = callers.settings.request.count
-    but = f" but for distributed functions, which run in {ranks} ranks" if ranks > 1 else ""
-    return f"{_asked(callers, calls)} has no effect{but}: {who} run on the CPU, {why}"
+    return callers.in_node_config or where.asked(callers.settings.request, calls)

@@ -23,6 +23,7 @@ from flower_gpu.launch.run_keys import made_for_run
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
+from flower_gpu.printable import told_if_slow
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers import tracking
 
@@ -34,6 +35,13 @@ _NO_ROUNDS: Final = (
     "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
     "flower_gpu.gpu_evaluate is shown in any case."
 )
+#: What takes so long before the first call, by the event with which it begins; none: that call has begun.
+_STAGES: Final = {
+    "strategy_started": "the server runs, and waits for its clients",
+    "round_started": "messages are sent to clients, which import the app",
+    "worker_started": "",
+    "reply": "",
+}
 _TICK_S: Final = 0.2
 # Flower has said how the run ended: what is still there has nothing left to do.
 _GRACE_AT_END_S: Final = 0.5
@@ -79,6 +87,7 @@ def launch(options: LaunchOptions) -> int:
                 display.line(remark)
             env = service_environment(os.environ, folder, options.calls)
             engine = _ENGINES[plan.options.engine](plan, folder, env, supervisor, keys)
+            engine.say = display.line
             failures = Failures(folder.failures, display, engine.client_of, engine.traceback_of)
             try:
                 _follow(engine, supervisor, display, options.verbosity, failures, options.keep_going)
@@ -142,10 +151,18 @@ def _follow(
     """Start the run and show it until it has finished."""
     events = trace.Follower(engine.folder.trace)
     log = trace.Follower(engine.server_log)
+    stage = contextlib.ExitStack()
+    stages = dict(_STAGES)  # that have not begun
 
     def show() -> None:
         for event in events.read_new():
             display.show(event)
+            if (text := stages.pop(event["event"], None)) is not None:
+                stage.close()
+                if text:
+                    stage.enter_context(told_if_slow(display.line, text))
+                else:
+                    stages.clear()
             failures.see(event)
         for line in new_lines(log) if verbosity > 0 else ():
             display.line(line)
@@ -154,11 +171,13 @@ def _follow(
             raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run go on")
 
     engine.start()
+    stage.enter_context(told_if_slow(display.line, f"starting {engine.plan.clients} {engine.parts}"))
     try:
         while not engine.has_finished():
             show()
             supervisor.wait(_TICK_S)
     finally:
+        stage.close()
         show()  # an app may end with an error of its own because all its clients have failed
 
 

@@ -30,6 +30,7 @@ from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
 from flower_gpu.launch.run_keys import RunKeys
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
+from flower_gpu.printable import told_if_slow
 
 #: Name of the connection in the run's own Flower configuration.
 CONNECTION: Final = "launch"
@@ -92,6 +93,7 @@ def supernode_command(
 class SuperLinkEngine(Engine):
     """Runs an app the way Flower means it, with all parts on this machine."""
 
+    parts = "SuperNodes and the ServerApp"
     _port = 0
 
     @property
@@ -125,9 +127,10 @@ class SuperLinkEngine(Engine):
         if self.plan.fast_start:
             self.supervisor.fork_programs(self.env, self.folder.log("programs"))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
-        self._port = self.start_on_free_port(
-            self._superlink, partial(ports.is_healthy, context=self._context)
-        )
+        with told_if_slow(self.say, "starting the SuperLink"):
+            self._port = self.start_on_free_port(
+                self._superlink, partial(ports.is_healthy, context=self._context)
+            )
         self._write_connection()
         if self.keys is not None:
             self._register_nodes(self.keys)

@@ -66,6 +66,9 @@ class Engine(Protocol):
     def open(self, rounds: Rounds, close_later: Callable[[Callable[[], Any]], Any]) -> SimulationGrid:
         """Get ready for messages; ``close_later`` takes what is called at the end, the last one first."""
 
+    def where(self) -> str:
+        """Say where messages are handled."""
+
     def has_begun(self) -> None:
         """Take note that the trace says that the run has begun."""
 
@@ -114,6 +117,10 @@ class LocalEngine:
         close_later(grid.close)
         close_later(host.end_workers)
         return grid
+
+    def where(self) -> str:
+        """Say where messages are handled."""
+        return self._host.where()
 
     def has_begun(self) -> None:
         """Do nothing: workers write into the trace themselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
 from abc import abstractmethod
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from datetime import UTC, datetime
 from logging import WARNING
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
@@ -30,6 +31,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE, NodeStatus
 from flwr.supercore.run import Run
 
+from flower_gpu import trace
 from flower_gpu.errors import (
     ConfigError,
     FlowerGPUError,
@@ -45,6 +47,7 @@ from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.trace import NO_REPLY
+from flower_gpu.watch.waits import Waits
 from flower_gpu.workers.outcomes import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
@@ -56,6 +59,7 @@ SHORT_S: Final = 0.1
 # in that time, and a generator that is slow keeps nobody waiting.
 _GATHER_S: Final = 0.05
 WAIT_S: Final = 3600.0  # a condition cannot wait for ever so long
+_LOOK_S: Final = 0.25  # between two looks whether messages wait for what others have
 _KEY_BYTES: Final = 32  # of a virtual node's public key, which nobody signs with
 _UNAVAILABLE: Final = {
     ErrorCode.MESSAGE_UNAVAILABLE: f"{NO_REPLY}: the message's ttl is over, its reply was pulled before, or "
@@ -132,6 +136,9 @@ class SimulationGrid(Grid):
         self._began_at = time.time()
         self._starts = 0
         self._app_thread = threading.get_ident()
+        #: Gets the events of a run that waits for what others have.
+        self.tell: Callable[..., Any] = trace.make
+        self._waits = Waits(lambda name, **fields: self.tell(name, **fields))
         self._asked = 0  # for the nodes, since the last message
         self._asked_at = 0.0
         self._has_warned = False
@@ -148,6 +155,10 @@ class SimulationGrid(Grid):
     @abstractmethod
     def cancel(self, message: Message) -> None:
         """End the handling of a message, whose reply nobody wants."""
+
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker; None where that is not so, or not known."""
+        return None
 
     def _start_threads(self, threads: Iterable[threading.Thread]) -> None:
         """Start threads that end when this is closed."""
@@ -236,6 +247,7 @@ class SimulationGrid(Grid):
         boxes = {message_id: self._boxes.get(message_id) for message_id in message_ids}
         for each in set(boxes.values()) - {None}:
             self._expire(cast(Box, each))
+        self._clock()
         found = []
         with self._changed:
             for message_id, box in boxes.items():
@@ -310,6 +322,7 @@ class SimulationGrid(Grid):
         self._is_closed = True
         for box in set(self._boxes.values()):
             self._give_up(box)
+        self._waits.look(None, time.monotonic(), ())
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
@@ -318,7 +331,7 @@ class SimulationGrid(Grid):
     def _stream(
         self, messages: Iterable[Message], timeout: float | None, box: Box
     ) -> Generator[Message, None, None]:
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else self._clock() + timeout
         ids = set()
         try:
             for message_id in self._send(messages, box):
@@ -343,13 +356,19 @@ class SimulationGrid(Grid):
         """Wait for the next reply; None where there is none at the deadline."""
         while True:
             self._expire(box)
+            left_s = deadline - self._clock()
             with self._changed:
-                reply = box.next(min(box.expires_s, deadline, time.monotonic() + WAIT_S) - time.monotonic())
-                if reply is not None:
-                    return reply
-                if time.monotonic() >= deadline:
+                if left_s <= 0:
                     box.leave_out_late()
                     return box.next(0)
+                reply = box.next(min(box.expires_s - time.monotonic(), left_s, _LOOK_S))
+            if reply is not None:
+                return reply
+
+    def _clock(self) -> float:
+        """Return the time that counts for limits of replies: it stands while no message can get a worker."""
+        waited_s = self._waits.look(self.stuck_since(), time.monotonic(), (os.getpid(),))
+        return time.monotonic() - waited_s
 
     def _expire(self, box: Box) -> None:
         """Answer messages whose ttl is over with an error, and end their handling."""

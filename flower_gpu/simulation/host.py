@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from flower_gpu.calls import leasing
+from flower_gpu.calls import leasing, where
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.options import CallOptions
@@ -149,6 +149,17 @@ class Host:
         self._opened.callback(turns.close)
         self._opened.callback(handler.close)
         return handler
+
+    def where(self) -> str:
+        """Say where messages are handled, or what was asked for without effect."""
+        gpu, env = self._settings.gpu, {**os.environ, **self._settings.worker.env}
+        gpus = [one for one in self.gpus if one.uuid in self._decision.uuids]
+        if not gpus and not gpu.request.is_auto:
+            asked = where.asked(gpu.request, self._work.options)
+            why = where.why_on_cpu(gpu, None, env)
+            return where.without_effect(asked, gpu.request.count, "all calls", why)
+        at_once = None if gpus and gpu.request.is_auto else self.concurrency
+        return where.calls_run(gpu, gpus, at_once, None, env)
 
     def load_data(self) -> None:
         """Load what calls find loaded, where there is something to load.

@@ -30,6 +30,9 @@ class Handler(Protocol):
     def cancel(self, message: Message) -> None:
         """End the handling of a message, in whatever thread that is."""
 
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker; None where that is not so."""
+
 
 class LocalGrid(SimulationGrid):
     """Hands messages to threads that have them handled, each in a worker.
@@ -75,6 +78,10 @@ class LocalGrid(SimulationGrid):
     def cancel(self, message: Message) -> None:
         """End the handling of a message, whose reply nobody wants."""
         self._handle.cancel(message)
+
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker."""
+        return self._handle.stuck_since()
 
     def _take(self, is_spare: bool) -> tuple[Message, Box] | None:
         """Return a message whose reply there is room for, if there is any at this moment."""

@@ -140,6 +140,7 @@ class MessageHandler:
         self._has_used = False  # whether a worker has handled a second message
         self._running: dict[str, Slot] = {}
         self._is_over = False
+        self._worked_at = 0.0  # when a message was done last
         self._recycling = recycling
         self._durations = Durations() if durations is None else durations
         self._memory = HostMemory()
@@ -164,6 +165,7 @@ class MessageHandler:
         finally:
             with self._lock:
                 is_wanted = self._running.pop(metadata.message_id, None) is not None
+                self._worked_at = time.monotonic()
         if not is_wanted:  # it was done at the very moment when it was given up
             raise _given_up(context)
         self._nodes.keep(context)
@@ -362,6 +364,13 @@ class MessageHandler:
         with self._lock:
             waiting = [slot.waits_since for slot in self._running.values()]
         return max((time.monotonic() - since for since in waiting if since is not None), default=0.0)
+
+    def stuck_since(self) -> float | None:
+        """Return since when messages wait and none has a worker; None where that is not so."""
+        with self._lock:
+            since = [slot.waits_since for slot in self._running.values()]
+            waiting = [one for one in since if one is not None]
+            return max(min(waiting), self._worked_at) if waiting and len(waiting) == len(since) else None
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""

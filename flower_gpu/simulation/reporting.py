@@ -52,6 +52,7 @@ class Report:
 
     recorder: Recorder
     history: History
+    say: Callable[[str], None]  # shows a line, if progress is shown
     facts: dict[str, Any] = field(default_factory=dict)  # for the summary, such as ``workers_started``
     summary: dict[str, Any] = field(default_factory=dict)  # as in ``summary.json``
 
@@ -133,7 +134,7 @@ def reported_run(
             ),
             recorded_rounds(on_event, partition_of, pointer, streams=True) as recorder,
         ):
-            report = Report(recorder, history)
+            report = Report(recorder, history, display.say if progress else lambda _: None)
             yield report
             recorder.close()
             recorder.check()
@@ -216,6 +217,7 @@ def summary_of(
             for reason, count in failures.counts.most_common()
         ],
         "seconds": round(seconds, 3),  # of this process: a resumed run has had more
+        "waited_s": round(history.waited_s, 3),  # without any worker, for what others had
         "messages_per_s": round((messages - messages_before) / seconds, 3) if seconds > 0 else None,
         **facts,
         "metrics": {kind: dict(metrics) for kind, metrics in history.last_metrics.items()},
@@ -232,6 +234,8 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         ("clients", f"{summary['clients']}, {summary['messages']} messages, {summary['failed']} failed"),
         ("time", duration_text(summary["seconds"]) + (f", {rate:.3g} messages/s" if rate else "")),
     ]
+    if summary["waited_s"]:
+        rows.append(("waiting", f"{duration_text(summary['waited_s'])} of that without any worker"))
     if summary.get("hosts"):
         rows.append(("hosts", _hosts_text(summary["hosts"])))
     if summary.get("workers_started"):

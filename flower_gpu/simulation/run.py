@@ -29,7 +29,7 @@ from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.gpu import guard
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
-from flower_gpu.printable import path_text
+from flower_gpu.printable import path_text, told_if_slow
 from flower_gpu.simulation import determinism, machine, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
@@ -280,8 +280,10 @@ def simulate(
         has_longest_first = order == LONGEST and engine.concurrency > 1  # with one worker no order is faster
         rounds = Rounds(run_id, nodes, states, checkpoints, state, has_longest_first)
         grid = engine.open(rounds, stack.callback)
+        grid.tell = report.recorder.tell
         if resume is None:
             engine.has_begun()
+        report.say(engine.where())
         if has_longest_first:
             report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
                 [(kind, nodes.find(node_id)) for node_id in ids]
@@ -291,8 +293,10 @@ def simulate(
         context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(values))
         recorded_grid = RecordedGrid(grid, report.recorder)
         if isinstance(server, str):
-            server = _loaded(server, where)
-        engine.load_data()
+            with told_if_slow(report.say, f"importing {server.partition(':')[0]} of {name}"):
+                server = _loaded(server, where)
+        with told_if_slow(report.say, f"preparing the workers of {name}"):
+            engine.load_data()
         server(grid=recorded_grid, context=context)
         recorded_grid.close()
         grid.close()  # here workers that wait for another message end by themselves

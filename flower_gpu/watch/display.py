@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from flower_gpu.printable import duration_text
 from flower_gpu.trace import SERVER_EVALUATE, Event
 from flower_gpu.watch import pace
-from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, whole
+from flower_gpu.watch.fields import call_label, mapping, metrics_text, number, text, whole
 from flower_gpu.watch.history import History
 from flower_gpu.watch.output_above import OutputAbove
 
@@ -89,6 +89,9 @@ class Lines(Display):
         self._widths = list(_LEAST_WIDTHS)
         self._line_at_s = time.monotonic()
 
+    def _on_run_waits(self, event: Event) -> None:
+        self._print(text(event.get("text")))
+
     def _on_strategy_resumed(self, event: Event) -> None:
         self._print(f"resumed after {self.name_of(whole(event.get('round')))}")
 
@@ -147,6 +150,9 @@ class _Bars(Display):
         with suppress(OSError, ValueError):
             if time.monotonic() - self._drawn_at_s >= _DRAW_INTERVAL_S:
                 self._draw_now()
+
+    def _on_run_waits(self, event: Event) -> None:
+        self.say(text(event.get("text")))
 
     def _on_strategy_started(self, _: Event) -> None:
         if self._round:  # an app may start a strategy after another one

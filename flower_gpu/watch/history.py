@@ -62,6 +62,7 @@ class History(RoundHistory):
         self.finished_at: float | None = None
         self.first_at: float | None = None  # of all events
         self.last_at: float | None = None
+        self.waited_s = 0.0  # without any worker, since others had what its calls need
         self.pauses: list[tuple[float, float]] = []  # from the end of a run to when it was resumed
         self.hosts: dict[str, HostSpan] = {}  # of a Ray cluster, by name; empty for a run on one machine
         self.gpus: dict[str, GPUInfo] = {}  # by UUID, as the samples
@@ -76,6 +77,7 @@ class History(RoundHistory):
         self._calls_round: int | None = None
         self._calls_done: Counter[str] = Counter()  # of that round
         self._before: float | None = None  # the time of the event before this one
+        self._worked_at = 0.0  # when a worker was done last
 
     @classmethod
     def read(cls, path: Path) -> History:
@@ -117,6 +119,12 @@ class History(RoundHistory):
     def running(self) -> list[WorkerSpan]:
         """Workers that have not ended, the oldest first."""
         return list(self._running.values())
+
+    @property
+    def stuck_since(self) -> float | None:
+        """Since when calls wait for leases and none has a worker; None where that is not so."""
+        waiting = [span.requested_at for span in self.waiting if span.requested_at is not None]
+        return max(min(waiting), self._worked_at) if waiting and not self._running else None
 
     def messages_under_way(self, host: str) -> int:
         """Return how many messages a worker handles on a host of a Ray cluster, or wait for a lease there."""
@@ -206,6 +214,9 @@ class History(RoundHistory):
         if self.outcome == COMPLETED:
             self._finish_rounds(self._latest_round)
         self.open_round = None
+
+    def _on_run_waited(self, time: float, event: Mapping[str, Any]) -> None:
+        self.waited_s += max(0.0, number(event.get("seconds")) or 0.0)
 
     def _on_gpu_sample(self, time: float, event: Mapping[str, Any]) -> None:
         for told in mappings(event.get("gpus")):
@@ -361,6 +372,7 @@ class History(RoundHistory):
             lease.is_used = True
         del self._running[worker.call, worker.pid]
         worker.finished_at, worker.seconds = time, number(event.get("seconds"))
+        self._worked_at = time
         worker.outcome, worker.error = outcome, text(event.get("error"))
         worker.traceback = text(event.get("traceback"))
         self._count_call(worker)

@@ -373,7 +373,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
 ) -> None:
     """And after SIGHUP."""
     here = app.parent
-    options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4"]
+    options = ["app", "--num-supernodes", "3", "--max-workers", "2", "--seed", "4", "--num-gpus", "0.5"]
     options += ["-c", f"mode='wait' num-server-rounds=3 folder='{here}'"]
     path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # where this package is, if it is not installed
     process = shell.start(*command(*options), cwd=here, stderr=subprocess.PIPE, env=path)
@@ -390,6 +390,8 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
         f"command: --resume runs/{folder.name}"
     )
     assert "Traceback" not in errors
+    note = "note: --num-gpus 0.5 has no effect: all calls run on the CPU, no GPU can be used here"
+    assert sum(line.startswith(note) for line in errors.splitlines()) == 1
     result = result_of(folder)
     assert (result["outcome"], result["rounds"], result["messages"], result["failed"]) == (
         *("interrupted", 1, 3, 0),

@@ -36,10 +36,11 @@ REFUSED = [
     ("--gpu require --gpu-ids GPU-nope", "require GPU-nope"),
 ]
 
+BOTH = "calls run on GPU 0 (NVIDIA Stub 16GB), GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"
 POSSIBLE = [
-    ("", []),
-    ("--gpu require", []),
-    ("--gpu force --num-gpus 2", []),
+    ("", [BOTH]),
+    ("--gpu require", [BOTH]),
+    ("--gpu force --num-gpus 2", [BOTH]),
     ("--num-gpus 2 --node-config gpu-ids='0,1'", []),
     (
         "--gpu-memory 4GiB",
@@ -86,6 +87,7 @@ POSSIBLE = [
         "--gpu force --use-gpu false",
         [
             "note: this node's policy is force: a GPU is used though the server does not want one",
+            BOTH,
         ],
     ),
 ]
@@ -134,7 +136,7 @@ def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> N
     assert [refused for _, refused in share[1:]] == [None, None]
     policy = plan_on(host, "", "--gpu-ids 1", FLOWER_GPU_POLICY="require", FLOWER_GPU_NUM="5")
     assert policy[0][1] is not None and "there is no GPU 5" in policy[0][1]
-    assert policy[1] == ([], None)
+    assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"], None)
 
 
 def test_wrong_variables_are_refused_by_their_names(plan_on: PlanOn, host: Host) -> None:
@@ -164,8 +166,10 @@ def test_without_a_gpu(plan_on: PlanOn) -> None:
         "--use-gpu true",
         "--gpu never",
     )
-    assert nothing == ([], None), "use-gpu = true as the app's own default is no reason to warn"
-    assert never == ([], None)
+    on_cpu = "calls run on the CPU, up to 2 at a time"
+    # The app's own `use-gpu = true` is no reason to warn.
+    assert nothing == ([f"no GPU here: {on_cpu}"], None)
+    assert never == ([f"the device policy is never: {on_cpu}"], None)
     assert memory[0] == [
         "note: --gpu-memory 100GiB has no effect: all calls run on the CPU, no GPU can be used here (see "
         "flower-gpu gpus)"

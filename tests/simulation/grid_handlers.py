@@ -30,7 +30,11 @@ class Handling:
         self.cancelled: list[str] = []
         #: Opened by a test for messages of group "gate".
         self.gate = threading.Event()
+        self.stuck: float | None = None  # since when, as the grid is told
         self.on_reply: Callable[[Message], object] = lambda reply: None
+
+    def stuck_since(self) -> float | None:
+        return self.stuck
 
     def __call__(self, message: Message) -> Message:
         message_id, group = message.metadata.message_id, message.metadata.group_id

@@ -167,6 +167,18 @@ def test_what_is_late_is_given_up(new_grid: Callable[..., GridUnderTest]) -> Non
     assert not one.grid._boxes
 
 
+def test_time_without_any_worker_does_not_count(new_grid: Callable[..., GridUnderTest]) -> None:
+    """Others have the cores: a message that is done long after its time limit is in time."""
+    one = new_grid(1)
+    one.handling.stuck = time.monotonic()
+    timer = threading.Timer(1, one.handling.gate.set)
+    one.handling.on_reply = lambda reply: setattr(one.handling, "stuck", None)
+    timer.start()
+    (reply,) = one.grid.send_and_receive(one.messages(1, "gate"), timeout=0.3)
+    assert not reply.has_error()
+    assert list(one.grid.send_and_receive(one.messages(1, "wait"), timeout=0.3)) == [], "else it counts"
+
+
 def test_no_time_at_all(new_grid: Callable[..., GridUnderTest]) -> None:
     one = new_grid(1)
     assert list(one.grid.send_and_receive(one.messages(2, "wait"), timeout=0)) == []

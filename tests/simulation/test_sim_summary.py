@@ -29,6 +29,7 @@ def summary(failures: list[Event], **facts: Any) -> dict[str, Any]:
     history.feed([finished(2, "train", 200, 10, loss=0.25)])
     history.feed([finished(2, "server-evaluate", 0, 0, accuracy=0.875, loss=0.5)])
     history.feed([trace.make("strategy_finished")])
+    history.feed([trace.make("run_waited", seconds=41.5), trace.make("run_waited", seconds=60)])
     return summary_of(history, "completed", clients=100, seconds=0.04, **facts)
 
 
@@ -43,6 +44,7 @@ def test_the_summary_has_what_one_wants_to_know() -> None:
         "outcome": "completed",
         "rounds": "2 of 5",
         "clients": "100, 200 messages, 0 failed",
+        "waiting": "1 min 42 s of that without any worker",
         "workers": "12 started, with 300 MiB at most",
         "train": "loss 0.25",
         "server-evaluate": "accuracy 0.875, loss 0.5",

@@ -129,6 +129,11 @@ class Recorder:
         if self._why_over is not None and self._pointer is not None:
             raise ClientsFailedError(f"{self._why_over}; {self._pointer()}")
 
+    def tell(self, name: str, **fields: Any) -> None:
+        """Pass on an event that is of the run as a whole."""
+        with self._lock:
+            self._on_event(trace.make(name, **fields))
+
     # What a strategy does
 
     def run_started(self, strategy: str, num_rounds: int | None, resumes: str | None = None) -> None:

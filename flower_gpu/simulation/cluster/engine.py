@@ -64,6 +64,10 @@ class ClusterEngine:
         self._hosts.begin(grid.listener())
         return grid
 
+    def where(self) -> str:
+        """Say where messages are handled."""
+        return f"calls run on the hosts of a Ray cluster: up to {self.concurrency} at a time"
+
     def has_begun(self) -> None:
         """Write into the trace what hosts tell, from now on."""
         self._hosts.write()

@@ -15,6 +15,7 @@ from typing import Any
 
 from flower_gpu import frameworks
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError
+from flower_gpu.printable import told_if_slow
 from flower_gpu.workers import caller as one_call
 from flower_gpu.workers import socket_folder
 from flower_gpu.workers.call import Call
@@ -232,7 +233,8 @@ class RunServer:
                 self._current.close()
                 self._current = None
             if self._current is None:
-                self._current = self._start()
+                with told_if_slow(_log.info, "starting the workers' fork server, with the app's libraries"):
+                    self._current = self._start()
             return self._current
 
     def imported(self, names: Sequence[str], *, at_once: bool = False) -> None:
