@@ -35,6 +35,9 @@ _OVERRIDES: Final = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 _NEWS_S: Final = 0.5  # between two questions for news
 _LOOK_S: Final = 2.0  # between two looks whether a host has joined
 _ANSWER_S: Final = 10.0  # that an agent has for its last words
+# After so many looks for its answer an agent is taken for dead: it is stopped, or its disk hangs. Seconds are
+# not counted: in those this process may have been stopped itself.
+_SILENT: Final = 120
 _CALLS: Final = 8  # of an agent's methods at a time: one waits for messages, and few others are made
 _SKEW_S: Final = 0.05  # by which clocks may differ before times in the trace are corrected
 
@@ -176,7 +179,11 @@ class Host:
         import ray
 
         try:
-            return _get(ask())
+            coming = ask()
+            while not _is_there(coming, _NEWS_S):
+                if self.is_gone:
+                    raise HostLostError("it was given up while it was asked")
+            return _get(coming)
         except ray.exceptions.RayTaskError as error:  # a fault of ours: the host is of no use for this run
             raise HostLostError(_cause(error)) from error
         except (ray.exceptions.RayError, ConnectionError) as error:
@@ -329,18 +336,28 @@ class Hosts:
                 yield host, _get(coming, max(0.0, deadline - time.monotonic()))
 
     def _hear_all(self) -> None:
-        """Ask all hosts for news."""
+        """Ask all hosts for news, each again when it has answered."""
+        asked: dict[Host, tuple[Any, int]] = {}  # what is to come, and how often it was looked for
         while not self._is_closed.wait(_NEWS_S):
-            asked = []
+            there = self.there
+            asked = {host: asked[host] for host in there if host in asked}
             with suppress(ConnectionError):  # the threads that exchange messages tell of that
-                asked = [(host, host.agent.news.remote()) for host in self.there]
-            for host, coming in asked:
+                for host in there:
+                    if host not in asked:
+                        asked[host] = host.agent.news.remote(), 0
+            for host, (coming, looks) in list(asked.items()):
                 try:
-                    self._hear(host, _get(coming, _ANSWER_S))
-                except TimeoutError:  # of a host that is busy, or a network that is gone for a while
-                    continue
+                    if _is_there(coming):
+                        self._hear(host, _get(coming, _ANSWER_S))
+                        del asked[host]
+                        continue
+                except TimeoutError:  # of a network that is gone for a while
+                    pass
                 except (self._ray.exceptions.RayError, ConnectionError) as error:
                     self.lost(host, error)
+                asked[host] = coming, looks + 1
+                if looks >= _SILENT:
+                    self.lost(host, HostLostError(f"its agent gives no answer for {looks * _NEWS_S:.0f} s"))
 
     def _hear(self, host: Host, news: News) -> None:
         for level, line in news.lines:
@@ -466,6 +483,21 @@ class Hosts:
                 f"host {about.name} has other processors, GPUs or versions than the others "
                 f"({about.described} there, {first} elsewhere): --deterministic wants hosts of one kind"
             )
+
+
+def _is_there(coming: Any, timeout_s: float = 0.0) -> bool:
+    """Tell whether an answer, or each of a list, is there; it is not fetched from its host.
+
+    Raises
+    ------
+    ConnectionError
+        If Ray cannot be reached.
+    """
+    import ray
+
+    _check_connection()
+    asked = coming if isinstance(coming, list) else [coming]
+    return not ray.wait(asked, num_returns=len(asked), timeout=timeout_s, fetch_local=False)[1]
 
 
 def _get(coming: Any, timeout_s: float | None = None) -> Any:

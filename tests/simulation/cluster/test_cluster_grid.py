@@ -29,7 +29,7 @@ from flower_gpu.simulation import machine
 from flower_gpu.simulation import run as runs
 from flower_gpu.simulation.cluster import grid as cluster_grid
 from flower_gpu.simulation.cluster import hosts as cluster_hosts
-from flower_gpu.simulation.cluster.agent import About
+from flower_gpu.simulation.cluster.agent import About, News
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox
@@ -597,6 +597,53 @@ def test_the_model_of_a_round_goes_to_each_host_once() -> None:
     finally:
         test.close()
     assert len(put) == 3 and max(got.count("a"), got.count("b")) <= 3
+
+
+def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, or waits for its disk: Ray takes it for alive, and calls of its methods never end."""
+    monkeypatch.setattr(cluster_hosts, "_NEWS_S", 0.001)
+    monkeypatch.setattr(cluster_hosts, "_SILENT", 20)
+    monkeypatch.setattr(
+        cluster_hosts, "_is_there", lambda coming, timeout_s=0: coming not in ("hangs", ["hangs"])
+    )
+    monkeypatch.setattr(cluster_hosts, "_get", lambda coming, timeout_s=None: coming())
+    monkeypatch.setattr(cluster_hosts, "_kill", lambda host: killed.append(host.name))
+    asked: list[str] = []
+    killed: list[str] = []
+
+    def host(name: str) -> cluster_hosts.Host:
+        def news() -> Any:
+            asked.append(name)
+            return "hangs" if name == "hangs" else lambda: News([], [], False)
+
+        methods = {"news": news, "exchange": lambda visits: "hangs", "clock_s": time.time}
+        agent = {method: SimpleNamespace(remote=answer) for method, answer in methods.items()}
+        about = SimpleNamespace(name=name)
+        return cluster_hosts.Host(name, about, SimpleNamespace(**agent), 0.0)  # type: ignore[arg-type]
+
+    hosts = cluster_hosts.Hosts.__new__(cluster_hosts.Hosts)
+    hosts._all, hosts._kept, hosts._lock = [host("hangs"), host("answers")], [], threading.Lock()
+    hosts._is_closed, hosts._ray = threading.Event(), __import__("ray")
+    lost: list[cluster_hosts.Host] = []
+    hosts._listener = Listener(lambda host: None, lost.append, lambda host, is_full: None)
+    errors: list[str] = []
+    exchanges = threading.Thread(target=lambda: errors.append(_error_of(hosts._all[0])), daemon=True)
+    hears = threading.Thread(target=hosts._hear_all, daemon=True)
+    exchanges.start()
+    hears.start()
+    until(lambda: lost and errors)
+    count = len(asked)
+    until(lambda: len(asked) > count + 5)  # the others are asked as before
+    hosts._is_closed.set()
+    hears.join(20)
+    assert [each.name for each in lost] == killed == ["hangs"] and asked.count("hangs") == 1
+    assert "given up" in errors[0]
+
+
+def _error_of(host: cluster_hosts.Host) -> str:
+    with pytest.raises(HostLostError) as told:
+        host.exchange([])
+    return str(told.value)
 
 
 @pytest.mark.parametrize(
