@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Final
 
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.leases import host
-from flower_gpu.leases.admission import MEMORY, UNKNOWN_MEMORY, Need, of_group
+from flower_gpu.leases.admission import MEMORY, Need, of_task
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import (
     BESIDE_GPU,
@@ -62,7 +63,7 @@ class HostNeeds:
         if self.on_gpu:
             return None
         # Only calls of this task wait for each other, however much memory others have.
-        task = of_group(UNKNOWN_MEMORY, zlib.crc32(repr(self._key).encode()))
+        task = of_task(os.getuid(), zlib.crc32(repr(self._key).encode()))
         reserve = self.settings.reserve_bytes
         most = total - (int(host.RESERVED_PART * total) if reserve is None else reserve)
         guess = cautious_bytes(total)

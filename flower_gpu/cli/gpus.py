@@ -12,7 +12,6 @@ from typing import Any
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.request import format_bytes
-from flower_gpu.printable import printable
 
 HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
 
@@ -120,9 +119,8 @@ def _gpu_as_text(gpu: GPU, visible: Collection[GPU]) -> Iterator[str]:
         yield f"{_MARGIN}the driver does not tell who uses it"
     for process in gpu.processes or ():
         used = _UNKNOWN if process.used_bytes is None else format_bytes(process.used_bytes)
-        # A command line may contain anything, and a terminal obeys some of it.
         program = process.name.rpartition("/")[2] or "(no such process here)"
-        yield f"{_MARGIN}{used:>10}  pid {process.pid:<8} {printable(program)}"
+        yield f"{_MARGIN}{used:>10}  pid {process.pid:<8} {program}"
 
 
 def _memory(gpu: GPU) -> str:

@@ -17,7 +17,7 @@ from flower_gpu.leases import tickets
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry
-from flower_gpu.printable import printable
+from flower_gpu.printable import account_name, path_text, printable
 from flower_gpu.workers import state_folder
 
 _VARIABLE = "FLOWER_GPU_LEDGER_DIR"
@@ -77,11 +77,15 @@ def leases() -> Iterator[Found]:
         yield "problem", str(error), "without it no call gets a GPU: let that process go on, or end it"
         return
     left = sum(1 for _, path in found.all() for _ in path.glob("*.ticket"))
-    left -= len(state.holders) + len(state.waiting)
+    left -= len(state.holders) + len(state.waiting) + len(state.invalid)
     text = f"{len(state.holders)} held, {len(state.waiting)} waiting"
     if left > 0:
         text += f"; {left} left by processes that were killed, which hold nothing"
     yield "ok", text
+    for path, user in list(state.invalid.items())[:1]:
+        number = "1 file is" if len(state.invalid) == 1 else f"{len(state.invalid)} files are"
+        text = f"{number} no valid ticket and counted for nothing, as {path_text(path)}"
+        yield "note", text, f"ask account {account_name(user)} to remove it"
 
 
 def only_one(found: Inventory) -> Iterator[Found]:

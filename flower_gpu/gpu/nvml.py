@@ -12,6 +12,8 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final, NewType, TypeVar
 
+from flower_gpu.printable import printable
+
 T = TypeVar("T")
 
 #: A GPU or MIG device as NVML names it to one session. Worthless in another one, or in another process.
@@ -233,9 +235,9 @@ class Session:
         return None
 
     def process_name(self, pid: int) -> str:
-        """Return the program of a process; empty where it is not told."""
+        """Return the program of a process, for a terminal; empty where it is not told."""
         with suppress(UnicodeDecodeError):  # a name may be any bytes
-            return self._told(str, "nvmlSystemGetProcessName", pid) or ""
+            return printable(self._told(str, "nvmlSystemGetProcessName", pid) or "")
         return ""
 
     def _told(self, make: Callable[[Any], T], function: str, *args: Any) -> T | None:

@@ -24,9 +24,11 @@ CORES = "cores"
 #: The main memory of the host, as a card; amounts are in bytes.
 MEMORY = "memory"
 
-#: What calls of one task are taken to need of main memory before it is measured; a card for each task.
+#: What calls of one task are taken to need of main memory before it is measured; a card for each task of an
+#: account.
 UNKNOWN_MEMORY = "unknown-memory"
 
+_TASK_BITS = 32
 _OF_GROUP = ":"  # between one of these names and a control group, whose limit is a card of its own
 _SAME_BUDGET = 0.05  # a new lease that comes this near to the budget of present leases shares that budget
 
@@ -108,6 +110,16 @@ def of_group(resource: str, group: int) -> str:
     return f"{resource}{_OF_GROUP}{group}"
 
 
+def of_task(user: int, task: int) -> str:
+    """Return the name of :data:`UNKNOWN_MEMORY` of a task, a number of 32 bits, of an account."""
+    return of_group(UNKNOWN_MEMORY, user << _TASK_BITS | task)
+
+
+def is_of_account(group: int, user: int) -> bool:
+    """Tell whether a number in a name of :func:`of_task` is of an account's tasks."""
+    return group >> _TASK_BITS == user
+
+
 def kind_of(uuid: str) -> str | None:
     """Return what a card is of that is not a GPU, also a control group's or a task's; None for a GPU."""
     kind = uuid.partition(_OF_GROUP)[0]
@@ -155,6 +167,27 @@ def plan(
             room.take(Holding(claim.id, claim.order, parts))
             granted[claim.id] = parts
     return granted
+
+
+def answers(parts: Sequence[Part], claim: Claim) -> bool:
+    """Tell whether parts are what a claim asks for: so many of its GPUs, so much of each, all its needs."""
+    options = {option.uuid: option for option in claim.options}
+    needs = {need.resource: need for need in claim.needs}
+
+    def is_asked(part: Part) -> bool:
+        if not part.is_gpu:
+            return part.uuid in needs and part.memory_bytes <= needs[part.uuid].amount
+        option = options.get(part.uuid)
+        if option is None or option.alone != part.alone:
+            return False
+        return option.memory_bytes is None or option.memory_bytes == part.memory_bytes
+
+    count = sum(part.is_gpu for part in parts)
+    return (
+        all(map(is_asked, parts))
+        and count == claim.count
+        and len({part.uuid for part in parts}) == count + len(needs) == len(parts)
+    )
 
 
 class _Spot:

@@ -62,6 +62,8 @@ class State:
     host: tuple[Card, ...]  # cores and main memory
     holders: tuple[Entry, ...]  # leases
     waiting: tuple[Entry, ...]  # requests that wait, in the order of the line
+    # Files in the place of tickets that are none, with their accounts
+    invalid: Mapping[str, int] = field(default_factory=dict)
     # When something was changed in the ledger, see :meth:`LedgerFolder.stamps`
     stamps: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
@@ -206,8 +208,8 @@ class Ledger:
             entry = tickets.new_entry(own, order, options, wish.count, wish.pack, needs)
             state = replace(state, waiting=(*state.waiting, entry))
             state = replace(state, host=self._host_cards(measured, state.holders, state.waiting))
-            granted = state.granted()
-            ticket = Ticket.create(own, replace(entry, parts=granted.get(entry.id, ())), wish.label)
+            parts = _checked(entry, state.granted().get(entry.id, ()))
+            ticket = Ticket.create(own, replace(entry, parts=parts), wish.label)
         if not ticket.entry.parts:
             _ask(state.holders, ticket.entry)
         return ticket, state, version
@@ -285,7 +287,9 @@ class Ledger:
         waiting = tuple(entry for entry in alive if not entry.parts)
         cards = self._cards(measured, holders)
         of_host = self._host_cards(measured, holders, waiting)
-        return State(measured.found.usable, cards, of_host, holders, waiting, stamps)
+        self._reader.say_invalid()
+        invalid = self._reader.invalid
+        return State(measured.found.usable, cards, of_host, holders, waiting, invalid, stamps)
 
     def _is_old(self, state: State) -> bool:
         """Tell whether anything may have changed, without the mutex and without reading all tickets."""
@@ -393,7 +397,7 @@ class Ledger:
                     state = replace(state, waiting=tuple(waiting))
                     _ask(state.holders, ticket.entry)
                 ready = self._ready(state)
-                parts = ready.pop(ticket.entry.id, None)
+                parts = _checked(ticket.entry, ready.pop(ticket.entry.id, ()))
                 if parts:
                     ticket.write(replace(ticket.entry, parts=parts, since=time.time()))
                 _wake(state.waiting, ready)
@@ -417,7 +421,7 @@ class Ledger:
             woken = ticket.wait(min(pause_s, _at(deadline) - time.monotonic()))
             now = time.monotonic()
             if now >= _at(deadline):
-                raise LeaseTimeoutError(self._what_is_held(wish))
+                raise LeaseTimeoutError(self._what_is_held(wish, ticket))
             news = wish.version()
             if woken or news != version:
                 return news, False
@@ -428,7 +432,7 @@ class Ledger:
                 if self._is_old(state):
                     return news, now >= self._verified_at + _VERIFY_EVERY_S
 
-    def _what_is_held(self, wish: Wish) -> str:
+    def _what_is_held(self, wish: Wish, ticket: Ticket) -> str:
         state = self.status()
         lines = []
         for card in state.host if not wish.count else ():
@@ -450,6 +454,9 @@ class Ledger:
                     f"  its compute mode is {gpu.compute_mode}, and process {other.pid} {other.name} has it: "
                     f"end that, or as root nvidia-smi -i {gpu.index} -c DEFAULT"
                 )
+        for first in state.waiting[:1]:
+            if first.id != ticket.entry.id:  # nobody gets what is kept for it, also if it never takes that
+                lines.append(f"first in line: {describe(first)}")
         text = "\n".join(lines)
         what = "GPU" if wish.count else "cores or memory"
         return f"{wish.label or 'a call'} got no {what} in time; {len(state.waiting)} were waiting.\n{text}"
@@ -489,6 +496,13 @@ def _at(deadline: Deadline) -> float:
     if deadline is None:
         return math.inf
     return deadline() if callable(deadline) else deadline
+
+
+def _checked(entry: Entry, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Return what was granted to a request; an error if that is not what it asks for."""
+    if parts and not admission.answers(parts, entry.claim):
+        raise LeaseError(f"the ledger granted {parts} to a request for {entry.options} and {entry.needs}")
+    return parts
 
 
 def _wake(waiting: Sequence[Entry], ready: Container[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, LeaseError
+from flower_gpu.printable import account_name
 from flower_gpu.workers import state_folder
 
 _PREFIX = "flower-gpu-leases-"
@@ -160,7 +161,9 @@ def _open(path: Path) -> files.Descriptor:
                 made.close()
         except OSError as error:
             if error.errno in (errno.EACCES, errno.ELOOP):
-                raise LeaseError(f"{path} is not a file that everybody can read; remove it") from error
+                owner = account_name(path.lstat().st_uid)
+                text = f"{path} of account {owner} is not a file that everybody can read; remove it"
+                raise LeaseError(text) from error
             raise LeaseError(f"the ledger cannot be used: {error}") from error
 
 
@@ -177,5 +180,6 @@ def _holder(descriptor: int) -> str:
         for line in Path("/proc/locks").read_text().splitlines():
             fields = line.split()
             if inode in line and "->" not in line and len(fields) > 4:
-                return f"process {fields[4]}"
+                user = Path(f"/proc/{fields[4]}").stat().st_uid
+                return f"process {fields[4]} of account {account_name(user)}"
     return "another process"

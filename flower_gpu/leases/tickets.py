@@ -1,7 +1,10 @@
 """Tickets: one file for each request that waits and for each lease, locked by its owner while that lives.
 
-Nothing needs to be given back: the kernel lets go of a ``flock`` when the last process that has the file open
-is gone, whatever ended it. A ticket whose lock is free counts for nothing. Only its owner writes it.
+Nothing needs to be given back: the kernel lets go of the lock when the last process that has the file open is
+gone, whatever ended it. A ticket whose lock is free counts for nothing. Only its owner writes it.
+
+A ticket of another account is data of somebody who may mean harm: :func:`_read` takes what a ticket can say.
+Whose it is, the folder and the owner of the file tell.
 """
 
 from __future__ import annotations
@@ -9,20 +12,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
+import re
 import select
 import stat
+import struct
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flower_gpu import files
+from flower_gpu.leases import ticket_checks
 from flower_gpu.leases.admission import CORES, MEMORY, Claim, Holding, Need, Option, Part
 from flower_gpu.leases.lease import Lease
+from flower_gpu.printable import account_name, path_text
+
+_log = logging.getLogger("flwr.flower_gpu")
 
 _VERSION = 1
 _TICKET, _WAKE, _LABEL, _NEW = ".ticket", ".wake", ".label", ".new"
@@ -37,6 +48,15 @@ _LOOK_S = 0.002
 #: The last place in the line. Tickets that share it are in the order of their names.
 LAST_ORDER = 10**15 - 1
 
+_NAME = re.compile(r"(\d{1,100})-\d{1,100}-([0-9a-z]{1,32})\.ticket", re.ASCII)
+# Tickets of another account that count: more than its processes need. All of them are read in each look.
+_MOST_TICKETS = 20_000
+
+_said: set[int] = set()  # accounts
+
+# ``struct flock`` of fcntl(2): kind, from where, first byte, number of bytes (0: all), process.
+_LOCK = struct.Struct("hhqqi4x")
+
 # Errors from reading a file that may contain anything at all.
 _NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -45,7 +65,7 @@ _NOT_OURS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 class Entry:
     """What every process can read of a ticket."""
 
-    id: str
+    id: str  # its owner and the name of its file: no account can have a ticket with the id of another's
     order: int  # its place in the line; smaller ones came first
     path: Path  # its file
     user: int  # the account it belongs to
@@ -57,6 +77,11 @@ class Entry:
     pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
     parts: tuple[Part, ...] = ()  # what it holds; empty while it waits
     needs: tuple[Need, ...] = ()  # what it asks for beside GPUs
+
+    @property
+    def name(self) -> str:
+        """What the names of its files have in common."""
+        return self.id.rpartition("-")[2]
 
     @property
     def claim(self) -> Claim:
@@ -94,7 +119,7 @@ class Entry:
         """Return what the request is for; empty where it is another account's."""
         if self.user != os.getuid():  # text of other accounts is never shown
             return ""
-        with suppress(OSError), _opened(self.path.parent / f"{self.id}{_LABEL}") as descriptor:
+        with suppress(OSError), _opened(self.path.parent / f"{self.name}{_LABEL}") as descriptor:
             return os.pread(descriptor, _LABEL_BYTES, 0).decode(errors="replace")
         return ""
 
@@ -112,7 +137,7 @@ class Entry:
     def wake(self) -> None:
         """Make its owner look again."""
         with suppress(OSError):  # the owner is gone, or its pipe is full of such messages
-            path = self.path.parent / f"{self.id}{_WAKE}"
+            path = self.path.parent / f"{self.name}{_WAKE}"
             with _opened(path, os.O_WRONLY) as descriptor:
                 if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # not a link of another account
                     os.write(descriptor, b"1")
@@ -144,9 +169,14 @@ class Entry:
             if int(checksum, 16) != zlib.crc32(text):  # read while it was being written
                 return 0, {}, 0, False
             told = json.loads(text)
-            used = {str(uuid): _amount(nbytes) for uuid, nbytes in told["used"].items()}
-            base_bytes = _amount(told.get("base_bytes", 0))
-            return _amount(told["pid"]), used, base_bytes, told.get("idle") is True
+            used = {uuid: ticket_checks.whole(nbytes) for uuid, nbytes in told["used"].items()}
+            base_bytes = ticket_checks.whole(told.get("base_bytes", 0))
+            return (
+                ticket_checks.whole(told["pid"], ticket_checks.MOST_PID),
+                used,
+                base_bytes,
+                told.get("idle") is True,
+            )
         except (OSError, *_NOT_OURS):
             return 0, {}, 0, False
 
@@ -163,10 +193,10 @@ class Ticket:
     @classmethod
     def create(cls, folder: Path, entry: Entry, label: str) -> Ticket:
         """Write a ticket into ``folder``. It is locked before any process can see it."""
-        new = folder / f"{entry.id}{_NEW}"
-        wake_path = folder / f"{entry.id}{_WAKE}"
+        new = folder / f"{entry.name}{_NEW}"
+        wake_path = folder / f"{entry.name}{_WAKE}"
         try:
-            said = files.opened(folder / f"{entry.id}{_LABEL}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            said = files.opened(folder / f"{entry.name}{_LABEL}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             os.write(said, label.encode(errors="replace")[:_LABEL_BYTES])
             said.close()
             os.mkfifo(wake_path, 0o622)
@@ -174,13 +204,13 @@ class Ticket:
             # Open for writing as well: otherwise poll reports the missing writer all the time.
             wake = files.opened(wake_path, os.O_RDWR | os.O_NONBLOCK)
             made = files.opened(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.fchmod(made, 0o644)  # after the lock, so that no other process can lock it first
+            lock(made)
+            os.fchmod(made, 0o644)
             ticket = cls(replace(entry, path=new), made, wake)
             ticket.write(entry)
             return ticket
         except BaseException:
-            remove(folder, entry.id)
+            remove(folder, entry.name)
             raise
 
     def write(self, entry: Entry) -> None:
@@ -199,7 +229,7 @@ class Ticket:
         }
         data = json.dumps(fields).encode() + b"\n"
         self._revision += 1
-        path = self.entry.path.parent / f"{entry.order:015d}-{self._revision}-{entry.id}{_TICKET}"
+        path = self.entry.path.parent / f"{entry.order:015d}-{self._revision}-{entry.name}{_TICKET}"
         # No process reads it meanwhile: the mutex is held. If this process ends here, the ticket is free.
         os.pwrite(self.descriptor, data, 0)
         self.entry.path.rename(path)
@@ -240,14 +270,14 @@ class Ticket:
 
     def remove(self) -> None:
         """Remove it. The lock ends with the last process that has it, which may be a worker."""
-        remove(self.entry.path.parent, self.entry.id, self.entry.path)
+        remove(self.entry.path.parent, self.entry.name, self.entry.path)
         self._wake.close()
         self.descriptor.close()
 
 
-def remove(folder: Path, id_: str, path: Path | None = None) -> None:
+def remove(folder: Path, name: str, path: Path | None = None) -> None:
     """Remove the files of a ticket."""
-    for file in (path, *(folder / f"{id_}{suffix}" for suffix in (_NEW, _WAKE, _LABEL))):
+    for file in (path, *(folder / f"{name}{suffix}" for suffix in (_NEW, _WAKE, _LABEL))):
         if file is not None:
             with suppress(OSError):
                 file.unlink()
@@ -258,6 +288,8 @@ class Reader:
 
     def __init__(self) -> None:
         self._known: dict[str, Entry | None] = {}
+        #: What was found that is no ticket, with its owner
+        self.invalid: dict[str, int] = {}
 
     def read(self, folders: Iterable[tuple[int, Path]]) -> list[Entry]:
         """Return the tickets in these folders, in the order of the line, also of processes that have ended.
@@ -273,13 +305,37 @@ class Reader:
                 names = os.listdir(folder)
             except (FileNotFoundError, PermissionError):
                 continue
+            names = [name for name in names if name.endswith(_TICKET)]
+            if len(names) > _MOST_TICKETS and user != os.getuid():
+                names = sorted(names)[:_MOST_TICKETS]
             for name in names:
-                if name.endswith(_TICKET):
-                    path = f"{folder}/{name}"
-                    known[path] = self._known[path] if path in self._known else _read(Path(path), user)
+                path = f"{folder}/{name}"
+                if path in self._known:
+                    known[path] = self._known[path]
+                    continue
+                try:
+                    known[path] = _read(Path(path), user)
+                except _NOT_OURS:
+                    known[path] = None
+                    self.invalid[path] = user
         self._known = known
-        found = [entry for entry in known.values() if entry is not None]
-        return sorted(found, key=lambda entry: (entry.order, entry.id))
+        self.invalid = {path: user for path, user in self.invalid.items() if path in known}
+        entries = [entry for entry in known.values() if entry is not None]
+        return sorted(entries, key=lambda entry: (entry.order, entry.id))
+
+    def say_invalid(self) -> None:
+        """Log what was found that is no ticket, once for each account. With the mutex held.
+
+        Otherwise it may be one that is just being written.
+        """
+        for path, user in self.invalid.items():
+            if user not in _said:
+                _said.add(user)
+                _log.warning(
+                    "%s of account %s is no valid ticket of the ledger, and counts for nothing",
+                    path_text(path),
+                    account_name(user),
+                )
 
     def forget(self, entry: Entry) -> None:
         """Leave out a ticket from now on: its process has ended."""
@@ -288,18 +344,18 @@ class Reader:
 
 def clean(folder: Path, alive: Iterable[Entry]) -> None:
     """Remove files of this account's ended processes. The mutex must be held."""
-    kept = {entry.id for entry in alive}
+    kept = {entry.name for entry in alive}
     left = []
-    for name in os.listdir(folder):
-        stem, suffix = os.path.splitext(name)
-        id_ = stem.rpartition("-")[2]
-        if suffix in (_TICKET, _WAKE, _LABEL, _NEW) and id_ not in kept:
-            if suffix == _TICKET and _is_locked(folder / name):
-                kept.add(id_)  # another version of this package has written it
+    for file in os.listdir(folder):
+        stem, suffix = os.path.splitext(file)
+        name = stem.rpartition("-")[2]
+        if suffix in (_TICKET, _WAKE, _LABEL, _NEW) and name not in kept:
+            if suffix == _TICKET and _is_locked(folder / file):
+                kept.add(name)  # another version of this package has written it
             else:
-                left.append((id_, folder / name))
-    for id_, path in left:
-        if id_ not in kept:
+                left.append((name, folder / file))
+    for name, path in left:
+        if name not in kept:
             with suppress(OSError):
                 path.unlink()
 
@@ -314,6 +370,32 @@ def _opened(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         descriptor.close()
 
 
+@cache
+def _has_locks_of_writers() -> bool:
+    """Tell whether there are locks that only who can write a file gets: from Linux 3.15 on, not on macOS."""
+    if not hasattr(fcntl, "F_OFD_GETLK"):
+        return False
+    descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def lock(descriptor: int) -> None:
+    """Lock a ticket until the last process that has its file open is gone.
+
+    Every account can read a ticket, so every account could keep one alive by a ``flock``.
+    """
+    if _has_locks_of_writers():
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def _is_locked(path: Path) -> bool:
     try:
         descriptor = files.opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -323,66 +405,67 @@ def _is_locked(path: Path) -> bool:
         # Links and pipes are no tickets. Without a free descriptor this process takes the owner for alive.
         return error.errno not in (errno.ELOOP, errno.ENXIO)
     try:
-        return not files.try_lock(descriptor, fcntl.LOCK_SH)
+        if not _has_locks_of_writers():
+            return not files.try_lock(descriptor, fcntl.LOCK_SH)
+        asked = _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
+        return bool(kind != fcntl.F_UNLCK)
     finally:
         descriptor.close()
 
 
 def _read(path: Path, user: int) -> Entry | None:
-    """Return the content of a ticket; None if the file is no ticket, or is gone."""
+    """Return the content of a ticket; None if it is gone, or another version's.
+
+    Raises
+    ------
+    ValueError, KeyError, TypeError and the others of ``_NOT_OURS``
+        If the file is no ticket. Whatever other accounts can write is checked here.
+    OSError
+        If this process can open no more files.
+    """
+    named = _NAME.fullmatch(path.name)
+    if named is None:
+        raise ValueError("name")
     try:
-        order, _, id_ = path.stem.split("-")
         with _opened(path) as descriptor:
             found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != user:
-                return None
-            data = os.pread(descriptor, _REPORT_AT, 0)
-        fields = json.loads(data.partition(b"\n")[0])
-        if fields["v"] != _VERSION:
-            return None
-        options = tuple(_option(**option) for option in fields["options"])
-        return Entry(
-            id=id_,
-            order=min(_amount(int(order)), LAST_ORDER),
-            path=path,
-            user=user,
-            pid=_amount(fields["pid"]),
-            pid_namespace=_amount(fields["pid_namespace"]),
-            since=float(fields["since"]),
-            options=options,
-            count=max(1, _amount(fields["count"])) if options else 0,
-            pack=bool(fields["pack"]),
-            parts=tuple(_part(**part) for part in fields["parts"]),
-            needs=tuple(_need(**need) for need in fields.get("needs", ())),
-        )
-    except _NOT_OURS:
-        return None
+            data = os.pread(descriptor, _REPORT_AT, 0) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise
+        if error.errno in (errno.ENOENT, errno.EACCES):  # gone; an account's own secret
+            return None
+        raise ValueError("no file") from None
+    if found.st_uid != user:
+        raise ValueError("owner")
+    fields = json.loads(data.partition(b"\n")[0])
+    if fields["v"] != _VERSION:
         return None
-
-
-def _amount(value: object) -> int:
-    """Return a whole number from 0 on. A negative one would make room for leases that do not fit."""
-    if type(value) is not int or value < 0:
-        raise ValueError
-    return value
-
-
-def _option(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> Option:
-    share = None if share is None else float(share)
-    if share is not None and not 0 < share <= 1:
-        raise ValueError
-    return Option(str(uuid), None if memory_bytes is None else _amount(memory_bytes), share, bool(alone))
-
-
-def _part(uuid: str, memory_bytes: int, budget_bytes: int, alone: bool) -> Part:
-    return Part(str(uuid), _amount(memory_bytes), _amount(budget_bytes), bool(alone))
-
-
-def _need(resource: str, amount: int, least: int, capacity: int) -> Need:
-    return Need(str(resource), _amount(amount), min(_amount(least), amount), _amount(capacity))
+    options = tuple(ticket_checks.option(**option) for option in fields["options"])
+    entry = Entry(
+        id=f"{user}-{named[2]}",
+        order=min(int(named[1]), LAST_ORDER),
+        path=path,
+        user=user,
+        pid=ticket_checks.whole(fields["pid"], ticket_checks.MOST_PID),
+        pid_namespace=ticket_checks.whole(fields["pid_namespace"], ticket_checks.MOST_NAMESPACE),
+        since=ticket_checks.number(fields["since"], ticket_checks.LATEST_S),
+        options=options,
+        # More GPUs than it names are never free.
+        count=max(1, ticket_checks.whole(fields["count"], len(options))) if options else 0,
+        pack=ticket_checks.exactly(bool, fields["pack"]),
+        parts=tuple(ticket_checks.part(user, **part) for part in fields["parts"]),
+        needs=tuple(ticket_checks.need(user, **need) for need in fields.get("needs", ())),
+    )
+    for names in (
+        [option.uuid for option in options],
+        [part.uuid for part in entry.parts],
+        [need.resource for need in entry.needs],
+    ):
+        if len(set(names)) < len(names):
+            raise ValueError("a name twice")
+    return entry
 
 
 def new_entry(
@@ -395,7 +478,7 @@ def new_entry(
 ) -> Entry:
     """Return the content of a new ticket of this process."""
     return Entry(
-        id=os.urandom(8).hex(),
+        id=f"{os.getuid()}-{os.urandom(8).hex()}",
         order=min(order, LAST_ORDER),
         path=folder,
         user=os.getuid(),

@@ -494,6 +494,15 @@ def test_a_stuck_mutex_is_a_problem_that_names_who_has_it(here: Shell) -> None:
     assert finding.level == "problem" and f"locked for 2 s by process {os.getpid()}" in finding.text
 
 
+def test_a_file_in_the_place_of_a_ticket_is_noted_with_its_path(here: Shell) -> None:
+    path = here.ledger / f"flower-gpu-leases-{os.getuid()}" / "1-1-1.ticket"
+    path.parent.mkdir()
+    path.write_text("{}")
+    counted, noted = findings(ledger.leases)
+    assert (counted.level, counted.text) == ("ok", "0 held, 0 waiting")
+    assert noted.level == "note" and str(path) in noted.text
+
+
 def test_tickets_are_counted_and_other_ledgers_told(shell: Shell, host: Host, tmp_path: Path) -> None:
     other, idle = tmp_path / "other", tmp_path / "idle"
     other.mkdir()

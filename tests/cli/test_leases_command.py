@@ -13,6 +13,8 @@ import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
 
+from flower_gpu.printable import account_name
+
 pytestmark = pytest.mark.timeout(120)
 
 PAGE = Path(__file__).parents[2] / "docs/reference/commands.md"
@@ -87,4 +89,7 @@ def test_a_stuck_mutex_is_an_error_that_names_who_has_it(shell: Shell, host: Hos
         fcntl.flock(mutex, fcntl.LOCK_EX)
         done = shell.run("leases")
     assert done.returncode != 0
-    assert f"has been locked for 5 s by process {os.getpid()}" in done.stderr
+    assert (
+        f"has been locked for 5 s by process {os.getpid()} of account {account_name(os.getuid())}"
+        in done.stderr
+    )

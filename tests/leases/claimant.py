@@ -25,7 +25,7 @@ from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases import ledger as ledger_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Need, Option, of_group
+from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, of_task
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, State, Wish
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -57,7 +57,7 @@ def wish(
     if host_memory is not None:
         needs.append(Need(MEMORY, host_memory, host_memory))
     if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
-        needs.append(Need(of_group(UNKNOWN_MEMORY, 1), guess, guess, capacity=guess))
+        needs.append(Need(of_task(os.getuid(), 1), guess, guess, capacity=guess))
     return Wish(options, count=count, pack=pack, label=label, needs=lambda: tuple(needs))
 
 

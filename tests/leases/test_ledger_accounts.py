@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
+from test_ledger_files import fields, put
+
+from flower_gpu.leases import tickets
 
 OTHER = 65534
 
@@ -93,6 +100,45 @@ def test_an_account_can_wake_another_and_nothing_else(open_host: LedgerHost) -> 
     assert theirs("attempt", what="write", path=mutex) == "PermissionError"
     assert theirs("attempt", what="remove", path=mutex) == "PermissionError"
     assert set(open_host.status()["labels"].values()) == {"secret", "secret, too"}
+
+
+@as_root
+def test_a_ticket_of_another_account_with_the_same_name_changes_no_grant(open_host: LedgerHost) -> None:
+    """It would be granted one byte of the other GPU, and is before this account's in the line."""
+    holder, waiter = open_host.start(2)
+    holder("acquire", memory=16 * GIB, count=2)
+    open_host.line_up((waiter, {"memory": 8 * GIB, "gpus": [0]}))
+    [name] = [path.name for path in open_host.own.glob("*2-1-*.ticket")]
+    theirs = open_host.root / f"flower-gpu-leases-{OTHER}"
+    theirs.mkdir()
+    os.chown(theirs, OTHER, -1)
+    one, other = open_host.stub.uuids
+    option = {"uuid": other, "memory_bytes": 1, "share": None, "alone": False}
+    with ExitStack() as stack:
+        for order in (0, 9):
+            said = json.dumps(fields(parts=[], options=[option])).encode()
+            descriptor = put(theirs, f"{order:015d}{name[15:]}", said)
+            stack.callback(os.close, descriptor)
+            os.fchown(descriptor, OTHER, -1)
+            tickets.lock(descriptor)
+        assert open_host.status()["users"] == [0, OTHER]
+        holder("release")
+        assert waiter.answer() == {one: 8 * GIB}
+        # Who holds nothing, and is first in the line for ever, is told to those who wait.
+        with pytest.raises(RefusedError, match=f"first in line: process .pid 1 of user {OTHER}. for"):
+            holder("acquire", memory=16 * GIB, timeout_s=0, gpus=[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there are no such locks")
+def test_who_can_only_read_a_ticket_does_not_keep_it_alive(open_host: LedgerHost) -> None:
+    killed, waiter = open_host.start(2)
+    killed("acquire", memory=16 * GIB, gpus=[0])
+    [path] = open_host.own.glob("*.ticket")
+    killed.kill()
+    descriptor = os.open(path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    waiter("acquire", memory=16 * GIB, gpus=[0], timeout_s=20)
+    os.close(descriptor)
 
 
 @as_root

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -15,9 +14,12 @@ import pytest
 from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 
+from flower_gpu.leases import admission, tickets
+
 pytestmark = pytest.mark.timeout(120)
 
 WHOLE = {"memory": 16 * GIB, "gpus": [0]}
+OTHER = 65534
 
 
 def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
@@ -48,11 +50,19 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
         {**part, "budget_bytes": float("nan")},
         {**part, "budget_bytes": -1},
         {**part, "more": 1},
+        {**part, "memory_bytes": 10**400},
+        {**part, "uuid": "\x1b[2J"},
+        {**part, "uuid": "cores:all"},
+        {**part, "uuid": f"unknown-memory:{1 << 60}", "budget_bytes": GIB},  # of tasks of another account
+        {**part, "alone": 1},
         {},
         [],
         None,
         "part",
     ]
+    # Of the tasks of this account, and of the other one. Without a budget, there would be nothing in all.
+    names = ("cores", "memory:7", *(admission.of_task(user, 7) for user in (os.getuid(), OTHER)))
+    of_host = [{**part, "uuid": name} for name in names]
     options = [
         {**option, "memory_bytes": -GIB},
         {**option, "memory_bytes": None, "share": float("nan")},
@@ -60,10 +70,15 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
         {**option, "memory_bytes": None, "share": -1},
         {**option, "memory_bytes": None, "share": "half"},
         {**option, "memory_bytes": [1]},
+        {**option, "uuid": "memory"},
     ]
     contents: list[Any] = [
         *({**good, "parts": [value]} for value in parts),
         *({**good, "parts": [], "options": [value]} for value in options),
+        *({**good, "parts": [value | {"budget_bytes": 0}]} for value in of_host),
+        {**good, "parts": [part, part]},
+        {**good, "parts": [], "options": [option, option]},
+        {**good, "parts": [], "count": 2},
         {**good, "parts": 5},
         {**good, "options": None},
         {**good, "count": -1},
@@ -112,7 +127,7 @@ def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bo
         pytest.skip("only root can make files of another account")
     one, other = one_gpu.start(2)
     one_gpu.status()
-    user = os.getuid() if account == "own" else 65534
+    user = os.getuid() if account == "own" else OTHER
     folder = one_gpu.root / f"flower-gpu-leases-{user}"
     folder.mkdir(exist_ok=True)
     os.chown(folder, user, -1)
@@ -124,7 +139,7 @@ def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bo
             stack.callback(os.close, descriptor)
             os.fchown(descriptor, user, -1)
             if alive:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                tickets.lock(descriptor)
         one("acquire", **WHOLE)
         one_gpu.line_up((other, {"memory": GIB}))
         assert one_gpu.status()["ready"] == []  # none of them makes more room
@@ -153,6 +168,8 @@ def test_reports_that_are_garbage_count_as_none(one_gpu: LedgerHost) -> None:
         json.dumps({"pid": 1, "used": {uuid: -8 * GIB}}).encode(),
         json.dumps({"pid": 1, "used": {uuid: float("inf")}}).encode(),
         json.dumps({"pid": 1, "used": [uuid]}).encode(),
+        json.dumps({"pid": 1, "used": {uuid: 10**400}}).encode(),
+        json.dumps({"pid": 10**400, "used": {uuid: GIB}}).encode(),
         b'{"pid": 1, "used": {"x": ' + b"9" * 5000 + b"}}",
     ):
         for line in (told, b"%08x %s\n" % (zlib.crc32(told), told)):
@@ -242,8 +259,8 @@ def test_what_another_version_has_written_is_left_alone_while_it_is_alive(one_gp
         put(one_gpu.own, name, json.dumps(fields(v=2)).encode())
     for order in (1, 2):
         put(one_gpu.own, f"{order}.label", b"")
-    descriptor = os.open(one_gpu.own / names[0], os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    descriptor = os.open(one_gpu.own / names[0], os.O_RDWR)
+    tickets.lock(descriptor)
     one("acquire", **WHOLE)
     one("release")
     assert {path.name for path in one_gpu.own.iterdir()} == {names[0], "1.label"}
@@ -256,7 +273,7 @@ def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> N
     one_gpu.own.mkdir()
     far = fields(one_gpu.stub.uuids[0], parts=[], options=[])
     descriptor = put(one_gpu.own, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(far).encode())
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    tickets.lock(descriptor)
     holder("acquire", **WHOLE)
     one_gpu.line_up(*((waiter, WHOLE) for waiter in waiting))
     assert len(one_gpu.status()["waiting"]) == 3

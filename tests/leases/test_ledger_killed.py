@@ -64,9 +64,9 @@ def test_nothing_is_left_of_the_dead_once_the_next_has_asked(one_gpu: LedgerHost
     for claimant in (holder, *waiting):
         claimant.kill()
     last("acquire", **WHOLE)
-    assert {path.name.rpartition("-")[2].partition(".")[0] for path in one_gpu.own.iterdir()} == set(
-        one_gpu.status()["ids"]
-    )
+    assert {path.name.rpartition("-")[2].partition(".")[0] for path in one_gpu.own.iterdir()} == {
+        id_.rpartition("-")[2] for id_ in one_gpu.status()["ids"]
+    }
     last("release")
     assert list(one_gpu.own.iterdir()) == []
 

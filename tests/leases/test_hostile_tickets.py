@@ -1,0 +1,193 @@
+"""Whatever another account writes into its tickets, no call fails, and a request is granted."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from flower_gpu.cli import leases
+from flower_gpu.gpu import inventory
+from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.leases import tickets
+from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, of_group, of_task
+from flower_gpu.leases.ledger import Ledger, Wish, describe
+from flower_gpu.leases.ledger_folder import LedgerFolder
+
+GIB = 1 << 30
+A = "GPU-a"
+# Another account, where this one can make its files.
+OTHER = 65534 if os.getuid() == 0 else os.getuid()
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+# Little, so that it leaves room for the request.
+amounts = st.sampled_from([0, 1, 100])
+gpus = st.sampled_from([A, "GPU-b"])
+resources = st.sampled_from([CORES, MEMORY, of_group(CORES, 7), of_group(MEMORY, 7), of_task(OTHER, 7)])
+# What no ticket says; as an amount, an amount of much would keep the request waiting.
+numbers = [-1, 1.5, True, 1 << 51, 10**400, float("nan"), float("inf")]
+texts = ["", "1", "\x1b[2J", "\ud800", CORES, A, "cores:x", "unknown-memory", of_task(3, 7), "x" * 101]
+wrong = st.sampled_from([None, *numbers, *texts]) | st.builds(list) | st.builds(dict)
+sizes = {"memory_bytes": amounts, "alone": st.just(False)}
+parts = st.fixed_dictionaries({"uuid": gpus | resources, "budget_bytes": st.just(GIB), **sizes})
+options = st.fixed_dictionaries({"uuid": gpus, "share": st.sampled_from([None, 0.01]), **sizes})
+needs = st.fixed_dictionaries(
+    {"resource": resources, "amount": amounts, "least": amounts, "capacity": amounts}
+)
+tickets_of_others = st.fixed_dictionaries(
+    {
+        "v": st.just(1),
+        "pid": amounts | st.just(os.getpid()),
+        "pid_namespace": amounts | st.just(tickets.pid_namespace()),
+        "since": st.sampled_from([0.0, time.time()]),
+        "count": st.sampled_from([0, 1]),
+        "pack": st.booleans(),
+        "options": st.lists(options, max_size=2, unique_by=itemgetter("uuid")),
+        "parts": st.lists(parts, max_size=2, unique_by=itemgetter("uuid")),
+        "needs": st.lists(needs, max_size=2, unique_by=itemgetter("resource")),
+    }
+)
+reports = st.fixed_dictionaries(
+    {
+        "pid": amounts | st.just(os.getpid()),
+        "used": st.dictionaries(gpus, amounts),
+        "base_bytes": amounts,
+        "idle": st.booleans(),
+    }
+)
+
+
+def places(said: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield everything in it, by where it is."""
+    for place in list(said) if isinstance(said, dict) else range(len(said) if isinstance(said, list) else 0):
+        yield said, place
+        yield from places(said[place])
+
+
+@st.composite
+def spoiled(draw: Any, whole: st.SearchStrategy[Any]) -> Any:
+    """Draw something with up to two of its values changed, or left out."""
+    said = draw(whole)
+    for _ in range(draw(st.integers(0, 2))):
+        holder, place = draw(st.sampled_from(list(places(said))))
+        if draw(st.booleans()):
+            holder[place] = draw(wrong)
+        else:
+            del holder[place]
+    return said
+
+
+def in_bytes(said: Any) -> bytes:
+    return json.dumps(said).encode()
+
+
+def report_of(said: Any) -> bytes:
+    text = in_bytes(said)
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+contents = st.binary(max_size=200) | (anything | spoiled(tickets_of_others)).map(in_bytes)
+told = st.just(b"") | st.binary(max_size=200) | (anything | spoiled(reports)).map(report_of)
+files = st.tuples(
+    st.from_regex(r"[0-9]{1,16}-[0-9]{1,2}-[0-9a-z]{1,16}", fullmatch=True)
+    | st.text(st.characters(codec="utf-8", exclude_characters="/\0"), max_size=40),
+    contents,
+    told,
+)
+
+
+def ticket_of(**more: Any) -> bytes:
+    said = {"v": 1, "pid": 1, "pid_namespace": 1, "since": 0, "count": 0, "pack": False}
+    return in_bytes(said | {"options": [], "parts": [], **more})
+
+
+def holds(name: str, amount: int, budget: int) -> bytes:
+    part = {"uuid": name, "memory_bytes": amount, "budget_bytes": budget, "alone": False}
+    return ticket_of(parts=[part])
+
+
+def waits(name: str, amount: int) -> bytes:
+    return ticket_of(needs=[{"resource": name, "amount": amount, "least": 0, "capacity": 0}])
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    gpu = GPU(0, A, "Stub", 17 * GIB, GIB, 16 * GIB, 0, 0, ())
+    monkeypatch.setattr(inventory, "take", lambda **_: Inventory((gpu,), None, None))
+    theirs = tmp_path / "theirs"
+    if os.getuid() == 0:
+        theirs = tmp_path / f"flower-gpu-leases-{OTHER}"
+    else:
+        all_ = LedgerFolder.all
+        monkeypatch.setattr(LedgerFolder, "all", lambda self: [*all_(self), (OTHER, theirs)])
+    theirs.mkdir()
+    os.chown(theirs, OTHER, -1)
+    yield theirs
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@example([("1-1-a", waits(CORES, 10**400), b"")])
+@example([("1-1-a", holds(CORES, 10**400, GIB), b"")])
+@example([("1-1-a", holds(of_task(OTHER, 7), 1, 0), b"")])
+@given(found=st.lists(files, min_size=1, max_size=4, unique_by=itemgetter(0)))
+def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple[str, bytes, bytes]]) -> None:
+    def needed() -> tuple[Need, ...]:
+        return (
+            Need(CORES, 500, 500),
+            Need(MEMORY, 1 << 20, 1 << 20),
+            Need(of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
+        )
+
+    ledger = Ledger(LedgerFolder(root.parent))
+    wish = Wish(lambda gpus: tuple(Option(gpu.uuid, 8 * GIB) for gpu in gpus), needs=needed)
+    with ExitStack() as stack:
+        for name, data, report in found:
+            path = root / f"{name}.ticket"
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            except OSError:  # too long a name
+                continue
+            stack.callback(path.unlink, missing_ok=True)
+            stack.callback(os.close, descriptor)
+            os.write(descriptor, data)
+            os.pwrite(descriptor, report, 1 << 16)
+            os.fchown(descriptor, OTHER, -1)
+            tickets.lock(descriptor)
+        ticket = ledger.acquire(wish, deadline=time.monotonic())
+        got = {part.uuid: part.memory_bytes for part in ticket.entry.parts}
+        assert got == {A: 8 * GIB} | {need.resource: need.amount for need in needed()}
+        state = ledger.status()
+        assert ticket.entry.id in {entry.id for entry in state.holders}
+        assert "\x1b" not in "\n".join([*leases._lines(state), *map(describe, state.waiting)])
+        json.dumps(leases.describe(ledger, state), allow_nan=False)
+        assert ledger._what_is_held(wish, ticket)
+        ledger.release(ticket)
+
+
+def test_what_is_no_ticket_is_said_once_with_its_path_and_owner(
+    root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "_said", set())
+    for number in range(2):
+        path = root / f"{number}-1-{number}.ticket"
+        path.write_bytes(b"{}")
+        os.chown(path, OTHER, -1)
+    for _ in range(2):
+        assert len(Ledger(LedgerFolder(root.parent)).status().invalid) == 2
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{root}/")
+    assert " of account " in record.getMessage()
