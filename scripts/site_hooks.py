@@ -2,8 +2,8 @@
 
 - A Markdown file outside of docs/ is a page, if another page links to it: README.md is the home page. So is a
   JSON file with measured figures.
-- The navigation is made from the folders, in the order in which a folder's README.md links to its pages. So a
-  new file needs no entry anywhere.
+- The navigation is made from the folders, in the order in which a folder's README.md links to its pages, with
+  its headings as groups. So a new file needs no entry anywhere.
 - A link to a file that is no page leads to the repository, if FLOWER_GPU_REPOSITORY names one. Else its text
   stays.
 - reference/python.md shows the docstring of each name in its tables.
@@ -35,12 +35,15 @@ SECTIONS = {
     "examples": "Examples",
     "project": "Project",
 }
+STYLE = "assets/site.css"
 MERMAID = Path(sys.prefix, "share", "mermaid")
 outside_docs: dict[str, str] = {}  # {page: source}, found anew in each build of `mkdocs serve`
 SCRIPT = "assets/mermaid/mermaid.tiny.js"
 
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>[^)\s]+)\)")
+CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 # Of a table's first column, or the first name of a paragraph.
 CELL = re.compile(r"^(?:\| (?P<cell>`.+?) \||(?P<first>`\w+`))", re.MULTILINE)
 
@@ -121,16 +124,18 @@ def navigation(pages: list[str], read: dict[str, str]) -> list[object]:
     nav: list[object] = [{"Home": "index.md"}]
     folders = {page.partition("/")[0] for page in pages if "/" in page}
     for folder in [*SECTIONS, *sorted(folders - SECTIONS.keys())]:
-        linked = [link["target"].partition("#")[0] for link in LINK.finditer(read.get(folder, ""))]
-        order = {
-            posixpath.normpath(posixpath.join(folder, target)): n
-            for n, target in reversed([*enumerate(linked)])
-        }
-        order[f"{folder}/README.md"] = -1
-        inside = [page for page in pages if page.startswith(f"{folder}/")]
-        inside.sort(key=lambda page: (order.get(page, len(order)), page))
-        if inside:
-            nav.append({SECTIONS.get(folder, folder.capitalize()): inside})
+        left = sorted(page for page in pages if page.startswith(f"{folder}/"))
+        entries: list[object] = [page for page in left if page == f"{folder}/README.md"]
+        left = [page for page in left if page not in entries]
+        texts = re.split(r"(?m)^## (.+)$", read.get(folder, ""))
+        for heading, text in zip(["", *texts[1::2]], texts[::2], strict=True):
+            linked = [link["target"].partition("#")[0] for link in LINK.finditer(text)]
+            named = dict.fromkeys(posixpath.normpath(posixpath.join(folder, target)) for target in linked)
+            group = [page for page in named if page in left]
+            left = [page for page in left if page not in group]
+            entries += [{heading: group}] if heading and group else group
+        if entries or left:
+            nav.append({SECTIONS.get(folder, folder.capitalize()): entries + left})
     return nav
 
 
@@ -175,6 +180,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         config.extra["social"] = [
             {"icon": "fontawesome/brands/git-alt", "link": repository, "name": "Repository"}
         ]
+    config.extra_css.append(STYLE)
     if (MERMAID / "mermaid.tiny.js").exists():
         from pymdownx.superfences import fence_code_format
 
@@ -191,6 +197,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     outside_docs.update(outside())
     for page, source in outside_docs.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    files.append(File.generated(config, STYLE, abs_src_path=str(ROOT / "scripts" / "site.css")))
     for path in MERMAID.glob("*"):
         files.append(File.generated(config, f"assets/mermaid/{path.name}", abs_src_path=str(path)))
     pages = [file.src_uri for file in files.documentation_pages()]
@@ -213,8 +220,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leave out the roles of docstrings, as in :class:`X`, which Markdown does not know."""
-    return re.sub(r":(?:class|func|meth|mod|data|attr|exc):(?=<code>)", "", html)
+    """Leave out roles of docstrings, as in :class:`X`, which Markdown does not know; keep options whole."""
+    html = re.sub(r":(?:class|func|meth|mod|data|attr|exc):(?=<code>)", "", html)
+    return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 import flower_gpu
 
@@ -58,12 +60,29 @@ def test_links_lead_to_pages_or_to_the_repository_or_are_text(site) -> None:  # 
 
 def test_a_new_page_is_in_the_navigation_by_itself(site) -> None:  # type: ignore[no-untyped-def]
     pages = ["index.md", "how-to/README.md", "how-to/a.md", "how-to/b.md", "how-to/c.md", "new/x.md"]
-    nav = site.navigation(pages, {"how-to": "- [c](c.md#part)\n- [a](a.md), [c](c.md)\n"})
-    assert nav == [
-        {"Home": "index.md"},
-        {"How-to": ["how-to/README.md", "how-to/c.md", "how-to/a.md", "how-to/b.md"]},
-        {"New": ["new/x.md"]},
-    ]
+    run = "\n## Run\n\n- [c](c.md#part)\n- [a](a.md), [c](c.md)\n"
+    text = f"# How-to\n\nSee [d](d.md).\n{run}\n## No page\n\n## Again\n[c](c.md)\n"
+    nav = site.navigation([*pages, "how-to/d.md"], {"how-to": text})
+    in_groups = ["how-to/README.md", "how-to/d.md", {"Run": ["how-to/c.md", "how-to/a.md"]}, "how-to/b.md"]
+    assert nav == [{"Home": "index.md"}, {"How-to": in_groups}, {"New": ["new/x.md"]}]
+
+
+def test_lines_of_commands_end_before_an_option_and_not_within(site) -> None:  # type: ignore[no-untyped-def]
+    html = 'see :class:<code>X</code>, <code>top --once</code>, <b id="--once">--once</b>'
+    found = site.on_page_content(html, None, None, None)
+    whole = '<span class="option">--once</span>'
+    assert found == f'see <code>X</code>, <code>top {whole}</code>, <b id="--once">--once</b>'
+    style = (REPOSITORY / "scripts/site.css").read_text()
+    assert ".option {" in style and "pre-wrap" in style
+
+
+def test_pictures_on_white_are_turned_to_dark_and_dark_ones_are_not(site) -> None:  # type: ignore[no-untyped-def]
+    (kept,) = re.findall(r'img:not\(\[src\*="(.+?)"\]\)', (REPOSITORY / "scripts/site.css").read_text())
+    pictures = [*(REPOSITORY / "docs").glob("*/images/*.png")]
+    assert pictures
+    for picture in pictures:
+        is_dark = imread(picture)[..., :3].mean() < 0.5
+        assert is_dark == (kept in picture.as_posix()), picture
 
 
 def test_the_site_has_the_docstring_of_every_public_name(site) -> None:  # type: ignore[no-untyped-def]
