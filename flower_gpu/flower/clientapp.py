@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -28,14 +29,13 @@ from flwr.supernode.runtime import run_clientapp
 from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import ConfigError, text_of
+from flower_gpu.errors import ClientCallError, ConfigError, text_of
 from flower_gpu.flower import message_call, mutual_tls, plain_message
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.records import round_of
-from flower_gpu.options import RUN_DIR_VARIABLE
-from flower_gpu.workers import confinement, outcomes
+from flower_gpu.workers import confinement, outcomes, worker
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.transport.plain import PlainBytes
@@ -61,7 +61,7 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
         if not hasattr(run_clientapp, _LOADER):
             raise _unknown("loads apps", "this message would have no lease")
         setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
-    if RUN_DIR_VARIABLE in os.environ and hasattr(run_clientapp, _LOADER):
+    if hasattr(run_clientapp, _LOADER):
         setattr(run_clientapp, _LOADER, partial(_telling, getattr(run_clientapp, _LOADER)))
     try:
         flwr_clientapp()
@@ -114,17 +114,27 @@ def _unknown(what: str, so: str) -> ConfigError:
 
 
 def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
-    """Return what loads an app that writes into the trace of the run why it has failed.
+    """Return what loads an app that fails with an exception, and says why in the trace of the run.
 
-    To its server Flower tells the last line of an exception only.
+    To its server Flower tells the last line of an exception only. Of an app that exits, or whose function
+    returns no reply, Flower tells nothing, and the server waits for ever.
     """
     load = get_load_client_app_fn(**where)
 
     def load_telling(*app: str) -> Any:
         def handle(message: Message, context: Context) -> Message:
+            expected = message_call.Expected.of(message)  # before the app can change it
             try:
-                # Loaded here, since that may fail, too.
-                reply: Message = load(*app)(message=message, context=context)
+                try:
+                    # Loaded here, since that may fail, too.
+                    reply = load(*app)(message=message, context=context)
+                except SystemExit as error:
+                    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+                    if str(frame.f_globals.get("__name__")).startswith("flwr."):  # Flower's, on a signal
+                        raise
+                    where = worker.place_of(error)
+                    raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {where}") from error
+                return expected.checked(reply, message)
             except Exception as error:
                 trace.write(
                     "client_failed",
@@ -136,7 +146,6 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     traceback=outcomes.traceback_of(error),
                 )
                 raise
-            return reply
 
         return handle
 

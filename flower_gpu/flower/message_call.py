@@ -138,7 +138,7 @@ def run(
     """
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)
-    expected = _Expected.of(message)  # before the function can change it
+    expected = Expected.of(message)  # before the function can change it
     if lifespan is None or lifespan.is_inherited:
         reply = function(message, context)
     else:
@@ -148,7 +148,7 @@ def run(
 
 
 @dataclass(frozen=True)
-class _Expected:
+class Expected:
     """What makes a message the reply to another one: else nobody takes it, and the server waits for ever."""
 
     message_id: str
@@ -156,15 +156,21 @@ class _Expected:
     dst_node_id: int
 
     @classmethod
-    def of(cls, message: Message) -> _Expected:
+    def of(cls, message: Message) -> Expected:
+        """Return it for a message; its function may change the message."""
         metadata = message.metadata
         return cls(metadata.message_id, metadata.dst_node_id, metadata.src_node_id)
 
     def checked(self, reply: Any, message: Message) -> Message:
+        """Return the reply to a message, given what its function returned; raises InvalidResultError."""
         if not isinstance(reply, Message):
-            raise InvalidResultError(f"the function returned a {type(reply).__name__}, not a Message")
+            what = "nothing" if reply is None else f"a {type(reply).__name__}"
+            raise InvalidResultError(
+                f"the function returned {what}, not a Message: end it with "
+                "return Message(content, reply_to=message)"
+            )
         metadata = reply.metadata
-        if self != _Expected(metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
+        if self != Expected(metadata.reply_to_message_id, metadata.src_node_id, metadata.dst_node_id):
             what = "the message that it was given" if reply is message else "a Message that is no reply to it"
             raise InvalidResultError(
                 f"the function returned {what}: return Message(content, reply_to=message), with the message "

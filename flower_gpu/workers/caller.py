@@ -101,7 +101,8 @@ def run(
     if not finished:
         assert timeout_s is not None
         raise outcomes.timed_out(call, worker.pid, timeout_s, worker.import_s, worker.tail)
-    raise outcomes.died(call, worker.pid, exitcode, time.monotonic() - began, worker.tail)
+    after_s = time.monotonic() - began
+    raise outcomes.died(call, worker.pid, exitcode, worker.sys_exit, after_s, worker.tail)
 
 
 class _Worker:
@@ -111,6 +112,8 @@ class _Worker:
         self.tail = Tail()
         #: Variables that the task's module set after the fork server's libraries had read them.
         self.set_too_late: dict[str, str | None] | None = None
+        #: Where its task has called sys.exit.
+        self.sys_exit = ""
         #: Seconds that it has been importing, at least.
         self.import_s = 0.0
         #: Whether it was ended because its caller was told to.
@@ -300,6 +303,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None, is_checked: bool) -> 
                 on_event({**event, "event": "worker_result"})
         elif event.get("event") == "importing":
             worker.import_s = float(event["seconds"])
+        elif event.get("event") == "sys_exit":
+            worker.sys_exit = str(event["where"])
         elif event.get("event") == "imported":
             note_imported(event["names"])
         elif event.get("event") == "set_too_late":

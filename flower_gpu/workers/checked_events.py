@@ -63,6 +63,7 @@ _EVENTS: Final[Mapping[str, Mapping[str, _Take]]] = MappingProxyType(
         "result": {"cpu_s": _seconds, "memory_bytes": _count},
         "importing": {"seconds": _seconds},
         "set_too_late": {"variables": lambda _: {}},  # that there are some is enough: none is taken over
+        "sys_exit": {"where": lambda value: _text(value) or ""},
         "task_started": {},
         "cuda_started": {},
         "progress": {

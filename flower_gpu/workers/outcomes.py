@@ -279,10 +279,16 @@ def stopped(call: Call, pid: int, tail: Tail) -> WorkerStoppedError:
     return WorkerStoppedError(f"{call.label}: the worker (pid {pid}) was ended.{_quoted(tail)}")
 
 
-def died(call: Call, pid: int, exitcode: int | None, after_s: float, tail: Tail) -> WorkerDiedError:
-    """Return the error for a worker that ended without a result; ``exitcode`` is ``-n`` for signal ``n``."""
+def died(
+    call: Call, pid: int, exitcode: int | None, sys_exit: str, after_s: float, tail: Tail
+) -> WorkerDiedError:
+    """Return the error for a worker that ended without a result.
+
+    ``exitcode`` is ``-n`` for signal ``n``. ``sys_exit`` says where the task has called that, if it has.
+    """
+    by = f" (sys.exit in {sys_exit})" if sys_exit and (exitcode is None or exitcode >= 0) else ""
     return WorkerDiedError(
-        f"{call.label}: the worker (pid {pid}) {_describe(exitcode)} after "
+        f"{call.label}: the worker (pid {pid}) {_describe(exitcode)}{by} after "
         f"{after_s:.1f} s, before it returned a result.{_quoted(tail)}",
         exitcode=exitcode or 0,
         tail=str(tail),

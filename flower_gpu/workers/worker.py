@@ -302,8 +302,9 @@ def run_task(
                 cpu_s = time.process_time() - began_s
                 time_of_imports.tell()
                 return Outcome(value=value, cpu_s=cpu_s)
-        except SystemExit:
-            raise  # the task asked for it; the caller reports the exit code
+        except SystemExit as error:  # the task asked for it
+            send({"event": "sys_exit", "where": place_of(error)})
+            raise
         except BaseException as error:
             return _failure(error)
 
@@ -357,6 +358,12 @@ def _failure(error: BaseException) -> Outcome:
         error_traceback=shortened(_formatted(error)),
         error_pickle=data,
     )
+
+
+def place_of(error: BaseException) -> str:
+    """Return where an exception was raised, as ``client_app.py, line 33``."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(where.filename).name}, line {where.lineno}"
 
 
 def _formatted(error: BaseException) -> str:

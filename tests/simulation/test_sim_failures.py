@@ -214,10 +214,11 @@ def test_what_is_no_reply_fails_that_client_only(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rest = "return Message(content, reply_to=message), with the message that the function was given"
+    end = "end it with return Message(content, reply_to=message)"
     assert sorted(done.stdout.splitlines()) == [
         f"1 [0] the function returned the message that it was given: {rest}",
-        "1 [1] the function returned a NoneType, not a Message",
-        "1 [2] the function returned a dict, not a Message",
+        f"1 [1] the function returned nothing, not a Message: {end}",
+        f"1 [2] the function returned a dict, not a Message: {end}",
         f"2 [3, 4] the function returned a Message that is no reply to it: {rest}",
     ]
 

@@ -54,12 +54,26 @@ def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
     assert caller.run("tasks_run_server:count")[1] == 1
 
 
-@pytest.mark.parametrize("task", ["value_error", "os_exit", "kill_itself"])
-def test_a_failed_call_costs_only_itself(task: str, caller: Caller) -> None:
+@pytest.mark.parametrize(
+    ("task", "arguments", "error", "text"),
+    [
+        ("value_error", (), ValueError, "."),
+        ("os_exit", (7,), WorkerDiedError, "exited with code 7 after"),
+        (
+            "system_exit",
+            (0,),
+            WorkerDiedError,
+            r"code 0 \(sys.exit in crash_tasks.py, line \d+\)",
+        ),
+        ("kill_itself", (9,), WorkerDiedError, "killed by SIGKILL"),
+    ],
+)
+def test_a_failed_call_costs_only_itself(
+    task: str, arguments: tuple[int, ...], error: type[Exception], text: str, caller: Caller
+) -> None:
     first = caller.run("tasks_run_server:count", calls=10)
     assert caller.run("tasks_run_server:count", calls=10) == (first[0], 2)
-    arguments = {"value_error": (), "os_exit": (7,), "kill_itself": (9,)}[task]
-    with pytest.raises(ValueError if task == "value_error" else WorkerDiedError):
+    with pytest.raises(error, match=text):
         caller.run(f"crash_tasks:{task}", *arguments, calls=10)
     pid, calls = caller.run("tasks_run_server:count", calls=10)
     assert pid != first[0]

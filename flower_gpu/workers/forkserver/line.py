@@ -48,7 +48,7 @@ class Watch:
         self.status = 0
         self.lost = ""
         self.has_result = self.stays = self.is_late = False
-        self.no_worker = ""
+        self.no_worker = self.sys_exit = ""
         self.imported: list[str] = []
         self.import_s = 0.0
         self.peak_bytes = 0
@@ -144,6 +144,8 @@ class Watch:
                 self._is_over = self.pid >= 0
         elif event == "importing":
             self.import_s = float(message["seconds"])
+        elif event == "sys_exit":
+            self.sys_exit = message["where"]
         elif event == "imported":
             self.imported = message["names"]
         elif event == "no_worker":
@@ -233,7 +235,8 @@ class Line:
             raise outcomes.timed_out(call, watch.pid, timeout_s, watch.import_s, watch.tail)
         if watch.lost:
             raise WorkerDiedError(f"{call.label}: the worker (pid {watch.pid}) is gone: {watch.lost}")
-        raise outcomes.died(call, watch.pid, watch.status, time.monotonic() - began, watch.tail)
+        after_s = time.monotonic() - began
+        raise outcomes.died(call, watch.pid, watch.status, watch.sys_exit, after_s, watch.tail)
 
     def retire(self) -> None:
         """Let the worker that waits for another call end, and wait for that."""

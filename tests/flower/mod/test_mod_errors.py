@@ -73,7 +73,7 @@ def test_one_that_takes_too_long() -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("none", "a NoneType, not a Message"),
+        ("none", "nothing, not a Message"),
         ("content", "a RecordDict, not a Message"),
         ("a text", "a str, not a Message"),
         ("the message", "the message that it was given: return Message(content,"),

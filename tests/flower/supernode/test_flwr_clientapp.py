@@ -181,8 +181,16 @@ def test_a_message_is_handled_where_all_standard_streams_are_closed(
 ENDS: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({"raise": "not today"}, {}, "ZeroDivisionError: not today"),
     ({}, {"WATCHED_APP_FAILS": "1"}, "this app cannot be loaded"),
-    ({"exit": 3}, {}, "exited with code 3"),
     ({"kill": 1}, {}, "was killed by SIGKILL"),
+]
+
+# What Flower's own sends no reply for, so that the server waits for ever.
+SILENT_ENDS: list[tuple[dict[str, Any], str]] = [
+    ({"exit": 3}, "sys.exit"),
+    ({"return": "nothing"}, "the function returned nothing, not a Message"),
+    ({"return": "a text"}, "the function returned a str, not a Message"),
+    ({"return": "the message"}, "returned the message that it was given"),
+    ({"return": "another"}, "returned a Message that is no reply to it"),
 ]
 
 
@@ -207,6 +215,20 @@ def test_an_app_that_fails_ends_as_with_flower(
         assert error.code == ends[FLOWERS][2][0].code
     if "WATCHED_APP_FAILS" not in env:
         assert words in details and words in error.reason
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize(("config", "words"), SILENT_ENDS, ids=lambda value: str(value)[:25])
+def test_the_server_is_told_of_an_app_that_gives_no_reply(
+    commands: Commands, node: SuperNode, way: str, config: dict[str, Any], words: str
+) -> None:
+    handed = node.hand_out(config)
+    done = commands.run(way, handed.arguments)
+    (reply,) = node.replies(handed)
+    assert words in reply.error.reason, done.stderr
+    assert status(done.returncode) == 1
+    sub_status, details = node.status(handed)
+    assert sub_status == "failed" and words in details
 
 
 @pytest.mark.skipif(guard.problem() is not None, reason=str(guard.problem()))

@@ -33,6 +33,9 @@ def train(message: Message, context: Context) -> Message:
         sys.exit(config["exit"])
     if "kill" in config:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "return" in config:
+        returned = {"nothing": None, "the message": message, "another": Message(message.content, 13, "train")}
+        return returned.get(config["return"], config["return"])
     if path := config.get("open"):
         with open(path, "rb"):
             print("it could be opened", flush=True)
