@@ -234,6 +234,7 @@ def _run(arguments: argparse.Namespace) -> int:
         num_supernodes,
         # With bars the run itself shows the summary below them.
         summary=arguments.progress and is_quiet(arguments),
+        report=arguments.report,
         run_config=run_config,
         max_workers=arguments.max_workers,
         calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
@@ -324,10 +325,12 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
     return found
 
 
-def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any) -> SimulationResult | int:
+def _simulate(
+    app: Path, num_supernodes: int, *, summary: bool, report: bool, **settings: Any
+) -> SimulationResult | int:
     # Here: what they import takes a second, and an error in an option is there at once.
     with told_if_slow(_say if settings["progress"] else str, "importing Flower"):
-        from flower_gpu.simulation.reporting import error_text, summary_lines
+        from flower_gpu.simulation.reporting import FOLDER, error_text, summary_lines
         from flower_gpu.simulation.results import SimulationStoppedError
         from flower_gpu.simulation.run import simulate
 
@@ -336,15 +339,20 @@ def _simulate(app: Path, num_supernodes: int, *, summary: bool, **settings: Any)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return _INTERRUPTED
-    except RunEndedError as failed:
-        _say(str(failed))
-        _say(_once_mended(failed.folder, failed.can_resume))
-        return 1
-    except (ConfigError, DiskError, GPUUnavailableError):  # their text says it all
-        raise
     except Exception as error:
-        print(shortened(traceback.format_exc()), end="", file=sys.stderr)
-        _say(f"{error_text(error)} (the traceback is above)")
+        is_told = isinstance(error, ConfigError | DiskError | GPUUnavailableError)  # their text says it all
+        if not is_told and not isinstance(error, RunEndedError):
+            print(shortened(traceback.format_exc()), end="", file=sys.stderr)
+        folder = vars(error).get(FOLDER)
+        if folder is not None and report and not isinstance(error, DiskError):
+            _write_report(folder, is_told=settings["progress"] or summary)
+        if is_told:
+            raise
+        if isinstance(error, RunEndedError):
+            _say(str(error))
+            _say(_once_mended(error.folder, error.can_resume))
+        else:
+            _say(f"{error_text(error)} (the traceback is above)")
         return 1
     if summary:
         where = None if result.folder is None else short(result.folder)

@@ -24,6 +24,7 @@ from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
 from flower_gpu.printable import told_if_slow
+from flower_gpu.simulation import machine
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers import tracking
 
@@ -131,6 +132,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "engine": plan.options.engine,
         "secure": plan.options.secure,
         "run_config": plan.run_config,
+        "versions": machine.versions(),
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
         "start_method": plan.options.calls.get("start_method"),
         "timeout_s": plan.options.calls.get("timeout_s"),
@@ -207,6 +209,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     if code != 0:
         if folder.failures.exists():
             _complain(f"all failures are in {short(folder.failures)}")
+        if code == 1 and has_report and (report := _write_report(folder)) is not None:
+            _complain(f"its report is {short(report)}")
         _complain(f"all logs are in {folder.shown}")
         return
     if result["rounds"] or result["initial"]:

@@ -23,16 +23,13 @@ _LIBRARIES: Final = ("flwr", "numpy", "torch", "tensorflow", "jax")
 
 def described(gpus: Sequence[GPU]) -> dict[str, Any]:
     """Return the models of processors and GPUs, and versions, as ``config.json`` has them."""
-    versions = {name: found for name in _LIBRARIES if (found := _version(name)) is not None}
-    return {
-        "cpu": _cpu_model(),
-        "gpus": [gpu.name for gpu in gpus],
-        "versions": {
-            "flower-gpu": flower_gpu.__version__,
-            **versions,
-            "python": sys.version.split()[0],
-        },
-    }
+    return {"cpu": _cpu_model(), "gpus": [gpu.name for gpu in gpus], "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this package, of libraries that a model depends on, and of Python."""
+    found = {name: told for name in _LIBRARIES if (told := _version(name)) is not None}
+    return {"flower-gpu": flower_gpu.__version__, **found, "python": sys.version.split()[0]}
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:

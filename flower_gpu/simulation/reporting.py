@@ -39,7 +39,10 @@ _OTHER_STRATEGY: Final = (
     "a new run without --resume"
 )
 
-_MOST_FAILURES: Final = 10
+#: The attribute of an error that has ended a run which says where its results are.
+FOLDER: Final = "folder_of_run"
+_MOST_FAILURES: Final = 10  # reasons
+_MOST_CLIENTS: Final = 5  # of one reason
 _MOST_HOSTS: Final = 8
 _MOST_ROUNDS: Final = 5
 _MOST_METRICS: Final = 8
@@ -147,6 +150,8 @@ def reported_run(
         if isinstance(error, RunEndedError) and folder is not None:
             error.folder, error.can_resume = folder.path, folder.can_resume
         outcome, why, is_told = "failed", error_text(error), isinstance(error, DiskError)
+        if folder is not None and not is_refused:
+            error.__dict__[FOLDER] = folder.path
         raise
     finally:
         display.close()
@@ -267,21 +272,21 @@ def _recycling_text(facts: Mapping[str, Any]) -> str:
 
 
 def _failures(summary: Mapping[str, Any]) -> list[str]:
-    by_client: dict[tuple[Any, str], list[Mapping[str, Any]]] = {}
-    for reason in summary["failures"]:
-        for message in reason["messages"]:
-            by_client.setdefault((message["client"], reason["reason"]), []).append(message)
+    """Return a line for each reason, with the clients."""
+    reasons = summary["failures"][:_MOST_FAILURES]
     lines = []
-    named = 0
-    rows = sorted(by_client.items(), key=lambda row: (row[0][0] is None, row[0]))
-    for (client, reason), messages in rows[:_MOST_FAILURES]:
-        named += len(messages)
+    for reason in reasons:
+        messages = reason["messages"]
+        clients = sorted({message["client"] for message in messages} - {None})
+        others = len(clients) - _MOST_CLIENTS
+        names = ", ".join(map(str, clients[:_MOST_CLIENTS])) + (f" and {others} others" if others > 0 else "")
         kinds = " and ".join(dict.fromkeys(message["type"] for message in messages))
         rounds = _in_rounds([message["round"] for message in messages])
-        text = textwrap.shorten(reason, _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
-        lines.append(f"  client {client}, {kinds}{rounds}: {text}")
-    if summary["failed"] > named:
-        lines.append(f"  and {summary['failed'] - named} more failed messages")
+        count = f" ({reason['count']} messages)" if reason["count"] > len(clients) else ""
+        text = textwrap.shorten(reason["reason"], _REASON_CHARACTERS, placeholder=" ...") or "no reason given"
+        lines.append(f"  client{'s' * (len(clients) > 1)} {names}, {kinds}{rounds}{count}: {text}")
+    if more := summary["failed"] - sum(reason["count"] for reason in reasons):
+        lines.append(f"  and {more} more failed messages")
     return ["failed:", *lines] if lines else []
 
 

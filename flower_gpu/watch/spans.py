@@ -233,7 +233,7 @@ _MOST_REASONS: Final = 200
 _MOST_NAMED: Final = 100  # of one reason
 _MOST_CHARACTERS: Final = 1000  # of one message
 _OTHER_REASONS: Final = "other reasons"
-_PID: Final = re.compile(r" \(pid \d+\)")
+_OF_ONE_WORKER: Final = re.compile(r" \(pid \d+\)| after \d+\.\d s(?=, before)")
 
 
 class Waits:
@@ -277,12 +277,12 @@ class Tally:
 
 
 def reason_of(error: str) -> str:
-    """Return the first line of an error without client and pid: else each worker's would be another one."""
-    return _PID.sub("", LABEL.sub("", first_line(error)))
+    """Return the first line of an error without client, pid and seconds, which differ from worker to worker."""
+    return _OF_ONE_WORKER.sub("", LABEL.sub("", first_line(error)))
 
 
 class FailureReasons:
-    """Why messages to clients have failed: errors, without the client and the worker's pid."""
+    """Why messages to clients have failed: errors, without what is of one worker only."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -365,6 +367,13 @@ def test_an_exception_of_the_server_is_shown_and_the_run_has_failed(shell: Shell
     assert (result["outcome"], result["error"]) == ("failed", "RuntimeError: the server has")
     assert result["rounds"] == 1
     assert (folder / str(result["model"])).exists()
+    report = html.unescape((folder / "report.html").read_text())
+    seed = json.loads((folder / "config.json").read_text())["seed"]
+    for fact in (
+        *(f"<dd>{seed}</dd>", 'mode = "raise"', "num-server-rounds = 1", f"flwr {version('flwr')}"),
+        *(str(result["model_sha256"]), "RuntimeError: the server has"),
+    ):
+        assert fact in report, fact
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

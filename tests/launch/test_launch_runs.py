@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from live_processes import is_running
 from waiting import until
 
 from flower_gpu import trace
+from flower_gpu.watch.history import History
+from flower_gpu.watch.report.calls import Clock, tries_of
+from flower_gpu.watch.report.totals import totals_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -221,6 +226,8 @@ def test_all_clients_fail(both_runs: list[tuple[Path, int, str, str]]) -> None:
     *_, last = trace.read(folder / trace.FILE_NAME)
     assert (last["event"], last["outcome"]) == ("run_finished", "failed")
     assert json.loads((folder / "result.json").read_text())["failed"] == 2
+    report = html.unescape((folder / "report.html").read_text())
+    assert 'train-fails-on = "0 1"' in report and f"flwr {version('flwr')}" in report
 
 
 def test_logs_and_commands_of_both(both_runs: list[tuple[Path, int, str, str]]) -> None:
@@ -283,6 +290,11 @@ def test_nothing_survives_the_launcher(
         assert code == 130
         assert not any(map(is_running, pids))
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
+        history = History.read(folder / "trace.jsonl")
+        clock = Clock.of(history)
+        assert totals_of(history, clock, tries_of(history, clock), {}).failures == {}
+        result = json.loads((folder / "result.json").read_text())
+        assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
         assert "Traceback" not in err
     else:
         until(lambda: not any(map(is_running, pids)), "all are gone")

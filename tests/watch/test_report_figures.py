@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -287,6 +288,27 @@ def test_the_time_before_the_first_call_has_a_name() -> None:
         picture = workers_picture(history, clock, tries, drawing.NARROW_IN)
         words = [text.get_text() for text in picture.figure.axes[0].texts] if picture else []
         assert ("starting up" in words) == (expected > 0)
+
+
+def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -> None:
+    """400 calls of two workers, each with one of 50 ms in 200 ms; and one of the server's."""
+    events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
+    for number in range(401):
+        client, pid = ("server", 9) if number == 400 else (str(number % 7), 5 + number % 2)
+        whose = {"call": str(number), "client": client, "task": "fit", "round": 1, "pid": pid}
+        whose |= {"start_method": "run-forkserver", "used_again": 2 <= number < 400}
+        begins = at(number / 10, "worker_started", **whose)
+        of_end = {"task_at": begins["time"], "result_at": begins["time"] + 0.05, "outcome": "ok"}
+        events += [begins, at(number / 10 + 0.05, "worker_finished", **whose, **of_end)]
+    history, clock, tries, _, totals = read(events)
+    assert (totals.calls, totals.workers, totals.server_workers) == (401, 2, 1)
+    assert history.tally.workers_started == 3
+    picture = workers_picture(history, clock, tries, drawing.WIDE_IN)
+    assert picture is not None and picture.caption.startswith("How many calls were in which phase")
+    corners = [path.vertices for bars in picture.figure.axes[0].collections for path in bars.get_paths()]
+    assert len(corners) < 600, "columns, and not a bar for each part of a call"
+    area = sum(np.ptp(one[:, 0]) * np.ptp(one[:, 1]) for one in corners)
+    assert area == pytest.approx(401 * 0.05, rel=0.01)
 
 
 def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:

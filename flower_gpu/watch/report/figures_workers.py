@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,6 +34,8 @@ _COLOURS: Final = {
 _EDGE, _ON_BLUE, _ON_OTHERS = "#707070", "#fefefe", "#111111"
 _MOST_LANES_WITH_WAITING: Final = 60
 _SMALL_BARS: Final = 300  # of which each has edges, hatches, and its client's name where there is room
+# Where most bars are thinner, how many workers do what is drawn instead, in so many columns per inch.
+_LEAST_BAR_IN, _COLUMNS_PER_IN = 0.025, 24
 _LANE_IN, _MOST_IN = 0.24, 9.0
 _GAP: Final = 0.8  # lanes between groups
 
@@ -122,14 +125,17 @@ def workers_picture(
         _draw_waiting(above, clock, waiting)
     else:
         axes = figure.subplots()
-    handles |= _draw_groups(axes, clock, groups, is_dense)
+    inch_s = drawing.inch_s(axes, clock)
+    is_fine = is_dense and median(one.end_s - one.begin_s for one in tries) < _LEAST_BAR_IN * inch_s
+    columns = int(clock.length_s / inch_s * _COLUMNS_PER_IN) if is_fine else 0
+    handles |= _draw_groups(axes, clock, groups, is_dense, columns)
     drawing.time_axis(axes, clock)
     label_in = 0.2 + drawing.LETTER_IN * max(len(one.label) for one in groups)
     drawing.arrange(figure, handles, left_in=max(0.6, label_in), top_in=0.1, gaps_in=(0.0, 0.15))
     return Picture(
         "workers",
         "Workers",
-        _caption(groups, with_waiting, is_dense),
+        _caption(groups, with_waiting, is_dense, is_fine),
         f"Bars of {counted(bars, 'call')} over time, by GPU",
         figure,
     )
@@ -152,18 +158,23 @@ def _groups(history: History, tries: Sequence[CallTry], with_waiting: bool) -> l
     return [one for one in groups if one.rows]
 
 
-def _draw_groups(axes: Axes, clock: Clock, groups: Sequence[LaneGroup], is_dense: bool) -> dict[str, Any]:
-    """Draw bars from the top to the bottom, and return what a legend is made of."""
+def _draw_groups(
+    axes: Axes, clock: Clock, groups: Sequence[LaneGroup], is_dense: bool, columns: int
+) -> dict[str, Any]:
+    """Draw bars, or so many columns, from the top to the bottom; return what a legend is made of."""
     tops, at = [], 0.0
     for one in groups:
         tops.append(at)
         at += one.lanes + _GAP
     placed = [(top + row.lane, row) for top, one in zip(tops, groups, strict=True) for row in one.rows]
-    handles = {
-        phase: handle
-        for phase in PHASES
-        if (handle := _draw_phase(axes, clock, placed, phase, is_dense)) is not None
-    }
+    if columns:
+        handles = _draw_columns(axes, clock, list(zip(tops, groups, strict=True)), columns)
+    else:
+        handles = {
+            phase: handle
+            for phase in PHASES
+            if (handle := _draw_phase(axes, clock, placed, phase, is_dense)) is not None
+        }
     if not is_dense:
         _write_clients(axes, clock, placed)
     handles |= _draw_ends(axes, clock, placed, is_dense)
@@ -201,6 +212,31 @@ def _draw_phase(
             look["hatch"] = "////"
     drawing.draw_bars(axes, places(clock, begin), places(clock, end), lane + gap, lane + 1 - gap, **look)
     return Patch(**look | {"rasterized": False})
+
+
+def _draw_columns(
+    axes: Axes, clock: Clock, groups: Sequence[tuple[float, LaneGroup]], columns: int
+) -> dict[str, Any]:
+    """Draw for each part of the time how many calls were in which phase, on average."""
+    from matplotlib.patches import Patch
+
+    edges = np.linspace(0.0, clock.length_s, columns + 1)
+    left, right = places(clock, edges[:-1]), places(clock, edges[1:])
+    handles: dict[str, Any] = {}
+    for top, one in groups:
+        floor = np.full(columns, top + one.lanes)
+        for phase in (RUNNING, STARTING, EXITING, WAITING):
+            parts = [part for row in one.rows for part in row.parts if part.phase == phase]
+            if parts:
+                begin, end = np.array([(part.begin_s, part.end_s) for part in parts], dtype=float).T
+                done = np.array([np.clip(edge - begin, 0.0, end - begin).sum() for edge in edges])
+                height = np.diff(done) / np.diff(edges)
+                drawing.draw_bars(
+                    axes, left, right, floor - height, floor, facecolor=_COLOURS[phase], linewidth=0
+                )
+                floor = floor - height
+                handles[phase] = Patch(facecolor=_COLOURS[phase])
+    return handles
 
 
 def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]) -> None:
@@ -258,12 +294,15 @@ def _draw_waiting(axes: Axes, clock: Clock, steps: tuple[list[float], list[int]]
     drawing.time_axis(axes, clock, has_label=False)
 
 
-def _caption(groups: Sequence[LaneGroup], with_waiting: bool, is_dense: bool) -> str:
+def _caption(groups: Sequence[LaneGroup], with_waiting: bool, is_dense: bool, is_fine: bool) -> str:
     lines = [
         "Each bar is a call: its wait for a lease, the start of its worker, the task, and the worker's exit."
     ]
-    if not with_waiting:
+    if is_fine:
+        lines[0] = "How many calls were in which phase, from the bottom to the top; a column has many calls."
+    elif not with_waiting:
         lines[0] = "Each bar is a call: the start of its worker, the task, and the worker's exit."
+    if not with_waiting:
         lines.append("How many calls wait for a lease is counted above them.")
     elif not is_dense:
         lines.append("The number in it is its client, where there is room.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -18,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu import files, trace
 from flower_gpu.apps import registry
 from flower_gpu.apps.failures import COMPLETED, outcome_text
+from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import duration_text, path_text, printable
-from flower_gpu.watch.fields import metric_rank
+from flower_gpu.watch.fields import mapping, metric_rank
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, Clock, client_key, client_rows, tries_of
 from flower_gpu.watch.report.drawing import (
@@ -47,7 +50,7 @@ FILE_NAME: Final = "report.html"
 _ERROR_CHARACTERS: Final = 300  # of its first line
 _MOST_ERRORS: Final = 20
 _MOST_NAMES, _NAME_CHARACTERS = 10, 40
-_MOST_METRICS: Final = 16  # of a round
+_MOST_METRICS, _MOST_RESULTS = 16, 3  # of a round, and of the last one at the top
 _TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
 _UNKNOWN: Final = "-"
 _CONSEQUENCES: Final = {"again": "tried again", "on the CPU": "then on the CPU", "failed": "failed for good"}
@@ -114,9 +117,9 @@ def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, by
     colours = ClientColours([*(one.client for one in tries), *(lease.client for lease in history.leases)])
     drawn = [
         (
-            memory_picture(history, clock, holdings, colours, width_in),
-            workers_picture(history, clock, tries, width_in),
             rounds_picture(history.evaluations, width_in),
+            workers_picture(history, clock, tries, width_in),
+            memory_picture(history, clock, holdings, colours, width_in),
             utilization_picture(history, clock, width_in),
         )
         for width_in in (WIDE_IN, NARROW_IN)
@@ -150,6 +153,11 @@ def page(
     outcome_class, outcome = outcome_of(history, is_going_on)
     return _template().render(
         run=history,
+        facts=facts_of(Path(folder)),
+        results=[
+            (task, _metrics(part, _MOST_RESULTS))
+            for task, part in {one.task: one for one in history.rounds if one.metrics}.items()
+        ],
         totals=totals,
         clients=clients,
         pictures=pictures,
@@ -169,6 +177,30 @@ def page(
         },
         unknown=_UNKNOWN,
     )
+
+
+def facts_of(folder: Path) -> dict[str, str]:
+    """Return what a run was started with, and what came of it, as its folder tells."""
+    run = RunFolder(folder)
+    told: dict[str, Any] = {}
+    for path in (run.settings, folder / "config.json", folder / "summary.json"):
+        with suppress(OSError, ValueError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+            told |= found if isinstance(found, dict) else {}
+    model = told.get("model_sha256")
+    with suppress(OSError):
+        if model is None:
+            with run.model.open("rb") as file:
+                model = f"{hashlib.file_digest(file, 'sha256').hexdigest()} (of the file {run.model.name})"
+    pairs = {name: mapping(told.get(name)) for name in ("run_config", "versions")}
+    found = {
+        "error": told.get("error"),
+        "seed": told.get("seed"),
+        "run config": ", ".join(f"{key} = {json.dumps(value)}" for key, value in pairs["run_config"].items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in pairs["versions"].items()),
+        "model, SHA-256": model,
+    }
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
 
 @cache
@@ -238,16 +270,16 @@ def _rounds(history: History) -> list[dict[str, Any]]:
     """Return the rows of the table of rounds: what was sent, and what came of it."""
     places = {task: place for place, task in enumerate(_TASKS)}
     parts = sorted(history.rounds, key=lambda one: (one.round or 0, places.get(one.task, -1), one.task))
-    return [{"part": one, "metrics": _metrics(one)} for one in parts]
+    return [{"part": one, "metrics": _metrics(one, _MOST_METRICS)} for one in parts]
 
 
-def _metrics(part: RoundPart) -> str:
+def _metrics(part: RoundPart, most: int) -> str:
     shown = [
         f"{name} {value:.0f}" if value == int(value) and abs(value) < 1e9 else f"{name} {value:.4g}"
-        for name, value in sorted(part.metrics.items(), key=lambda item: metric_rank(item[0]))[:_MOST_METRICS]
+        for name, value in sorted(part.metrics.items(), key=lambda item: metric_rank(item[0]))[:most]
     ]
-    if len(part.metrics) > _MOST_METRICS:
-        shown.append(f"{len(part.metrics) - _MOST_METRICS} more")
+    if len(part.metrics) > most:
+        shown.append(f"{len(part.metrics) - most} more")
     return ", ".join(shown) or _UNKNOWN
 
 
