@@ -277,7 +277,7 @@ class Tally:
 
 
 def reason_of(error: str) -> str:
-    """Return the first line of an error without client, pid and seconds, which differ from worker to worker."""
+    """Return the first line of an error, without what differs from worker to worker: client, pid, seconds."""
     return _OF_ONE_WORKER.sub("", LABEL.sub("", first_line(error)))
 
 
