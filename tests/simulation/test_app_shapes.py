@@ -29,6 +29,7 @@ def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=240,
+        cwd=log_dir,  # Lightning writes into the folder that it is in
         # What an editable installation of an app does.
         env={**os.environ, "PYTHONPATH": str(SHAPES / shape / "src")},
     )
