@@ -1,20 +1,73 @@
-"""What this process's control groups leave it: CPU time, memory and processes, of Linux' versions 1 and 2.
+"""Cores and memory of this host, and what this process's control groups leave it, of Linux' versions 1 and 2.
 
-A limit of any group above this process's own counts, too: inside of a container that may be the only one.
+They are counted here and nowhere else, so that all who share them count alike. A limit of any group above
+this process's own counts, too: inside of a container that may be the only one.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 
 _PROC = Path("/proc/self")
+_MEMORY = Path("/proc/meminfo")
+_CPUS = Path("/sys/devices/system/cpu")
 # What the kernel can take back from a group before it kills in it: the page cache, and its own caches. Shared
 # memory (tmpfs) is not among these: it counts as anonymous. Version 1 has totals with the groups below.
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 _RECLAIMABLE_V1 = ("total_inactive_file", "total_active_file")
+
+
+def processors() -> int:
+    """Count the processors of the host that are online."""
+    # Not os.cpu_count(): PYTHON_CPU_COUNT changes what that says.
+    return max(1, os.sysconf("SC_NPROCESSORS_ONLN"))
+
+
+@cache
+def all_cores() -> int:
+    """Count the cores of the host, whatever this process may use of them."""
+    try:
+        numbers: list[int] = []
+        for text in (_CPUS / "online").read_text().strip().split(","):
+            first, _, last = text.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    except (OSError, ValueError):
+        return processors()
+    return cores_of(frozenset(numbers))
+
+
+@cache
+def cores_of(cpus: frozenset[int]) -> int:
+    """Count the cores of these processors: two of one core share what computes.
+
+    PyTorch starts one thread for both, too.
+    """
+    siblings = "cpu{}/topology/thread_siblings_list"
+    try:
+        return len({(_CPUS / siblings.format(cpu)).read_text() for cpu in cpus})
+    except OSError:
+        return len(cpus)
+
+
+def host_memory() -> tuple[int, int]:
+    """Return how many bytes of the host's main memory can be used, and how many there are."""
+    found = {}
+    with suppress(OSError, ValueError):  # not Linux
+        with _MEMORY.open("rb") as file:
+            for line in file:
+                name, _, text = line.partition(b":")
+                if name in (b"MemTotal", b"MemAvailable"):
+                    found[name] = int(text.split()[0]) << 10
+                if len(found) == 2:
+                    return min(found.values()), found[b"MemTotal"]
+    import psutil  # takes longer than all of the above
+
+    memory = psutil.virtual_memory()
+    return min(memory.available, memory.total), memory.total
 
 
 def cpu_quota(proc: Path = _PROC) -> float | None:

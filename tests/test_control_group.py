@@ -145,6 +145,38 @@ def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch)
     assert threads.planned_threads({}) == count
 
 
+def test_cores_and_memory_are_counted_in_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two countings could differ, as in a container, and a call would wait for a core that nobody has."""
+    others = (
+        "cpu_count(",
+        "virtual_memory(",
+        "SC_PHYS_PAGES",
+        "SC_NPROCESSORS",
+        "meminfo",
+        "thread_siblings",
+    )
+    package = Path(control_group.__file__).parent
+    counting = {
+        path.relative_to(package)
+        for path in package.rglob("*.py")
+        if any(name in path.read_text() for name in others)
+    }
+    assert counting == {Path("control_group.py")}
+    for folder in (control_group._CPUS, tmp_path):  # nothing is known of processors there
+        monkeypatch.setattr(control_group, "_CPUS", folder)
+        for count in (control_group.all_cores, control_group.cores_of):
+            count.cache_clear()
+        assert 1 <= threads.processor_cores() <= control_group.all_cores() <= control_group.processors()
+    for count in (control_group.all_cores, control_group.cores_of):
+        count.cache_clear()
+
+
+def test_memory_without_linux_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = control_group.host_memory()
+    monkeypatch.setattr(control_group, "_MEMORY", tmp_path / "meminfo")
+    assert control_group.host_memory()[1] == found[1]
+
+
 # Groups of the kernel's own ---------------------------------------------------------------------------------
 
 

@@ -54,8 +54,6 @@ class HostNeeds:
 
     def _memory(self) -> Need | None:
         total = host.total_memory_bytes()
-        if total is None:
-            return None
         known = self.footprints.get(self._key)
         if known is not None:
             return Need(MEMORY, needed_bytes(known), least=needed_bytes(known))

@@ -9,10 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Final
 
 from flower_gpu import control_group
@@ -26,7 +23,6 @@ RESERVED_PART: Final = 0.05
 SETTLED_S: Final = 10.0
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-_CPUS: Final = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True)
@@ -102,37 +98,21 @@ class HostMeasured:
 
 def measure() -> HostMeasured:
     """Look what there is."""
-    cores = 1000 * all_cores()
+    cores = 1000 * control_group.all_cores()
     limit = control_group.cpu_limit()
     quota = None
     if limit is not None and int(1000 * limit[0]) < cores:
         quota = (limit[1], int(1000 * limit[0]))
-    memory = []
-    host = _host_memory()
-    if host is not None:
-        memory.append(host)
-        of_group_ = control_group.memory_limit()
-        if of_group_ is not None and of_group_[1] < host.total_bytes:  # without a limit it is a huge number
-            memory.append(Available(*of_group_))
+    memory = [Available(*control_group.host_memory())]
+    limit_ = control_group.memory_limit()
+    if limit_ is not None and limit_[1] < memory[0].total_bytes:  # without a limit it is a huge number
+        memory.append(Available(*limit_))
     return HostMeasured(cores, quota, tuple(memory))
 
 
-def total_memory_bytes() -> int | None:
-    """Return how much main memory there is for this process; None where that is not known."""
-    return min((one.total_bytes for one in measure().memory), default=None)
-
-
-@cache
-def all_cores() -> int:
-    """Count the cores of the host: two processors of one core share what computes."""
-    with suppress(OSError, ValueError):
-        numbers: list[int] = []
-        for text in (_CPUS / "online").read_text().strip().split(","):
-            first, _, last = text.partition("-")
-            numbers += range(int(first), int(last or first) + 1)
-        siblings = "cpu{}/topology/thread_siblings_list"
-        return len({(_CPUS / siblings.format(number)).read_text() for number in numbers}) or 1
-    return os.cpu_count() or 1
+def total_memory_bytes() -> int:
+    """Return how much main memory there is for this process."""
+    return min(one.total_bytes for one in measure().memory)
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -154,20 +134,3 @@ def _not_taken(holders: Sequence[Entry]) -> Iterator[tuple[str, int]]:
         for part in entry.parts:
             if kind_of(part.uuid) == UNKNOWN_MEMORY and time.time() > entry.since + SETTLED_S:
                 yield part.uuid, max(0, part.memory_bytes - entry.own_memory_bytes(anonymous_bytes))
-
-
-def _host_memory() -> Available | None:
-    found = {}
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            for line in file:
-                name, _, text = line.partition(b":")
-                if name in (b"MemTotal", b"MemAvailable"):
-                    found[name] = int(text.split()[0]) << 10
-                if len(found) == 2:
-                    break
-    except (OSError, ValueError):  # not Linux
-        return None
-    if len(found) < 2:
-        return None
-    return Available(min(found[b"MemAvailable"], found[b"MemTotal"]), found[b"MemTotal"])

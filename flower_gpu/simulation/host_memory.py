@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import psutil
-
 from flower_gpu import control_group
 
 _LOOK_S = 0.1  # asking the kernel takes longer than a small message
@@ -19,9 +17,8 @@ _RESERVE = 0.05  # of all memory stays free
 
 def available_bytes() -> tuple[int, int]:
     """Return the bytes that can be used before the host, or a control group, kills; and all of them."""
-    memory = psutil.virtual_memory()
-    limited = control_group.available_memory()
-    return min((memory.available, memory.total), limited or (memory.total, memory.total))
+    host = control_group.host_memory()
+    return min(host, control_group.available_memory() or host)
 
 
 class HostMemory:

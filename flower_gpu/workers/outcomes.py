@@ -312,7 +312,7 @@ def _describe(exitcode: int | None) -> str:
 
 def _memory_limit() -> str:
     limited = control_group.available_memory()
-    if limited is None or limited[1] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if limited is None or limited[1] > control_group.host_memory()[1]:
         return ""  # version 1 has a limit that nothing reaches
     return f"; its control group may have {limited[1] >> 20} MiB"
 

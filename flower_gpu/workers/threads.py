@@ -15,8 +15,6 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -215,13 +213,13 @@ def _set_in_framework() -> int | None:
     """Return the count that ``torch.set_num_threads``, or another framework's, was called with here."""
     # What a framework begins with is one of these, depending on how it was built.
     read = {openmp_threads(os.environ, name) for name in (VARIABLE, "MKL_NUM_THREADS")}
-    own = {*read, processor_cores(), _usable_cpus(), os.cpu_count()}
+    own = {*read, processor_cores(), _usable_cpus(), control_group.processors()}
     return next((count for each in _threads_of_frameworks() if (count := each.get()) not in own), None)
 
 
 def _usable_cpus() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return len(affinity(0)) if affinity else control_group.processors()
 
 
 class _LinkMap(ctypes.Structure):
@@ -307,14 +305,4 @@ def available_cores() -> float:
 def processor_cores() -> int:
     """Count the cores on which this process may run, however much time it may have of them."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return _cores_of(frozenset(affinity(0))) if affinity else os.cpu_count() or 1
-
-
-@cache
-def _cores_of(cpus: frozenset[int]) -> int:
-    # The two CPUs of a core share what computes: PyTorch starts one thread for both, too.
-    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    try:
-        return len({Path(siblings.format(cpu)).read_text() for cpu in cpus})
-    except OSError:
-        return len(cpus)
+    return control_group.cores_of(frozenset(affinity(0))) if affinity else control_group.all_cores()

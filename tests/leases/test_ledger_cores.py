@@ -11,11 +11,12 @@ import pytest
 from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 
+from flower_gpu import control_group
 from flower_gpu.leases import host
 
 pytestmark = pytest.mark.timeout(120)
 
-ALL = 1000 * host.all_cores()
+ALL = 1000 * control_group.all_cores()
 
 
 def cores(amount: int, **fields: Any) -> dict[str, Any]:

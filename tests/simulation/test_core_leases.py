@@ -13,8 +13,8 @@ import pytest
 from waiting import until
 
 from flower_gpu.calls.settings import HostSettings
+from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.host import all_cores
 from flower_gpu.leases.ledger import Ledger, Wish
 from flower_gpu.simulation.core_leases import CoreLeases
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flower_gpu import trace
+from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.host import all_cores
 from flower_gpu.leases.ledger import Ledger, Wish
 from flower_gpu.printable import account_name
 from flower_gpu.watch.display import make_display
