@@ -77,9 +77,7 @@ class Workers:
 
 
 #: What a worker tells of how far it is, and the name of its time in the trace.
-_TIMES = MappingProxyType(
-    {"task_started": "task_at", "cuda_started": "cuda_at", "worker_result": "result_at"}
-)
+_TIMES = MappingProxyType({"task_started": "task_at", "worker_result": "result_at"})
 
 
 def run_call(

@@ -188,10 +188,6 @@ def reserve_bytes(environ: Mapping[str, str]) -> int:
     return memory_bytes(value_of(variable, environ), variable, allow_zero=True)
 
 
-#: What is kept free on each GPU by default, for what other programs take from one moment to the next.
-RESERVE_BYTES: Final = reserve_bytes({})
-
-
 @dataclass(frozen=True)
 class CallSettings:
     """How calls are run: their processes, and what they want of the host's GPUs."""

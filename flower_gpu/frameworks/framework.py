@@ -56,7 +56,6 @@ class Figures:
     peak_allocated_bytes: int
     free_bytes: int | None  # unused memory of the GPU; None where this process has no context on it
     total_bytes: int  # of the whole GPU, as CUDA shows it
-    num_ooms: int
     num_alloc_retries: int  # times that the allocator gave back what it kept, and tried again
 
 

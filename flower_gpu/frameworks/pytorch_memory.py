@@ -167,7 +167,6 @@ def _figures(index: int) -> Figures:
         peak_allocated_bytes=stats.get("allocated_bytes.all.peak", 0),
         free_bytes=free,
         total_bytes=torch.cuda.get_device_properties(index).total_memory,
-        num_ooms=stats.get("num_ooms", 0),
         num_alloc_retries=stats.get("num_alloc_retries", 0),
     )
 

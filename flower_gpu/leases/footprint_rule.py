@@ -176,11 +176,6 @@ class Key:
     gpu: str  # model of the GPU; or :data:`ON_CPU`, or :data:`BESIDE_GPU`
     sizes: tuple[tuple[str, int | str], ...] = ()  # what of the user's config is about sizes, sorted by name
 
-    @property
-    def is_host_memory(self) -> bool:
-        """Whether it is about main memory, and not about a GPU's."""
-        return self.gpu in (ON_CPU, BESIDE_GPU)
-
 
 def key_of(task: str, arrays: Sequence[Array], settings: Mapping[str, Any], gpu: str) -> Key:
     """Return the key of a call.

@@ -21,6 +21,7 @@ from flower_gpu import workers as isolation
 from flower_gpu.calls import leasing
 from flower_gpu.frameworks import pytorch
 from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 from flower_gpu.leases.ledger import Ledger
 
 
@@ -129,7 +130,7 @@ def footprints() -> list[Any]:
     return [
         [key.task, key.weights, list(key.sizes), one.peak_bytes]
         for key, one in found.items()
-        if not key.is_host_memory
+        if key.gpu not in (ON_CPU, BESIDE_GPU)
     ]
 
 

@@ -133,7 +133,7 @@ def _train(tensors: float, kept: float, pieces: float = 1.0, beside: float = 0.0
     nvml_stub.allocate(share.uuid, DEFAULT_CONTEXT_BYTES + reserved + int(beside * GIB))
     free = share.total_bytes - nvml_stub.used(share.uuid)
     allocated = int(tensors * GIB) if cap >= least else int(cap / pieces)
-    figures = frameworks.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0, 0)
+    figures = frameworks.Figures(reserved, reserved, allocated, allocated, free, share.total_bytes, 0)
     frameworks.reserved_bytes = lambda: [reserved]  # type: ignore[assignment]
     frameworks.figures = lambda: (figures,)  # type: ignore[assignment]
     if cap < least:

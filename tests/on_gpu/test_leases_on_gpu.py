@@ -18,6 +18,7 @@ from flower_gpu.errors import GPUOutOfMemoryError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 
@@ -60,7 +61,9 @@ class Run:
         return [event["gpus"][0] for event in self.events("worker_finished")]
 
     def footprint(self) -> int:
-        (peaks,) = (found for key, found in Footprints().entries().items() if not key.is_host_memory)
+        (peaks,) = (
+            found for key, found in Footprints().entries().items() if key.gpu not in (ON_CPU, BESIDE_GPU)
+        )
         return peaks.peak_bytes
 
     def start(self, **request: Any) -> subprocess.Popen[str]:

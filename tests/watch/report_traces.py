@@ -192,7 +192,7 @@ class Run:
         used = [{"uuid": uuid, "peak_bytes": int(0.8 * nbytes), "cap_bytes": nbytes - GIB // 2}]
         self._add(
             finished, "worker_finished", **call, lease=lease, pid=pid, start_method="spawn", gpus=used,
-            task_at=START + task, cuda_at=None, result_at=START + result if outcome == "ok" else None,
+            task_at=START + task, result_at=START + result if outcome == "ok" else None,
             seconds=finished - granted, outcome=outcome,
             error=None if outcome == "ok" else f"train of client {call['client']}: {ERROR} <i>{outcome}</i>",
             traceback=TRACEBACK if outcome == "error" else "",

@@ -16,6 +16,7 @@ from waiting import until
 
 from flower_gpu.leases.admission import SHARED_PART
 from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -130,7 +131,7 @@ print(json.dumps(result))
     assert [one["alone"] for one in found] == [True, False, False, True, True, True]
     need = Footprints.needed_bytes(1500 << 20) >> 20
     assert [one["mib"] for one in found[1:3]] == [[need], [need]]
-    keys = [key for key in Footprints(host.footprints).entries() if not key.is_host_memory]
+    keys = [key for key in Footprints(host.footprints).entries() if key.gpu not in (ON_CPU, BESIDE_GPU)]
     assert {(key.task, key.sizes) for key in keys} == {
         ("mod_functions:leased train", (("batch-size", 32),)),
         ("mod_functions:leased train", (("batch-size", 64),)),
@@ -175,7 +176,7 @@ print(json.dumps(None))
     )
     tasks = [event["task"] for event in events_of(host.run_dir, "lease_granted")]
     assert tasks == ["train"] * 5
-    known = {key.task for key in Footprints(host.footprints).entries() if not key.is_host_memory}
+    known = {key.task for key in Footprints(host.footprints).entries() if key.gpu not in (ON_CPU, BESIDE_GPU)}
     assert known == {
         "__main__:train train",
         "__main__:Callable train",
