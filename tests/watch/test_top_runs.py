@@ -20,6 +20,8 @@ from top_traces import Trace
 
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.gpu.inventory import Inventory
+from flower_gpu.leases.admission import CORES, Need
+from flower_gpu.leases.ledger import Ledger, Wish
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.top.host_rows import run_host_rows
@@ -190,6 +192,34 @@ def test_rounds_of_a_simulation(trace: Trace) -> None:
     row = row_of(read(trace.path.parent), trace.time)
     assert (row.messages_done, row.messages) == (None, None)
     assert (row.metrics, row.metrics_round, row.metrics_task) == ({"accuracy": 0.5}, 3, "evaluate")
+
+
+@pytest.mark.parametrize("kind", ["simulate", "launch"])
+def test_cores_of_a_simulation_are_in_its_line_with_the_time_left(
+    kind: str, trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds them for all its messages; a launch has leases for its calls, one by one."""
+    monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
+    trace.write("run_started", kind=kind, name="app", host=platform.node(), pid=os.getpid())
+    trace.write("strategy_started", strategy="FedAvg", num_rounds=6)
+    for number in (1, 2):
+        trace.write("round_finished", round=number, task="train", messages=2, failed=0, metrics={})
+    trace.write("round_started", round=3, task="train", messages=2)
+    watch, ledger = read(trace.path.parent), Ledger()
+    ticket = ledger.acquire(Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, 1000, 1000),)))
+    try:
+        now = watch.history.strategy_started_at + 10.0
+        seen = Seen(now, Inventory((), None, "no driver"), state=ledger.status())
+        row = run_row(seen, watch)
+        others = worker_rows(seen, [watch], others=True)
+    finally:
+        ledger.release(ticket)
+    assert row.seconds_left == 20.0
+    is_in_line = kind == "simulate"
+    assert (row.cores, len(others)) == ((1.0, 0) if is_in_line else (None, 1))
+    shown = Snapshot(now, "host", "me", None, None, (), (row,), (), ())
+    (line,) = [line for line in plain_lines(Frame(shown), 160) if "round 3/6" in line]
+    assert ("cores 1" in line) == is_in_line and "0:20 left" in line
 
 
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:

@@ -81,6 +81,8 @@ class RunRow:
     messages_running: int | None = None  # a worker computes
     messages_waiting: int | None = None  # for a lease
     messages_to_come: int | None = None  # of clients that are chosen for this round and have not begun
+    cores: float | None = None  # that it has leased for its messages; None: none
+    seconds_left: float | None = None  # if its rounds go on as those before; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +277,25 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
         metrics_task=last.task if last else "",
         outcome=followed.outcome(),
         read_part=followed.read_part,
+        cores=sum(entry.cores or 0.0 for entry in seen.holders if _is_of_run(entry, followed)) or None,
+        seconds_left=_seconds_left(history, seen.now),
         **_under_way(history),
     )
+
+
+def _is_of_run(entry: Entry, followed: FollowedRun) -> bool:
+    """Tell whether a lease is one on cores that a simulation has for any of its messages."""
+    is_own = entry.user == os.getuid() and entry.pid_namespace == pid_namespace()
+    is_simulation = followed.history.kind == "simulate" and followed.is_of_this_host
+    return is_own and is_simulation and entry.pid == followed.pid and not entry.gpu_parts
+
+
+def _seconds_left(history: History, now: float) -> float | None:
+    """Return how long a run takes yet, by what its rounds have taken so far."""
+    began, done = history.strategy_started_at, history.highest_round - (history.resumed_round or 0)
+    if began is None or history.num_rounds is None or done <= 0 or history.finished_at is not None:
+        return None
+    return (now - began) / done * max(0, history.num_rounds - history.highest_round)
 
 
 def _under_way(history: History) -> dict[str, int]:
@@ -323,7 +342,7 @@ def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tup
         rest = [
             _of_entry(seen, entry, label=seen.labels.get(entry.id, ""), pid=entry.pid)
             for entry in seen.holders
-            if entry.id not in known
+            if entry.id not in known and not any(_is_of_run(entry, run) for run in runs)
         ]
         rows += sorted(rest, key=lambda row: not row.label)  # this account's first
     return tuple(rows)

@@ -150,6 +150,8 @@ def _run_line(run: RunRow, width: int) -> Text:
         (0, read, "yellow"),
         (0, "" if run.round is None else f"round {run.round}{_of(run.num_rounds)}", ""),
         (2, _messages(run, is_short=width < _WIDE), ""),
+        (6, "" if run.cores is None else f"cores {run.cores:.3g}", ""),
+        (6, "" if run.seconds_left is None else f"{duration(run.seconds_left)} left", ""),
         *((3 + place, metric, "") for place, metric in enumerate(_metrics(run, 3))),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
         (7, "" if run.seconds is None else duration(run.seconds), "dim"),
