@@ -130,6 +130,7 @@ class _Measured:
     # By ticket the last report of its worker before that, see :meth:`Entry.reported`
     told: Mapping[str, tuple[int, dict[str, int]]]
     fresh_until: float  # On the clock of ``time.monotonic``. Other programs' use may have grown by then.
+    is_held: Callable[[], bool] = lambda: True  # see :meth:`LedgerFolder.locked`
 
 
 class Ledger:
@@ -210,6 +211,7 @@ class Ledger:
             state = replace(state, host=self._host_cards(measured, state.holders, state.waiting))
             parts = _checked(entry, state.granted().get(entry.id, ()))
             ticket = Ticket.create(own, replace(entry, parts=parts), wish.label)
+            _take_back(ticket, measured)
         if not ticket.entry.parts:
             _ask(state.holders, ticket.entry)
         return ticket, state, version
@@ -245,8 +247,8 @@ class Ledger:
             if time.monotonic() > measured.fresh_until:
                 measured = self._measure(self._reader.read(self.folder.all()), asks_for_gpus)
 
-        with self.folder.locked(measure_again):
-            yield measured
+        with self.folder.locked(measure_again) as is_held:
+            yield replace(measured, is_held=is_held)
 
     def _measure(self, entries: Sequence[Entry], asks_for_gpus: bool) -> _Measured:
         """Look what there is.
@@ -400,8 +402,9 @@ class Ledger:
                 parts = _checked(ticket.entry, ready.pop(ticket.entry.id, ()))
                 if parts:
                     ticket.write(replace(ticket.entry, parts=parts, since=time.time()))
+                    _take_back(ticket, measured)
                 _wake(state.waiting, ready)
-            if parts:
+            if ticket.entry.parts:
                 return
 
     def _pause(
@@ -496,6 +499,15 @@ def _at(deadline: Deadline) -> float:
     if deadline is None:
         return math.inf
     return deadline() if callable(deadline) else deadline
+
+
+def _take_back(ticket: Ticket, measured: _Measured) -> None:
+    """Give up what was just granted if another process may have decided at the same time.
+
+    If the mutex was still the same file after the ticket was written, whoever decides later has seen that.
+    """
+    if ticket.entry.parts and not measured.is_held():
+        ticket.write(replace(ticket.entry, parts=()))
 
 
 def _checked(entry: Entry, parts: tuple[Part, ...]) -> tuple[Part, ...]:

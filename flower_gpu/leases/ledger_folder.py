@@ -108,8 +108,11 @@ class LedgerFolder:
         return tuple(found)
 
     @contextmanager
-    def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def locked(self, before_try: Callable[[], object] = lambda: None) -> Iterator[Callable[[], bool]]:
         """Hold the mutex: no other process changes the ledger.
+
+        Yields a function that tells whether that is so up to now. The account that has made the file can put
+        another one in its place at any time, and another process could lock that one.
 
         Parameters
         ----------
@@ -123,7 +126,7 @@ class LedgerFolder:
         """
         descriptor = self._lock(before_try)
         try:
-            yield
+            yield lambda: files.still_has_name(descriptor, self.root / _MUTEX)
         finally:
             # Not left to close: a fork in another thread may have a copy of the descriptor for a moment.
             with suppress(OSError):

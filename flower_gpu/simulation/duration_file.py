@@ -68,8 +68,10 @@ class DurationFile:
         return self._in() / self._name
 
     def read(self) -> Known:
-        """Return what is in the file; nothing if it is not there, or not one of ours."""
+        """Return what is in the file; nothing if it is not there, not ours, or others could write it."""
         try:
+            if self._is_own_folder and state_folder.state_dir_problem() is not None:
+                return Known()
             return _parsed(self.path.read_bytes())
         except (OSError, ValueError):  # all can be learned anew
             return Known()

@@ -20,9 +20,10 @@ from flower_gpu.cli import leases
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, of_group, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, Part, of_group, of_task
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.tickets import Entry, Ticket
 
 GIB = 1 << 30
 A = "GPU-a"
@@ -176,6 +177,30 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
         json.dumps(leases.describe(ledger, state), allow_nan=False)
         assert ledger._what_is_held(wish, ticket)
         ledger.release(ticket)
+
+
+def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner can do that, and a third process then decides at the same time."""
+    seen: list[tuple[Part, ...]] = []
+    write = Ticket.write
+
+    def replaced(ticket: Ticket, entry: Entry) -> None:
+        write(ticket, entry)
+        seen.append(entry.parts)
+        if len(seen) in (1, 3):  # when it is made, and when it is granted later
+            mutex = root.parent / "flower-gpu-leases.mutex"
+            mutex.unlink()
+            mutex.touch()
+
+    monkeypatch.setattr(Ticket, "write", replaced)
+    ledger = Ledger(LedgerFolder(root.parent))
+    wish = Wish(lambda gpus: tuple(Option(gpu.uuid, 8 * GIB) for gpu in gpus))
+    ticket = ledger.acquire(wish, deadline=time.monotonic() + 60)
+    assert [bool(parts) for parts in seen] == [True, False, True, False, True]
+    assert ticket.entry.parts == seen[-1]
+    ledger.release(ticket)
 
 
 def test_what_is_no_ticket_is_said_once_with_its_path_and_owner(

@@ -408,6 +408,18 @@ COUNT = 12
 TAKES_S = {client: float(1 + client * 7 % COUNT) for client in range(COUNT)}
 
 
+def test_durations_that_another_account_could_have_written_are_not_believed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path))
+    tmp_path.chmod(0o700)
+    file = DurationFile("app", 4)
+    file.write(Known({"train": {0: 3.0}}))
+    assert file.read().examples
+    file.path.parent.parent.chmod(0o777)
+    assert file.read() == Known()
+
+
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> DurationFile:
     """What earlier runs have learned of apps without a folder."""
