@@ -11,6 +11,7 @@ import random
 import shutil
 import stat
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -205,6 +206,36 @@ def remove_unlocked_folders(paths: Iterable[Path]) -> None:
                     remove(path)
             finally:
                 descriptor.close()
+
+
+_TEMPORARY = "flower-gpu-temporary-"
+
+
+@contextmanager
+def temporary_folder(kind: str, parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder for this process, in the temporary folder or another parent; it goes with the block.
+
+    The folder of a process that was killed goes with the next block of any kind, or with
+    :func:`remove_left_folders`.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    remove_left_folders(parent)
+    path = parent / f"{_TEMPORARY}{kind}-{os.getpid()}-{random.SystemRandom().randrange(1 << 32):08x}"
+    descriptor = locked_folder(path)
+    try:
+        yield path
+    finally:
+        with suppress(OSError, RecursionError):
+            remove(path)
+        os.close(descriptor)
+
+
+def remove_left_folders(parent: Path | None = None) -> None:
+    """Remove the folders of :func:`temporary_folder` whose processes were killed."""
+    with suppress(OSError):  # there is none, or a confined process may not look
+        found = list((parent or Path(tempfile.gettempdir())).glob(f"{_TEMPORARY}*"))
+        # Another account's is left alone, and not locked either.
+        remove_unlocked_folders(path for path in found if is_own_folder(path, forbidden=0o077))
 
 
 def still_has_name(descriptor: int, path: Path) -> bool:

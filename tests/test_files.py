@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import flower_gpu
 from flower_gpu import files
+from flower_gpu.workers import socket_folder
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -145,6 +149,48 @@ def test_a_folder_that_was_made_to_stay_is_removed(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
     finally:  # pytest could not remove it either
         subprocess.run(["rm", "-rf", path], check=True)
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from flower_gpu import files
+with files.temporary_folder("of-test"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_of_a_killed_process_no_temporary_folder_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command, env = [sys.executable, "-c", HOLDS], {**os.environ, "TMPDIR": str(tmp_path)}
+    others = tmp_path / f"{files._TEMPORARY}others"
+    others.mkdir(mode=0o755)  # as nothing of ours has it
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as killed,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as living,
+    ):
+        for process in (killed, living):
+            assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        killed.kill()
+        killed.wait()
+        assert len(list(tmp_path.iterdir())) == 3
+        socket_folder.remove_left()  # as fork servers do
+        assert [path.name.split("-")[-2] for path in tmp_path.iterdir() if path != others] == [
+            f"{living.pid}"
+        ]
+        with files.temporary_folder("of-test") as own:
+            assert own.parent == tmp_path and len(list(tmp_path.iterdir())) == 3
+    assert list(tmp_path.iterdir()) == [others]
+
+
+def test_nothing_else_makes_temporary_files_that_a_kill_would_leave() -> None:
+    package = Path(flower_gpu.__file__).parent
+    makers = re.compile(r"\b(mkdtemp|mkstemp|TemporaryDirectory|NamedTemporaryFile)\b")
+    assert not [path for path in package.rglob("*.py") if makers.search(path.read_text())]
 
 
 @pytest.mark.timeout(60)

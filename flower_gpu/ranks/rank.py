@@ -12,15 +12,14 @@ from flower_gpu.workers.call import load_task
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
 import os
-import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flower_gpu import files
 from flower_gpu.errors import WorkerError
 from flower_gpu.pytorch.rank_settings import RankSettings
 from flower_gpu.workers import socket_folder
@@ -45,14 +44,13 @@ def meeting_place() -> Iterator[str]:
     its own, the usual way, may be taken by another client in the same instant.
     """
     parent = socket_folder.path()  # which may be a name that only this process can use
-    try:
-        folder = tempfile.mkdtemp(prefix="flower-gpu-ranks-", dir=parent and Path(parent).resolve())
-    except OSError as error:
-        raise WorkerError(f"cannot start ranks: {error}") from error
-    try:
-        yield os.path.join(folder, "store")  # noqa: PTH118
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as stack:
+        try:
+            place = None if parent is None else Path(parent).resolve()
+            folder = stack.enter_context(files.temporary_folder("ranks", place))
+        except OSError as error:
+            raise WorkerError(f"cannot start ranks: {error}") from error
+        yield str(folder / "store")
 
 
 def remove_left_of_nccl() -> None:

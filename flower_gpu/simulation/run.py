@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
 from flwr.supercore.task_identity import TaskIdentity
 
+from flower_gpu import files
 from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.recording import RecordedRun, recorded_run
 from flower_gpu.calls.settings import CallSettings
@@ -389,4 +389,4 @@ def _plain(value: Any) -> Any:
 def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:
     if folder is not None:
         return folder.path / "states"
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-states-")))
+    return stack.enter_context(files.temporary_folder("states"))

@@ -77,7 +77,8 @@ def remove(pid: int) -> None:
 
 
 def remove_left() -> None:
-    """Remove the folders of workers that have ended when nobody was left to see it."""
+    """Remove the folders of processes that have ended when nobody was left to see it."""
+    files.remove_left_folders()
     if (parent := _parent()) is None:
         return
     found: list[Path] = []

@@ -29,7 +29,7 @@ def memory_files() -> list[str]:
             target = str(path.readlink())
         except OSError:
             continue
-        found += [target] if "flower-gpu-ranks" in target else []
+        found += [target] if "flower-gpu-temporary-ranks" in target else []
     return found
 
 

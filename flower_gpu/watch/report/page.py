@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -288,9 +287,9 @@ def _matplotlib() -> Iterator[None]:
     """Have matplotlib without the user's settings, and without files that it would leave in their home."""
     with ExitStack() as stack:
         if "MPLCONFIGDIR" not in os.environ and "matplotlib" not in sys.modules:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flower-gpu-matplotlib-"))
-            _copy_font_lists(Path(folder))
-            os.environ["MPLCONFIGDIR"] = folder
+            folder = stack.enter_context(files.temporary_folder("matplotlib"))
+            _copy_font_lists(folder)
+            os.environ["MPLCONFIGDIR"] = str(folder)
             stack.callback(os.environ.pop, "MPLCONFIGDIR", None)
         import matplotlib
 
