@@ -20,7 +20,14 @@ from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
 from flower_gpu.workers.events import Sink, note_imported, send, sending_to
 from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.life import LeftProcesses, Process, StopOrder, deferred_interrupts
+from flower_gpu.workers.life import (
+    LeftProcesses,
+    Process,
+    StopOrder,
+    deferred_interrupts,
+    end_group,
+    end_later,
+)
 from flower_gpu.workers.outcomes import Lines, Stream, Tail, echo
 from flower_gpu.workers.worker import Outcome
 
@@ -127,6 +134,7 @@ class _Worker:
         self._ended = False
         self._exitcode: int | None = None
         self._pidfd = -1
+        self._is_confined = False
         self._left: LeftProcesses | None = None
         try:
             self._selector = selectors.DefaultSelector()
@@ -142,7 +150,8 @@ class _Worker:
         return self._prepared.method.name if self._prepared is not None else ""
 
     def launch(self, call: Call, prepared: start.Prepared, on_event: Callable[[str], None]) -> None:
-        if call.confinement is not None and not prepared.method.from_server:
+        self._is_confined = call.confinement is not None
+        if self._is_confined and not prepared.method.from_server:
             self._left = LeftProcesses()  # a fork server does that itself
         self._process, self._lines = start.launch(call, prepared)
         self._prepared = prepared
@@ -199,8 +208,7 @@ class _Worker:
             try:
                 self._let_its_children_tidy_up()
             finally:
-                with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
-                    os.killpg(self.pid, signal.SIGKILL)  # before its pid is free for others
+                self._end_group()  # before its pid is free for others
                 socket_folder.remove(self.pid)
                 self._exitcode = self._process.reap()
                 self._ended = True
@@ -209,6 +217,16 @@ class _Worker:
             for stream in self._streams:
                 stream.drain()
         return self._exitcode
+
+    def _end_group(self) -> None:
+        # A confined app's processes may call themselves as they like.
+        if self._selector.get_map() and not self._is_confined and sys.platform == "linux":
+            trackers, _ = end_group(self.pid)
+            if trackers and self._prepared is not None and not self._prepared.method.from_server:
+                end_later(trackers)  # a fork server does that itself
+            return
+        with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
+            os.killpg(self.pid, signal.SIGKILL)
 
     def outcome(self, call: Call) -> Outcome | None:
         """Read the result, or return None when the worker left none."""

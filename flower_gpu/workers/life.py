@@ -211,11 +211,21 @@ def children() -> set[int]:
 
 
 def _parent(pid: str) -> int:
+    return _field(pid, 1)
+
+
+def _group(pid: str) -> int:
+    return _field(pid, 2)
+
+
+def _field(pid: str, number: int) -> int:
+    """Return a field of proc(5)'s ``stat``, from the process's state on; -1 where it is dead."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
         return -1
+    return -1 if fields[0] in "ZX" and number == 2 else int(fields[number])
 
 
 def end_adopted(
@@ -237,6 +247,75 @@ def end_adopted(
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
     return found
+
+
+_TRACKER_S = 30.0  # on a busy host it waits for a core
+_TRACKER = b".resource_tracker import main"  # Python's, and joblib's
+
+
+def end_group(group: int) -> tuple[list[int], list[int]]:
+    """Kill a process group, but for the resource trackers in it; return these, and the others. Linux only.
+
+    Python's resource tracker unlinks the shared memory that its worker has left, and ends, once all other
+    processes of the worker are gone.
+    """
+    members = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _group(pid) == group]
+    trackers = [pid for pid in members if is_tracker(pid)]
+    others = [pid for pid in members if pid not in trackers]
+    if trackers:
+        for pid in others:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    else:  # all at once: none of them can start another one meanwhile
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    return trackers, others
+
+
+def is_tracker(pid: int) -> bool:
+    """Tell whether a living process is a resource tracker, by its command line."""
+    with suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def end_later(pids: Collection[int]) -> None:
+    """Give trackers of workers that are gone the time to end; then kill them. Returns at once."""
+    descriptors = []
+    for pid in pids:
+        with suppress(OSError):
+            descriptors.append(os.pidfd_open(pid))
+
+    def end() -> None:
+        deadline = time.monotonic() + _TRACKER_S
+        for descriptor in descriptors:
+            if not select.select([descriptor], [], [], max(0, deadline - time.monotonic()))[0]:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+
+    threading.Thread(target=end, name="flower-gpu-trackers", daemon=True).start()
+
+
+class Trackers:
+    """The resource trackers among a process's children whose workers are gone."""
+
+    def __init__(self) -> None:
+        self._deadlines: dict[int, float] = {}
+
+    def has(self, pid: int) -> bool:
+        """Tell whether a child is one that has time left to end by itself."""
+        # A confined app's processes, which may call themselves as they like, are in another session.
+        if os.getsid(pid) != os.getsid(0) or not is_tracker(pid):
+            return False
+        now = time.monotonic()
+        return now < self._deadlines.setdefault(pid, now + _TRACKER_S)
+
+    def are_left(self) -> bool:
+        """Tell whether there may be one, to be looked at again; forget those that are gone."""
+        own = children() if self._deadlines else set()
+        self._deadlines = {pid: deadline for pid, deadline in self._deadlines.items() if pid in own}
+        return bool(self._deadlines)
 
 
 class LeftProcesses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -233,6 +234,19 @@ def leak_shared_memory(crash: bool) -> str:
     if crash:
         os.kill(os.getpid(), signal.SIGKILL)
     return block.name
+
+
+def leak_to_a_slow_tracker(folder: Path) -> None:
+    """Leave shared memory to a resource tracker that is held up: the caller of the call has its pipe open."""
+    from multiprocessing import resource_tracker, shared_memory
+
+    block = shared_memory.SharedMemory(create=True, size=1 << 20)
+    tracker = resource_tracker._resource_tracker
+    told = {"pid": os.getpid(), "fd": tracker._fd, "tracker": tracker._pid, "name": block.name}
+    (folder / "new").write_text(json.dumps(told))
+    (folder / "new").rename(folder / "told")
+    while not (folder / "go").exists():
+        time.sleep(0.01)
 
 
 def write_a_lot_and_die(newline: bool) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import crash_tasks
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
-from processes import Run, wait_until
+from processes import SHARED_MEMORY, Run, is_running, wait_until
+from run_server_lines import Caller
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import (
@@ -21,6 +27,7 @@ from flower_gpu.errors import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+from flower_gpu.workers.forkserver import client
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -113,6 +120,30 @@ def test_leaked_shared_memory_is_tidied_up(start_method: str, run: Run) -> None:
     """Python's resource tracker gets the moment it needs; the fixture looks into /dev/shm."""
     name = run_in_worker("crash_tasks:leak_shared_memory", False, start_method=start_method)
     assert name.startswith("psm_")
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver", "of a run"])
+def test_a_slow_resource_tracker_gets_its_time(way: str, run: Run, tmp_path: Path) -> None:
+    """The next call does not wait for it."""
+    if way == "of a run" and not client.is_supported():
+        pytest.skip("needs Linux 5.3")
+    with contextlib.ExitStack() as stack:
+        call: Callable[..., Any] = partial(run_in_worker, start_method=way)
+        if way == "of a run":
+            call = stack.enter_context(contextlib.closing(Caller())).run
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(call, "crash_tasks:leak_to_a_slow_tracker", tmp_path)
+            assert wait_until((tmp_path / "told").exists)
+            told = json.loads((tmp_path / "told").read_text())
+            pipe = os.open(f"/proc/{told['pid']}/fd/{told['fd']}", os.O_WRONLY)
+            (tmp_path / "go").touch()
+            running.result()
+        assert call("plain_tasks:echo", 1) == (1,)
+        block = SHARED_MEMORY / told["name"]
+        assert is_running(told["tracker"]) and block.exists()
+        os.close(pipe)
+        assert wait_until(lambda: not is_running(told["tracker"]))
+        assert not block.exists()
 
 
 def test_argument_that_cannot_be_passed(run: Run) -> None:

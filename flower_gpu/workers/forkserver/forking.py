@@ -14,13 +14,14 @@ from typing import Any
 
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.life import adopt_orphans, children, end_adopted
+from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
 from flower_gpu.workers.native import collapse, huge_page_regions
 
 #: How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
 #: takes 5 ms; each saves 0.2 ms of CPU in all later forks. A simulation has hundreds of these, a federation
 #: of SuperNodes perhaps twenty: then all of it at once would take more than it saves.
 MANY_FORKS, FEW_FORKS = 16, 2
+_TRACKERS_S = 1.0  # between two looks at resource trackers
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
 #: What a server that can be connected to writes to the process that started it; anything else is an error.
@@ -81,6 +82,7 @@ class Loop:
         self._huge_pages = huge_pages
         self._small_pages: list[int] = []  # which could be in huge pages
         self._forks = 0  # that were not followed by some of that
+        self._trackers = Trackers()
         self._own = children()  # processes that a library or the user's data have started here
         adopt_orphans()
         self.selector = selectors.DefaultSelector()
@@ -105,7 +107,11 @@ class Loop:
         For each of them only some: a process with torch has 1.3 s to do.
         """
         has_time = bool(self._small_pages and self._forks)
+        if are_left := self._trackers.are_left():
+            timeout_s = _TRACKERS_S if timeout_s is None else min(timeout_s, _TRACKERS_S)
         ready = self.selector.select(0 if has_time else timeout_s)
+        if are_left and not ready and not has_time:
+            os.write(self._wakeup_end, b"\0")  # as if a child had ended: they have a limit
         if has_time and not ready:
             self._forks -= 1
             for address in self._small_pages[-self._huge_pages :]:
@@ -123,7 +129,10 @@ class Loop:
 
         The groups of the living ``workers`` are left alone: their callers end them.
         """
-        return end_adopted(self._own | workers, workers, is_spared=sockets.is_server)
+        return end_adopted(self._own | workers, workers, is_spared=self._is_spared)
+
+    def _is_spared(self, pid: int) -> bool:
+        return sockets.is_server(pid) or self._trackers.has(pid)
 
     def leave(self) -> None:
         """Let go of all this, in a fork."""

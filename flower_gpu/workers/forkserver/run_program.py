@@ -27,7 +27,13 @@ from flower_gpu.workers import call, events, socket_folder, threads, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, sockets
 from flower_gpu.workers.forkserver.forking import MANY_FORKS, Loop
-from flower_gpu.workers.life import adopt_orphans, be_killed_first, die_with_the_caller, explained
+from flower_gpu.workers.life import (
+    adopt_orphans,
+    be_killed_first,
+    die_with_the_caller,
+    end_group,
+    explained,
+)
 from flower_gpu.workers.native import release_openmp_threads
 
 _CHILDREN_GRACE_S = 0.5  # from a worker's exit to the end of its group: resource trackers tidy up
@@ -219,9 +225,9 @@ class _RunServer:
         for line in list(self._ended):
             late_s = time.monotonic() - line.group_deadline
             if _is_left(line.pid):
-                if late_s > 0:
-                    os.killpg(line.pid, signal.SIGKILL)  # children of this process: the id is theirs
-                if late_s < _KILLED_GRACE_S:
+                # Children of this process: the id is theirs.
+                trackers, others = end_group(line.pid) if late_s > 0 else ([], [])
+                if late_s < _KILLED_GRACE_S and (others or not trackers):
                     continue
             self._ended.remove(line)
             event = {
