@@ -119,6 +119,7 @@ class Slot(Workers):
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker."""
+        call = replace(call, names_output=True)
         self.waits_since = None
         if call.held < 0 and self.has_lease:
             self.retire()  # it has no use for a GPU

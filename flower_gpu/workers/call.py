@@ -45,6 +45,8 @@ class Call:
     without: frozenset[str] = frozenset()
     # Put in front of log lines, Flower's and ours, of the task; for example ``"client 3, round 2: "``
     log_prefix: str = ""
+    # Whether other lines that the task writes begin with that as well, and stand in a file of the run
+    names_output: bool = False
     # What its worker keeps of this host: then nothing that comes from the worker is unpickled
     confinement: Confinement | None = None
 

@@ -28,7 +28,7 @@ from flower_gpu.workers.life import (
     end_group,
     end_later,
 )
-from flower_gpu.workers.outcomes import Lines, Stream, Tail, echo
+from flower_gpu.workers.outcomes import Lines, Stream, Tail, output_of
 from flower_gpu.workers.worker import Outcome
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
@@ -160,8 +160,8 @@ class _Worker:
             self._selector.register(self._pidfd, selectors.EVENT_READ)
         for descriptor, on_data in (
             (self._lines.events, Lines(on_event, None if call.confinement is None else _MOST_OF_EVENT)),
-            (self._lines.stdout, echo(sys.stdout, self.tail)),
-            (self._lines.stderr, echo(sys.stderr, self.tail)),
+            (self._lines.stdout, output_of(call, sys.stdout, self.tail)),
+            (self._lines.stderr, output_of(call, sys.stderr, self.tail)),
         ):
             stream = Stream(descriptor, on_data)
             self._streams.append(stream)

@@ -28,6 +28,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     shortened,
 )
+from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers import transport
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.transport import plain
@@ -39,6 +40,9 @@ _MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size
 _REMEMBERED_LINES = 1000
 #: Bytes of one stream of one call that a file is given.
 MOST_IN_A_FILE = 16 << 20
+#: What clients of a simulation write, in the run's folder.
+LOG_NAME = "clients.log"
+_CUT = f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
 _TAIL_LINES = 30  # of them in a message
 _TAIL_COLUMNS = 500
 _STACK_LINES = 15
@@ -126,6 +130,43 @@ def _is_frame(line: str) -> bool:
     return line.startswith("  ")
 
 
+def output_of(call: Call, target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
+    """Return what takes one stream of the output of a call's worker."""
+    return _echo_named(target, tail, call.log_prefix) if call.names_output else echo(target, tail)
+
+
+def _echo_named(target: TextIO | None, tail: Tail, name: str) -> Callable[[bytes], None]:
+    """Pass a worker's output on in whole lines, each with a name in front, and into the run's folder.
+
+    Log lines have the name already. Of a line that draws over itself, as a bar does, its last state is taken.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    remember = tail.reader()
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    is_file = _is_file(target)
+    begun, left = "", MOST_IN_A_FILE
+
+    def on_data(data: bytes) -> None:
+        nonlocal begun, left
+        remember(data)
+        *lines, begun = (begun + decoder.decode(data)).split("\n")
+        begun = begun[:-1].rpartition("\r")[2] + begun[-1:]
+        if begun and (not data or len(begun) > _CHUNK):  # of the last line, or of one without an end
+            lines, begun = [*lines, begun], ""
+        shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
+        text = "".join(f"{line}\n" if name in line else f"{name}{line}\n" for line in shown)
+        if not text:
+            return
+        kept = text[:left] + _CUT * (0 < left < len(text))
+        left = max(0, left - len(text))
+        _write(target, kept if is_file else text)
+        if folder and kept:
+            with suppress(OSError), open(os.path.join(folder, LOG_NAME), "ab", buffering=0) as file:  # noqa: PTH118
+                file.write(kept.encode(errors="backslashreplace"))
+
+    return on_data
+
+
 def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
     """Pass a worker's output on to the caller's stream, and remember the last lines of it.
 
@@ -144,16 +185,16 @@ def echo(target: TextIO | None, tail: Tail) -> Callable[[bytes], None]:
                 return
             left, data = max(0, left - len(data)), data[:left]
         text = decoder.decode(data)
-        if left == 0:
-            text += (
-                f"\n[flower-gpu: more than {MOST_IN_A_FILE >> 20} MiB; the rest of this call is not here]\n"
-            )
-        if target is not None and text:
-            with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
-                target.write(_writable(text, target))
-                target.flush()
+        _write(target, text + _CUT * (left == 0))
 
     return on_data
+
+
+def _write(target: TextIO | None, text: str) -> None:
+    if target is not None and text:
+        with suppress(OSError, ValueError, LookupError):  # closed, or of no known encoding
+            target.write(_writable(text, target))
+            target.flush()
 
 
 def _is_file(target: TextIO | None) -> bool:

@@ -81,6 +81,18 @@ def folder(complete: Simulation, tmp_path: Path) -> Path:
     return Path(shutil.copytree(complete.folder, tmp_path / "runs" / complete.folder.name))
 
 
+def test_what_clients_print_is_theirs(complete: Simulation) -> None:
+    """Each line by its client, here and in a file; lines of a client are in their order."""
+    printed = (complete.folder / "clients.log").read_text()
+    for partition in range(4):
+        names = [f"client {partition}, round {number}: " for number in (1, 2)]
+        expected = [name + text for name in names for text in (*[f"partition {partition}"] * 2, "100 %")]
+        for found in (printed, complete.output):
+            lines = [line for line in found.splitlines() if line.startswith(f"client {partition}, round")]
+            assert lines == expected
+    assert len(printed.splitlines()) == 24
+
+
 def test_each_message_has_its_own_worker_and_states_are_kept(complete: Simulation) -> None:
     assert len({call["pid"] for call in complete.calls}) == len(complete.calls) == 8
     for line in complete.lines("train"):  # means over all clients

@@ -20,7 +20,7 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.outcomes import MOST_IN_A_FILE, Lines, Stream, Tail, echo
+from flower_gpu.workers.outcomes import MOST_IN_A_FILE, Lines, Stream, Tail, echo, output_of
 
 
 def cut(*chunks: bytes) -> list[str]:
@@ -132,6 +132,26 @@ def test_a_file_gets_so_much_of_a_call_and_no_more(tmp_path: Path) -> None:
     assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
     assert written.endswith("[flower-gpu: more than 16 MiB; the rest of this call is not here]\n")
     assert str(tail).endswith("the end"), "errors quote the last lines all the same"
+
+
+def test_lines_of_a_named_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log line has the name already, a bar is drawn once, and a file gets so much and no more."""
+    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", str(tmp_path))
+    shown, tail = io.StringIO(), Tail()
+    on_data = output_of(Call("a:b", log_prefix="client 3: ", names_output=True), shown, tail)
+    chunks = [b"on", b"e\ntw", b"o\r\nINFO: client 3: logged\n", b"10 %\r", b"50 %\r100 %\n\n", b"x" * 70_000]
+    lines = ["client 3: one", "client 3: two", "INFO: client 3: logged", "client 3: 100 %", "client 3: "]
+    for chunk in [*chunks, "é".encode()[:1], "é".encode()[1:] + b"\nlast", b""]:
+        on_data(chunk)
+    lines += ["client 3: " + "x" * 70_000, "client 3: é", "client 3: last"]
+    assert shown.getvalue().splitlines() == lines
+    assert (tmp_path / "clients.log").read_text() == shown.getvalue()
+    for _ in range(20):
+        on_data(b"y" * (1 << 20) + b"\n")
+    written = (tmp_path / "clients.log").read_text()
+    assert MOST_IN_A_FILE <= len(written) < MOST_IN_A_FILE + 1000
+    assert written.endswith("the rest of this call is not here]\n")
+    assert shown.getvalue().count("y") == 20 << 20
 
 
 PACKAGE = Path(flower_gpu.__file__).parent

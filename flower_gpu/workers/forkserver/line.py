@@ -22,7 +22,7 @@ from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.run_server import RunServer, ServerProcess, close_socket
 from flower_gpu.workers.life import close_life_end, life_pipe
 from flower_gpu.workers.methods import OF_RUN
-from flower_gpu.workers.outcomes import Stream, Tail, echo
+from flower_gpu.workers.outcomes import Stream, Tail, output_of
 
 _LOOK_S = 1.0  # between two looks at a run's fork server that is waited for
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
@@ -302,8 +302,8 @@ class Line:
                 if self._is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
                 streams = [
-                    Stream(self._stdout, echo(sys.stdout, watch.tail)),
-                    Stream(self._stderr, echo(sys.stderr, watch.tail)),
+                    Stream(self._stdout, output_of(call, sys.stdout, watch.tail)),
+                    Stream(self._stderr, output_of(call, sys.stderr, watch.tail)),
                 ]
                 sent = time.monotonic()
                 sockets.send(self._connection, message, descriptors)

@@ -14,6 +14,7 @@ def train(message: Message, context: Context) -> Message:
     """Train for one step."""
     partition = int(context.node_config["partition-id"])
     assert partition < context.node_config["num-partitions"]
+    print(f"partition {partition}\n" * 2, end="50 %\r100 %")
     counted = context.state.metric_records.get("calls", {"count": 0})["count"] + 1
     context.state["calls"] = MetricRecord({"count": counted})
     noise = np.random.default_rng(random.getrandbits(32)).random()
