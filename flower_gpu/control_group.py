@@ -56,14 +56,13 @@ def cores_of(cpus: frozenset[int]) -> int:
 def host_memory() -> tuple[int, int]:
     """Return how many bytes of the host's main memory can be used, and how many there are."""
     found = {}
-    with suppress(OSError, ValueError):  # not Linux
-        with _MEMORY.open("rb") as file:
-            for line in file:
-                name, _, text = line.partition(b":")
-                if name in (b"MemTotal", b"MemAvailable"):
-                    found[name] = int(text.split()[0]) << 10
-                if len(found) == 2:
-                    return min(found.values()), found[b"MemTotal"]
+    with suppress(OSError, ValueError), _MEMORY.open("rb") as file:  # OSError: not Linux
+        for line in file:
+            name, _, text = line.partition(b":")
+            if name in (b"MemTotal", b"MemAvailable"):
+                found[name] = int(text.split()[0]) << 10
+            if len(found) == 2:
+                return min(found.values()), found[b"MemTotal"]
     import psutil  # takes longer than all of the above
 
     memory = psutil.virtual_memory()

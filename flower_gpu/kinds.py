@@ -169,7 +169,7 @@ TRUE_OR_FALSE: Final = Kind(
 )
 #: ``key=value`` pairs in TOML; the option may be repeated.
 PAIRS: Final = Kind("key=value pairs", "'K=V ...'", is_repeated=True)
-#: ``--keep-going``; or ``--no-report``, where the default is True.
+#: ``--keep-going``; or ``--no-progress``, where the default is True.
 SWITCH: Final = Kind("true or false", types=(bool,))
 
 

@@ -118,7 +118,7 @@ def launcher(folder: Path) -> Launch:
         env: Mapping[str, str] | None = None,
     ) -> Launched:
         done = subprocess.run(
-            [*command, str(app), *options, "--no-report", "--log-dir", str(runs)],
+            [*command, str(app), *options, "--log-dir", str(runs)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

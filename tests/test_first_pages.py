@@ -96,8 +96,6 @@ def test_the_tutorial_from_its_first_command_to_the_readers_own_app(tmp_path: Pa
         ["top"],
     ]
     words[-1].append("--once")
-    words[0].append("--no-report")  # another test's matter, and seconds
-    words[1].append("--no-report")
     (output,) = end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
     assert "No GPU" in output or "GPU 0" in output  # what top shows first
     for folder in (tmp_path / "runs").iterdir():
@@ -124,7 +122,7 @@ def test_start_client_scripts_before_and_after(tmp_path: Path) -> None:
 def test_start_client_scripts_as_an_app(tmp_path: Path) -> None:
     app = write_app(tmp_path, START_CLIENT)
     (app / "task.py").write_text(blocks(START_CLIENT, "python")[0])
-    words = [[*each, "--no-report"] for each in commands(START_CLIENT, "flower-gpu")]
+    words = commands(START_CLIENT, "flower-gpu")
     assert len(words) == 1
     end(start(tmp_path, "-c", COMMANDS, json.dumps(words)))
     for folder in (tmp_path / "runs").iterdir():

@@ -39,7 +39,6 @@ SMALL = (
     (r"runs/<time>", "$(ls -d runs/* | head -1)"),
     (r"flower-gpu top", "flower-gpu top --once"),
     (r"(flower-gpu slurm .*) -- ", r"\1 --dry-run -- "),
-    (r"(flower-gpu (?:simulate|launch) .*)", r"\1 --no-report"),
     (r"flower-gpu doctor", "flower-gpu doctor || [ $? = 1 ]"),  # of problems of this host
 )
 

@@ -92,9 +92,7 @@ def test_a_sweep_shares_the_gpu(number: int, rates: list[str], tmp_path: Path) -
     (tmp_path / "my-app" / "my_app.py").write_text(APP)
     command = block("sweeps.md", "bash", number)
     assert " ".join(RATES) in command and "--clients 20" in command
-    small = command.replace(" ".join(RATES), " ".join(rates)).replace(
-        "--clients 20", "--clients 2 --no-report"
-    )
+    small = command.replace(" ".join(RATES), " ".join(rates)).replace("--clients 20", "--clients 2")
     env = environment(StubHost(tmp_path / "host", gpus=1), tmp_path)
     run(["bash", "-ec", small], tmp_path, {**env, "FLOWER_GPU_NUM_GPUS": "0.25"})
 

@@ -81,7 +81,7 @@ def _launch(way: str, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fgpu-keys-") as folder:
         config = f'figures="{folder}/figures.json" arrays=20'
         command = [
-            *(sys.executable, "-P", "-m", "flower_gpu.cli", "launch", str(_APP), "--no-report"),
+            *(sys.executable, "-P", "-m", "flower_gpu.cli", "launch", str(_APP)),
             *("--clients", str(_CLIENTS), "--rounds", str(rounds), "--run-config", config),
             *("--log-dir", folder, *(["--secure"] if way == "secure" else [])),
         ]

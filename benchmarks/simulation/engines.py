@@ -212,7 +212,7 @@ def _ours(run: Run, config: Mapping[str, Any], folder: Path) -> tuple[list[str],
     pairs = [f"{key}={json.dumps(value)}" for key, value in config.items() if key != "num-clients"]
     command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(_APPS / run.app)]
     command += ["--num-supernodes", str(run.clients), "--run-config", " ".join(pairs)]
-    command += ["--log-dir", str(folder / "runs"), "--seed", "0", "--no-report", *run.options]
+    command += ["--log-dir", str(folder / "runs"), "--seed", "0", *run.options]
     return command, environment()
 
 

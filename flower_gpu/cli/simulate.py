@@ -67,7 +67,7 @@ _DEFAULTS: Final = {
     "state_memory": _STATE_MEMORY,
     "progress": True,
     "log_dir": Path("runs"),
-    "report": True,
+    "report": False,
 }
 #: The command's own options.
 _OPTIONS: Final = {
@@ -255,10 +255,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if isinstance(result, int):
         return result
     if result.folder is not None:
-        if arguments.report:
-            _write_report(result.folder, is_told=arguments.progress)
         if arguments.progress:
             _tell_trackers(result.folder)
+        is_told = arguments.progress and (arguments.report or not is_quiet(arguments))
+        _tell_report(result.folder, is_written=arguments.report, is_told=is_told)
     return 0
 
 
@@ -344,8 +344,8 @@ def _simulate(
         if not is_told and not isinstance(error, RunEndedError):
             print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         folder = vars(error).get(FOLDER)
-        if folder is not None and report and not isinstance(error, DiskError):
-            _write_report(folder, is_told=settings["progress"] or summary)
+        if folder is not None and not isinstance(error, DiskError):
+            _tell_report(folder, is_written=report, is_told=settings["progress"] or summary)
         if is_told:
             raise
         if isinstance(error, RunEndedError):
@@ -360,12 +360,15 @@ def _simulate(
     return result
 
 
-def _write_report(path: Path, *, is_told: bool) -> None:
-    from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
+def _tell_report(path: Path, *, is_written: bool, is_told: bool) -> None:
+    told = f"flower-gpu report {short(path)}"
+    if is_written:
+        from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
 
-    report = write_at_end(path)
-    if report is not None and is_told:
-        print(f"report  {short(report)}", file=sys.stderr, flush=True)
+        report = write_at_end(path)
+        told = "" if report is None else short(report)
+    if told and is_told:
+        print(f"report  {told}", file=sys.stderr, flush=True)
 
 
 def _tell_trackers(path: Path) -> None:

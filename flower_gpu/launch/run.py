@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import Final
 
 from flower_gpu import trace
@@ -209,8 +208,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     if code != 0:
         if folder.failures.exists():
             _complain(f"all failures are in {short(folder.failures)}")
-        if code == 1 and has_report and (report := _write_report(folder)) is not None:
-            _complain(f"its report is {short(report)}")
+        if code == 1 and (report := _report(folder, has_report)):
+            _complain(f"report: {report}")
         _complain(f"all logs are in {folder.shown}")
         return
     if result["rounds"] or result["initial"]:
@@ -228,12 +227,16 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     print(f"result      {short(folder.result)}", flush=True)
     for line in tracking.where(folder.path):
         print(f"tracker     {line}")
-    if has_report and (report := _write_report(folder)) is not None:
-        print(f"report      {short(report)}")
+    if report := _report(folder, has_report):
+        print(f"report      {report}")
     print(f"run folder  {folder.shown}", flush=True)
 
 
-def _write_report(folder: RunFolder) -> Path | None:
+def _report(folder: RunFolder, is_wanted: bool) -> str:
+    """Return the path of the run's report, or the command that writes it; empty if it cannot be written."""
+    if not is_wanted:
+        return f"flower-gpu report {folder.shown}"
     from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
 
-    return write_at_end(folder.path)
+    report = write_at_end(folder.path)
+    return "" if report is None else short(report)

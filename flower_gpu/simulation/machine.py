@@ -10,8 +10,6 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any, Final
 
-from flwr.common.logger import log
-
 import flower_gpu
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.inventory import GPU
@@ -50,6 +48,8 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: 
     text = f"this deterministic run has begun elsewhere: {'; '.join(different)}"
     if is_strict:
         raise ConfigError(f"{text}. Go on there, or accept another model with --keep-going")
+    from flwr.common.logger import log  # launch, which asks for versions only, does without Flower
+
     log(WARNING, "%s. The model may be another one", text)
 
 

@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "2",
     ]
     done = subprocess.run(
-        [*command, "--seed", "1", "--no-report", "--run-config", config, "--log-dir", str(folder / "runs")],
+        [*command, "--seed", "1", "--run-config", config, "--log-dir", str(folder / "runs")],
         env={**os.environ, "HOME": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

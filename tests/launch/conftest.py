@@ -100,7 +100,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     def start(*arguments: str | Path, engine: str = "start-client") -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments), "--engine", engine, "--no-report", "--log-dir", str(log_dir)],
+            [*COMMAND, *map(str, arguments), "--engine", engine, "--log-dir", str(log_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -65,7 +65,7 @@ def following(
 ) -> Iterator[Following]:
     """Start the command in a new folder; it is over with the block."""
     folder.mkdir()
-    command = [sys.executable, "-m", "flower_gpu.cli", "slurm", str(app), "--no-report", *options]
+    command = [sys.executable, "-m", "flower_gpu.cli", "slurm", str(app), *options]
     with (
         (folder / "out").open("w") as out,
         (folder / "err").open("w") as err,

@@ -34,7 +34,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_launch_runs_an_app(interpreter: Path, tiny_app: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "runs"
-    command = [interpreter, "-m", "flower_gpu.cli", "launch", tiny_app, "--no-report", "--log-dir", log_dir]
+    command = [interpreter, "-m", "flower_gpu.cli", "launch", tiny_app, "--log-dir", log_dir]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = log_dir.iterdir()

@@ -55,7 +55,7 @@ class SecureRun:
     def start(cls, folder: Path, *arguments: str) -> SecureRun:
         app = shutil.copytree(Path(__file__).parent / "tiny_app", folder / "tiny_app")
         process = subprocess.Popen(
-            [*COMMAND, str(app), "--secure", "--no-report", f"--clients={CLIENTS}", *arguments],
+            [*COMMAND, str(app), "--secure", f"--clients={CLIENTS}", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 pytest.importorskip("torch")
 
 NODES = 20
-OPTIONS = ("--seed", "3", "--deterministic", "--no-report")
+OPTIONS = ("--seed", "3", "--deterministic")
 
 
 def model_of(done: Simulation) -> str:
@@ -72,7 +72,7 @@ def test_the_model_is_the_same_after_the_run_was_killed(alone: Simulation, tmp_p
         process.wait(30)
     (folder,) = tmp_path.iterdir()
     shutil.rmtree(folder / "states", ignore_errors=True)
-    done = run("exact", NODES, tmp_path, "--max-workers", "8", "--no-report", "--resume", str(folder))
+    done = run("exact", NODES, tmp_path, "--max-workers", "8", "--resume", str(folder))
     assert "Going on after round" in done.output
     assert model_of(done) == model_of(alone)
 
@@ -82,7 +82,7 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
         patch.setenv("OMP_NUM_THREADS", "2")
         done = run("exact", NODES, tmp_path, *OPTIONS)
         assert {call["threads"] for call in done.calls} == {2}
-        again = run("exact", NODES, tmp_path, "--no-report", "--resume", str(alone.folder))
+        again = run("exact", NODES, tmp_path, "--resume", str(alone.folder))
     assert model_of(done) != model_of(alone), "the app's bits depend on the threads"
     assert again.status == 2 and "threads was 1 and is 2" in again.output
 

@@ -23,6 +23,7 @@ from simulations import APPS, run
 from flower_gpu.errors import ClientsFailedError
 from flower_gpu.simulation.reporting import reported_run
 from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.watch.report.page import write_report
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,7 +69,7 @@ def test_an_outcome_says_that_some_have_failed(tmp_path: Path) -> None:
     assert done.status == 0, done.output
     text = "completed, 2 of 6 messages failed"
     assert re.search(f"^outcome +{text}$", done.output, re.MULTILINE) and done.summary["outcome"] == text
-    assert f'<p class="outcome partly">{text}' in (done.folder / "report.html").read_text()
+    assert f'<p class="outcome partly">{text}' in write_report(done.folder).read_text()
 
 
 def run_in(folder: ResultFolder, main: Any, handle: Callable[[Message], Message], **options: Any) -> Any:

@@ -50,7 +50,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
         "MLFLOW_TRACKING_URI": f"sqlite:///{host.folder}/mlflow.db",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    options = ["--gpu-memory=2GiB", "--on-oom=fail", "--seed=7", "--no-report"]
+    options = ["--gpu-memory=2GiB", "--on-oom=fail", "--seed=7"]
     options += ["--run-config", "take-gib=1.5 too-much='1'"]
     ways = (
         ["--log-dir", str(host.logs), "--tracker", "tensorboard,wandb", "--tracker=mlflow"],

@@ -394,8 +394,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("command", "options"), [("launch", []), ("simulate", ["--no-report"])])
-def test_a_run_ends_with_a_report(command: str, options: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("command", "options"), [("launch", ["--report"]), ("simulate", [])])
+def test_a_run_ends_with_its_report_or_the_command_for_it(
+    command: str, options: list[str], tmp_path: Path
+) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -413,11 +415,11 @@ def test_a_run_ends_with_a_report(command: str, options: list[str], tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     [folder] = tmp_path.iterdir()
-    told = re.findall(r"(?m)^report +(\S+)$", done.stdout + done.stderr)
-    if options:
-        assert told == [] and not (folder / "report.html").exists()
+    (told,) = re.findall(r"(?m)^report +(.+)$", done.stdout + done.stderr)
+    if not options:
+        assert told == f"flower-gpu report {folder}" and not (folder / "report.html").exists()
     else:
-        assert told == [str(folder / "report.html")]
+        assert told == str(folder / "report.html")
         page = (folder / "report.html").read_text()
         assert f"flower-gpu {command}" in page
         assert re.search(r'class="outcome completed">completed, after', page)

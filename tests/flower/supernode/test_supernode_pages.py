@@ -20,7 +20,11 @@ def test_nodes_that_are_started_as_the_pages_say_train(tmp_path: Path) -> None:
     pages = ["supernodes.md", "confine.md"] if confinement.problem() is None else ["supernodes.md"]
     with Federation(tmp_path) as fed:
         for page in pages:
-            own = {"superlink": f"127.0.0.1:{fed.port}", "port": str(ports.free_ports(1)[0]), "data": "pauses"}
+            own = {
+                "superlink": f"127.0.0.1:{fed.port}",
+                "port": str(ports.free_ports(1)[0]),
+                "data": "pauses",
+            }
             line = first_command(page, **own)
             if page == "confine.md":
                 line += f" --port {own['port']} --node-config partition-id=1"

@@ -230,7 +230,7 @@ class Cluster:
         """Start a simulation on the cluster; it is over with the block."""
         head = self.hosts[0]
         command = [str(BIN / "flower-gpu"), "simulate", str(APPS / app), "--num-supernodes", str(nodes)]
-        command += ["--ray-address", self.address, "--no-report", *options]
+        command += ["--ray-address", self.address, *options]
         if "--resume" not in options:
             command += ["--log-dir", str(self.folder / name)]
         with (self.folder / f"{name}.log").open("w") as log:

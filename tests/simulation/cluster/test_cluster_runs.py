@@ -41,7 +41,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     """The run of one machine."""
-    done = run("exact", NODES, tmp_path_factory.mktemp("alone"), *SAME, "--no-report")
+    done = run("exact", NODES, tmp_path_factory.mktemp("alone"), *SAME)
     assert done.status == 0, done.output
     return done
 
