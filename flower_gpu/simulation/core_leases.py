@@ -18,13 +18,17 @@ from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Ticket
 
 _LOOK_S: Final = 0.25  # between two looks whether somebody else waits for cores
+# That a lease stays at least while messages follow one another, also where others wait: to ask the ledger for
+# each message costs a short one a good part of its time.
+_TURN_S: Final = 0.5
 
 
 class CoreLeases:
     """The cores that the messages of a run on the CPU have.
 
     A lease stays with the run when a message ends: the next one costs nothing. A thread looks whether
-    somebody else waits for cores; then each lease goes back when its message ends, and idle ones at once.
+    somebody else waits for cores; then each lease goes back when its message ends and its turn is over, and
+    idle ones at once.
 
     Parameters
     ----------
@@ -45,6 +49,7 @@ class CoreLeases:
         self._label = label
         self._changed = threading.Condition()
         self._idle: list[Ticket] = []
+        self._turns: dict[str, float] = {}  # until when leases stay, by ticket
         self._held = 0
         self._is_asking = False
         self._is_off = not settings.is_leased
@@ -102,7 +107,9 @@ class CoreLeases:
         finally:
             with self._changed:
                 self._is_asking = False
-                self._held += ticket is not None
+                if ticket is not None:
+                    self._held += 1
+                    self._turns[ticket.entry.id] = time.monotonic() + _TURN_S
                 self._changed.notify_all()
         return ticket
 
@@ -132,7 +139,8 @@ class CoreLeases:
 
     def _give(self, ticket: Ticket) -> None:
         with self._changed:
-            if not self._is_wanted and not self._end.is_set():
+            has_turn = time.monotonic() < self._turns[ticket.entry.id]
+            if (has_turn or not self._is_wanted) and not self._end.is_set():
                 self._idle.append(ticket)
                 self._changed.notify()
                 return
@@ -142,6 +150,7 @@ class CoreLeases:
 
     def _release(self, given_back: list[Ticket]) -> None:
         for ticket in given_back:
+            self._turns.pop(ticket.entry.id, None)
             Ledger(self._ledger.folder if self._ledger else None).release(ticket)
 
     def _watch(self) -> None:

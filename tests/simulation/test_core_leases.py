@@ -16,6 +16,7 @@ from flower_gpu.calls.settings import HostSettings
 from flower_gpu.control_group import all_cores
 from flower_gpu.leases.admission import CORES, Need
 from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.simulation import core_leases
 from flower_gpu.simulation.core_leases import CoreLeases
 
 pytestmark = pytest.mark.timeout(120)
@@ -94,6 +95,27 @@ def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLea
     ledger = Ledger()
     ends = time.monotonic() + 60
     ledger.release(ledger.acquire(wish, deadline=lambda: ends))
+
+
+@pytest.mark.parametrize(("turn_s", "asked"), [(60.0, 1), (0.0, 5)])
+def test_beside_others_short_messages_share_a_turn(
+    turn_s: float, asked: int, made: Callable[..., CoreLeases], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_leases, "_TURN_S", turn_s)
+    monkeypatch.setattr(core_leases, "_LOOK_S", 60.0)
+    wishes: list[Wish] = []
+    acquire = Ledger.acquire
+    monkeypatch.setattr(
+        Ledger, "acquire", lambda *args, **rest: wishes.append(args[1]) or acquire(*args, **rest)
+    )
+    cores = made(1)
+    cores._is_wanted = True
+    for _ in range(5):
+        with cores.held():
+            assert leased() == ALL
+    assert len(wishes) == asked
+    cores.close()
+    assert leased() == 0
 
 
 def test_without_leases_nothing_is_asked(made: Callable[..., CoreLeases]) -> None:
