@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 HELP = "watch GPUs, workers, the line for leases and rounds while they go on"
 DESCRIPTION = """\
 Shows, twice a second, this host's GPUs and who has how much of them, this account's runs and how far they
-are, their workers and what each does, and who waits for a lease. q or Ctrl-C ends it. It changes nothing."""
+are, their workers and what each does, and who waits for a lease. Keys sort and scroll; q or Ctrl-C ends
+it. It changes nothing."""
 
 _INTERVAL_S: Final = 0.5
 _LEAST_INTERVAL_S: Final = 0.1

@@ -33,6 +33,7 @@ from flower_gpu.watch.spans import (
 _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 # With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
 _MOST_OPEN: Final = 10_000
+_MOST_PARTS: Final = 1_500  # of rounds: curves need more than the last few
 #: Events that a host which is lost is named in, too.
 _OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
@@ -42,8 +43,8 @@ class History(RoundHistory):
 
     Everything that shows a run or writes it down reads it here. With ``keep_finished=False`` what is over is
     forgotten, so that a long run takes no more and more memory. Then ``leases`` and ``workers`` are those
-    that go on, ``samples`` the last of each GPU, ``rounds`` and ``out_of_memory`` the last few; with
-    ``keep_rounds`` all rounds stay. Counts go into ``tally``, which runs may share.
+    that go on, ``samples`` the last of each GPU, ``out_of_memory`` the last few, ``rounds`` many of the last;
+    with ``keep_rounds`` all rounds stay. Counts go into ``tally``, which runs may share.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class History(RoundHistory):
         drop_oldest(self._running, _MOST_OPEN)
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
-            drop_oldest(self._parts, _FEW)
+            drop_oldest(self._parts, _MOST_PARTS)
         drop_oldest(self.last_metrics, _FEW)
         drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())

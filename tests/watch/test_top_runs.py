@@ -222,6 +222,23 @@ def test_cores_of_a_simulation_are_in_its_line_with_the_time_left(
     assert ("cores 1" in line) == is_in_line and "0:20 left" in line
 
 
+def test_curves_are_the_metrics_of_one_kind_of_evaluation(trace: Trace) -> None:
+    started(trace)
+    for number in range(1, 1301):
+        trace.write("round_finished", task="train", round=number, metrics={"train_loss": 1.0})
+        told = {"loss": 1 / number, "f1": 0.5, "accuracy": number / 1300, "name": "x"}
+        trace.write("round_finished", task="evaluate", round=number, metrics=told)
+        if number == 2:
+            curves = row_of(read(trace.path.parent), trace.time).curves
+            assert curves == {"accuracy": [(1, 1 / 1300), (2, 2 / 1300)], "loss": [(1, 1.0), (2, 0.5)]}
+    curves = row_of(read(trace.path.parent), trace.time).curves
+    assert curves["loss"][-1] == (1300, 1 / 1300)
+    assert 500 < len(curves["loss"]) < 1300, "a long run does not make the view grow"
+    # The server's own go before those of clients.
+    trace.write("round", round=1, metrics={"accuracy": 0.75})
+    assert row_of(read(trace.path.parent), trace.time).curves == {"accuracy": [(1, 0.75)]}
+
+
 def test_rounds_of_a_launched_run_whose_app_has_no_workers(trace: Trace) -> None:
     started(trace, num_rounds=5)
     trace.write("round_started", round=3, task="train", messages=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 from cli.command_shell import Shell
 from nvml_stub import GIB, Host
+
+from flower_gpu.trace import VERSION
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,8 +63,12 @@ class Terminal:
 
     def read_until(self, text: bytes, since: int = 0) -> None:
         """Wait until the command has written a text."""
+        self.read_until_match(re.escape(text), since)
+
+    def read_until_match(self, pattern: bytes, since: int = 0) -> None:
+        """Wait until the command has written what a pattern stands for."""
         deadline = time.monotonic() + WAIT_S
-        while text not in _ESCAPES.sub(b"", self.output[since:]):
+        while not re.search(pattern, _ESCAPES.sub(b"", self.output[since:]), re.DOTALL):
             assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.output
             self.output += os.read(self.master, 65536)
 
@@ -104,9 +111,9 @@ def terminal(shell: Shell) -> Iterator[Terminal]:
 
 
 def test_q_ends_it_and_other_keys_do_nothing(terminal: Terminal) -> None:
-    terminal.press(b"xyz\r\x1bOq\x1b[A")
-    terminal.read_until(b"Waiting  nobody", len(terminal.output))
-    assert terminal.process.poll() is None
+    terminal.press(b"xyz\r\x1bOq\x1bq\x1b[A")
+    for _ in range(2):  # of which the first may have been drawn before
+        terminal.read_until(b"Waiting  nobody", len(terminal.output))
     terminal.press(b"q")
     assert terminal.end() == 0
     assert terminal.is_as_before()
@@ -178,6 +185,51 @@ def test_what_changes_is_shown(shell: Shell, tmp_path: Path) -> None:
         made.read_until(b"leased 0.0 of 15.8 GiB", len(made.output))
         made.press(b"q")
         assert made.end() == 0
+    finally:
+        made.close()
+
+
+def test_keys_sort_and_scroll(shell: Shell, tmp_path: Path) -> None:
+    with (tmp_path / "trace.jsonl").open("w") as file:
+        for event in (
+            {"event": "run_started", "kind": "simulate", "name": "many", "host": "elsewhere"},
+            *(
+                {
+                    "event": "worker_started",
+                    "call": str(n),
+                    "client": f"{n}",
+                    "task": "fit",
+                    "round": 1,
+                    "pid": n,
+                }
+                for n in range(1000)
+            ),
+        ):
+            file.write(json.dumps({"v": VERSION, "time": time.time(), **event}) + "\n")
+    made = Terminal(shell.env, str(tmp_path), "--interval", "0.2")
+    try:
+        made.read_until(b"Tab table")
+        for keys, shown in (
+            (b"\x1b[B", rb"Workers  2-\d+ of 1000"),
+            (b"\x1b[F", rb"-1000 of 1000"),
+            (b">>", "client▲".encode()),
+            (b"r", "client▼".encode()),
+            (b"\x1b[1~", rb"Workers  1-\d+ of 1000.*many +999 +fit"),
+            (b"\x1b", rb"\.\.\. \d+ more"),
+        ):
+            since = len(made.output)
+            made.press(keys)
+            made.read_until_match(shown, since)
+        # A smaller terminal goes on with the same first row, and a larger one is full.
+        made.press(b"\x1b[F")
+        made.read_until_match(rb"-1000 of 1000", len(made.output))
+        for width, height, shown in ((40, 10, rb"Workers  9\d\d-9\d\d of"), (80, 50, rb"-1000 of 1000")):
+            since = len(made.output)
+            made.resize(width, height)
+            made.read_until_match(shown, since)
+        made.press(b"q")
+        assert made.end() == 0
+        assert made.is_as_before()
     finally:
         made.close()
 

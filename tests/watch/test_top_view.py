@@ -6,6 +6,7 @@ import io
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +14,21 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from rich.cells import cell_len
 from rich.console import Console
-from top_snapshots import HOST, RUN, WAITING, WORKER, gpu, hosts, on_cluster, snapshot, waiting, workers
+from top_snapshots import (
+    HOST,
+    RESOURCES,
+    RUN,
+    WAITING,
+    WORKER,
+    gpu,
+    hosts,
+    on_cluster,
+    snapshot,
+    waiting,
+    workers,
+)
 
+from flower_gpu.watch.top.browsing import Browsing, keys_of
 from flower_gpu.watch.top.snapshot import Snapshot
 from flower_gpu.watch.top.tables import divided
 from flower_gpu.watch.top.view import Frame
@@ -28,7 +42,7 @@ OBEYED = st.sampled_from("\x1b[2J\x9b\x07\r\n\t\u202e\u200b\u0301\U0001f600個")
 NASTY = st.text(st.one_of(st.characters(), OBEYED), max_size=30)
 
 
-def drawn(shown: Snapshot, width: int, height: int | None, *, encoding: str = "utf-8", **more: str) -> str:
+def drawn(shown: Snapshot, width: int, height: int | None, *, encoding: str = "utf-8", **more: Any) -> str:
     """Return what a terminal is given, with its lines checked for their number and width."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
     size = {"width": width, "height": height or 24}
@@ -38,11 +52,11 @@ def drawn(shown: Snapshot, width: int, height: int | None, *, encoding: str = "u
     return file.read()
 
 
-def texts(shown: Snapshot, width: int, height: int | None, **more: str) -> list[str]:
+def texts(shown: Snapshot, width: int, height: int | None, **more: Any) -> list[str]:
     """Return the lines without their styles; what is left of others' escape sequences is not one."""
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in drawn(shown, width, height, **more).split("\n")]
     assert lines.pop() == ""
-    assert height is None or len(lines) <= height or height < 8
+    assert height is None or len(lines) <= height
     assert all(cell_len(line) <= width for line in lines)
     return [line.rstrip() for line in lines]
 
@@ -50,8 +64,10 @@ def texts(shown: Snapshot, width: int, height: int | None, **more: str) -> list[
 @pytest.mark.parametrize("height", [24, None])
 def test_the_frame_is_that_of_the_documentation(height: int | None) -> None:
     (shown,) = re.findall(r"```text\n(flower-gpu top .*?)```", PAGE.read_text(), re.DOTALL)
-    first, *lines = texts(snapshot(), 80, height, keys="q quits")
+    first, *lines = texts(snapshot(), 80, height, keys="q quits", browsing=Browsing())
     documented_first, *documented = shown.splitlines()
+    if height is None:  # nobody presses keys
+        del documented[0]
     assert re.sub(r"\d\d:\d\d:\d\d", "12:00:00", first) == documented_first
     # As many lines as there are: the rest is there without empty ones.
     assert [line for line in lines if line] == documented
@@ -117,8 +133,148 @@ def test_nothing_is_wider_or_higher_than_the_terminal(
         waiting=waiting(queued),
         hosts=hosts(on_hosts),
     )
-    least = 10 if on_hosts else 1  # titles, and a line of each part
-    assert texts(shown, width, None if height is None else max(least, height), keys="q quits")
+    assert texts(shown, width, height, keys="q quits")
+
+
+KEYS = [
+    b"\t",
+    b"\x1b[Z",
+    b"\x1b[A",
+    b"\x1bOB",
+    b"\x1b[5~",
+    b"\x1b[6~",
+    b"\x1b[H",
+    b"\x1b[F",
+    b"<",
+    b">",
+    b"r",
+    b"\x1b",
+]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(KEYS), max_size=8),
+            st.integers(1, 250),
+            st.integers(1, 60),
+            st.sampled_from([0, 1, 30, 1000]),
+            st.integers(0, 30),
+            st.integers(0, 12),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["", "Runs", "Hosts", "Workers", "Waiting"]),
+    st.integers(0, 2000),
+)
+def test_whatever_keys_are_pressed_the_window_is_within_the_rows_and_the_terminal(
+    looks: list[tuple[list[bytes], int, int, int, int, int]], table: str, first: int
+) -> None:
+    browsing = Browsing()
+    browsing.table, browsing.first = table, first
+    for keys, width, height, working, queued, on_hosts in looks:
+        for key in keys:
+            browsing.press(key)
+        shown = snapshot(
+            runs=(RUN,) * on_hosts,
+            workers=workers(working),
+            waiting=waiting(queued),
+            hosts=hosts(on_hosts),
+            resources=RESOURCES,
+        )
+        lines = texts(shown, width, height, keys="q quits", browsing=browsing)
+        if not browsing.table:
+            continue
+        assert browsing.table != "Hosts" or on_hosts
+        count = {"Runs": on_hosts, "Hosts": on_hosts, "Workers": working, "Waiting": queued}[browsing.table]
+        if told := re.search(
+            rf"^{browsing.table}  (\d+)-(\d+) of (\d+)( |$)", "\n".join(lines), re.MULTILINE
+        ):
+            start, stop, of = map(int, told.groups()[:3])
+            assert (start, of) == (browsing.first + 1, count) and start <= stop <= count
+            assert stop - start < height
+        elif width >= 40 and height >= 12:
+            assert browsing.first == 0, "all rows are there"
+
+
+def rows_of(shown: Snapshot, browsing: Browsing, pressed: bytes, height: int = 40) -> list[str]:
+    for key in keys_of(pressed):
+        browsing.press(key)
+    return texts(shown, 100, height, browsing=browsing)
+
+
+def test_tables_are_sorted_by_the_column_that_is_marked() -> None:
+    clients = [("17", 3, GIB), ("3", 1, None), ("server", 2, 3 * GIB), ("21", None, 2 * GIB)]
+    shown = snapshot(
+        gpus=(),
+        workers=tuple(
+            replace(WORKER, client=client, round=round_, used_bytes=used, pid=None)
+            for client, round_, used in clients
+        ),
+        waiting=(
+            replace(WAITING, label="b", seconds=9.0),
+            replace(WAITING, label="a", seconds=70.0),
+            replace(WAITING, user="alice", label="", seconds=8.0),
+        ),
+    )
+    browsing = Browsing()
+
+    def workers_after(pressed: bytes) -> tuple[list[str], list[str]]:
+        lines = rows_of(shown, browsing, pressed)
+        heads = lines[1 + next(place for place, line in enumerate(lines) if line.startswith("Workers"))]
+        found = [re.findall(r"  quickstart +(\S+) +fit", line) for line in lines]
+        return re.findall(r"\S+[▲▼]", heads), [client for line in found for client in line]
+
+    assert workers_after(b"") == ([], ["17", "3", "server", "21"])
+    assert workers_after(b"r") == ([], ["21", "server", "3", "17"])
+    assert workers_after(b">") == (["run▲"], ["17", "3", "server", "21"])
+    assert workers_after(b".") == (["client▲"], ["3", "17", "21", "server"])
+    assert workers_after(b"r") == (["client▼"], ["server", "21", "17", "3"])
+    assert workers_after(b">") == (["round▼"], ["17", "server", "3", "21"])
+    assert workers_after(b">>") == (["used▼"], ["server", "21", "17", "3"])
+    assert workers_after(b"R") == (["used▲"], ["17", "21", "server", "3"]), "what is not known stays last"
+    # A column without values is left out, and the sorted one stays on a narrow terminal.
+    assert workers_after(b">>")[0] == ["age▼"]
+    assert any("peak▼" in line for line in texts(shown, 44, 24, browsing=browsing)) is False
+    rows_of(shown, browsing, b"<")
+    assert any("peak▼" in line for line in texts(shown, 44, 24, browsing=browsing))
+    # The line of those who wait keeps its numbers.
+    lines = rows_of(shown, browsing, b"\x1b[Z>", height=24)
+    assert [line.split()[0] for line in lines[-3:]] == ["2.", "1.", "3."] and "for▲" in lines[-4]
+    lines = rows_of(shown, browsing, b"<<", height=24)
+    assert [line.split()[0] for line in lines[-3:]] == ["2.", "1.", "3."] and "age▼" in lines[-4]
+
+
+def test_a_chosen_table_has_the_lines_and_says_which_of_its_rows_these_are() -> None:
+    shown = snapshot(workers=workers(1000), waiting=waiting(30))
+    browsing = Browsing()
+
+    def at(pressed: bytes) -> tuple[str, list[int]]:
+        lines = rows_of(shown, browsing, pressed, height=24)
+        (title,) = [line for line in lines if line.startswith("Workers")]
+        return title, [
+            int(client) for line in lines for client in re.findall(r"^  quickstart +(\d+) +fit", line)
+        ]
+
+    in_all = len(at(b"")[1])
+    assert at(b"\x1b[6~")[1][0] == in_all, "a page of what was shown"
+    title, clients = at(b"\x1b[H\x1b[B")
+    page = len(clients)
+    assert title.startswith(f"Workers  2-{page + 1} of 1000") and clients == list(range(1, page + 1))
+    assert page >= 11
+    assert at(b"\x1b[6~\x1bOA")[1][0] == page
+    assert at(b"\x1b[F")[1] == list(range(1000 - page, 1000))
+    assert at(b"\x1b[B")[1][-1] == 999
+    assert at(b"\x1b[5~")[1][-1] == 999 - page
+    assert at(b"\x1b[H")[1][0] == 0
+    # When rows go, the last ones are there.
+    at(b"\x1b[4~")
+    shown = snapshot(workers=workers(500))
+    assert at(b"")[1][-1] == 499
+    title, clients = at(b"\x1b")
+    assert "-" not in title and clients[0] == 0
 
 
 @settings(max_examples=40)

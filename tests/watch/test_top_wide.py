@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from nvml_stub import GIB
 from rich.cells import cell_len
 from rich.console import Console
-from top_snapshots import RESOURCES, gpu, snapshot, waiting, workers
+from top_snapshots import RESOURCES, RUN, SIMULATION, gpu, snapshot, waiting, workers
 
+from flower_gpu.watch.top import wide
 from flower_gpu.watch.top.past import CORES, Past, graph
 from flower_gpu.watch.top.snapshot import Snapshot
 from flower_gpu.watch.top.view import Frame
@@ -55,6 +56,34 @@ def test_a_wide_terminal_has_the_graphs_of_the_documentation() -> None:
     assert lines[1 : lines.index("Runs  2") - 1] == [line.rstrip() for line in documented.splitlines()]
     (digits,) = [line for line in lines if line.startswith("  digits") and "round" in line]
     assert "train 40/100 done, 4 running, 2 waiting, 54 to come" in digits
+
+
+CURVES = {"accuracy": [(1 + n, 0.1 + n * 0.775 / 11) for n in range(12)], "loss": [(1, 2.3), (12, 0.5)]}
+
+
+def test_a_wide_terminal_has_curves_of_the_runs_that_have_metrics_of_two_rounds() -> None:
+    (documented,) = re.findall(r"```text\n(  │ digits .*?)```", PAGE.read_text(), re.DOTALL)
+    digits = replace(SIMULATION, curves=CURVES)
+    runs = (digits, replace(digits, run="other"), RUN)
+    lines = texts(snapshot(runs=runs[:1], resources=RESOURCES), rising(), 120, 30)
+    at = 1 + next(place for place, line in enumerate(lines) if line.startswith("  digits  round"))
+    assert "12:34 left" in lines[at - 1]
+    assert lines[at : at + 4] == documented.splitlines()
+    assert [line.split("  ")[0] for line in lines[at + 4 :]] == ["Workers", *[""] * 6, "Waiting", "", ""]
+    # Two runs have room on a higher one, and one with a single round has no curve.
+    lines = texts(snapshot(runs=runs, resources=RESOURCES), rising(), 160, 50)
+    assert [name for line in lines for name in re.findall(r"^  │ (\w+)", line)] == ["digits", "other"]
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=900), st.booleans())
+def test_a_curve_goes_from_its_least_to_its_most(values: list[float], is_ascii: bool) -> None:
+    run = replace(RUN, curves={"loss": list(enumerate(values))})
+    title, *drawn = [line.plain for line in wide.curves([run], 200, 30, is_ascii=is_ascii)]
+    assert all(cell_len(line) <= 200 for line in (title, *drawn)) and len(drawn) == 3
+    assert f"{values[-1]:.4g}" in title
+    low = drawn[2].split("| " if is_ascii else "│ ")[1]
+    assert len(low.rstrip()) == len(low), "each round has a dot at least"
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (119, 50), (160, 29), (60, 15)])

@@ -12,17 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.ledger import State
 from flower_gpu.leases.tickets import Entry, pid_namespace
 from flower_gpu.printable import account_name
+from flower_gpu.trace import SERVER_EVALUATE
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import LeaseSpan, RoundPart, WorkerSpan
 from flower_gpu.watch.top.host_rows import RunHostRow
+
+#: Shown first of an evaluation's metrics.
+_METRICS: Final = ("accuracy", "loss", "f1")
+_MOST_CURVES: Final = 2  # of a run
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class RunRow:
     messages_to_come: int | None = None  # of clients that are chosen for this round and have not begun
     cores: float | None = None  # that it has leased for its messages; None: none
     seconds_left: float | None = None  # if its rounds go on as those before; None: not known
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)  # metrics by round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +154,10 @@ class Snapshot:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        return asdict(self)
+        told = asdict(self)
+        for run in told["runs"]:
+            del run["curves"]  # which would be most of the lines
+        return told
 
 
 # How it is put together
@@ -279,6 +288,7 @@ def run_row(seen: Seen, followed: FollowedRun) -> RunRow:
         read_part=followed.read_part,
         cores=sum(entry.cores or 0.0 for entry in seen.holders if _is_of_run(entry, followed)) or None,
         seconds_left=_seconds_left(history, seen.now),
+        curves=_curves(history),
         **_under_way(history),
     )
 
@@ -320,6 +330,25 @@ def _last_evaluation(history: History) -> RoundPart | None:
     """Return the last metrics of an evaluation, or of training where nothing else has any."""
     told = [one for one in history.evaluations if one.metrics]
     return next((one for one in reversed(told) if one.task != "train"), told[-1] if told else None)
+
+
+def _curves(history: History) -> dict[str, list[tuple[int, float]]]:
+    """Return the first metrics of one kind of evaluation, by round."""
+    told = [one for one in history.evaluations if one.metrics]
+    if not told:
+        return {}
+    # The server's, else the clients', and those of training where nothing else has any.
+    task = min((one.task for one in told), key=lambda name: (name == "train", name != SERVER_EVALUATE, name))
+    parts = [one for one in told if one.task == task]
+    return {
+        name: [(one.round or 0, one.metrics[name]) for one in parts if name in one.metrics]
+        for name in first_metrics(parts[-1].metrics, _MOST_CURVES)
+    }
+
+
+def first_metrics(metrics: Iterable[str], most: int) -> list[str]:
+    """Return the names of the metrics that are shown."""
+    return sorted(metrics, key=lambda name: _METRICS.index(name) if name in _METRICS else 9)[:most]
 
 
 def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tuple[WorkerRow, ...]:

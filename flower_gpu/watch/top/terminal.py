@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from flower_gpu.watch.top.browsing import Browsing, keys_of
 from flower_gpu.watch.top.past import Past
 from flower_gpu.watch.top.view import Frame
 from flower_gpu.watch.top.watcher import Watcher
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_ESCAPE: Final = b"\x1b"  # what cursor keys begin with
 _MAX_WAIT_S: Final = 3600.0  # at once: the kernel takes at most 24 days
 _READ_S: Final = 0.05  # so long at a time a trace is read before keys are looked at again
 
@@ -33,13 +33,14 @@ def run(watcher: Watcher, interval_s: float) -> int:
     past = Past(interval_s)
     with Terminal() as terminal:
         keys = "q quits" if terminal.has_keys else "Ctrl-C quits"
+        browsing = terminal.browsing if terminal.has_keys else None
         while not terminal.is_over:
             next_at = time.monotonic() + interval_s
             watcher.look_for_runs()
             is_all_read = watcher.read_on(_READ_S)
             snapshot = watcher.take()
             past.add(snapshot)
-            frame = Frame(snapshot, keys, past=past)
+            frame = Frame(snapshot, keys, past=past, browsing=browsing)
             terminal.show(frame)
             while not terminal.is_over and (left_s := next_at - time.monotonic()) > 0:
                 # A long trace is read on while there is nothing else to do.
@@ -59,6 +60,8 @@ class Terminal:
         The signal that has asked this process to end.
     is_quit : bool
         Whether the key ``q`` was pressed.
+    browsing : Browsing
+        What other keys have chosen.
     """
 
     def __init__(self) -> None:
@@ -66,6 +69,7 @@ class Terminal:
 
         self.ended_by: int | None = None
         self.is_quit = False
+        self.browsing = Browsing()
         self._is_suspended = False
         self._keyboard = sys.stdin.fileno() if _is_terminal(sys.stdin) else -1
         self._console = Console(file=sys.stdout, highlight=False)
@@ -134,13 +138,16 @@ class Terminal:
 
     def _read_keys(self) -> None:
         try:
-            keys = os.read(self._keyboard, 4096)
+            data = os.read(self._keyboard, 4096)
         except OSError:
-            keys = b""
-        if not keys:  # its other side is gone
+            data = b""
+        if not data:  # its other side is gone
             self.ended_by = self.ended_by or signal.SIGHUP
-        elif not keys.startswith(_ESCAPE) and b"q" in keys.lower():
-            self.is_quit = True
+        for key in keys_of(data):
+            if key.lower() == b"q":
+                self.is_quit = True
+            else:
+                self.browsing.press(key)
 
     # Signals only note what is to be done: what they interrupt may be halfway through an escape sequence.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.watch.top import wide
+from flower_gpu.watch.top.browsing import HELP, Browsing
 from flower_gpu.watch.top.host_rows import RunHostRow
 from flower_gpu.watch.top.past import Past
-from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
+from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow, first_metrics
 from flower_gpu.watch.top.tables import Column, duration, gpu_lines, host_line, joined, table, text
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _GIB = 2**30
+_Mark = tuple[str, str]  # a column's title, and what is written after it
 _PHASES: Final = {"starting": "yellow", "running": "green", "exiting": "cyan", "idle": "dim", "held": "blue"}
 _OUTCOMES: Final = {"completed": "green", "failed": "red", "interrupted": "yellow", "gone": "red"}
-#: Shown first of an evaluation's metrics.
-_METRICS: Final = ("accuracy", "loss", "f1")
 _SPACIOUS: Final = 40  # a terminal of so many lines has room for empty ones
 _WIDE: Final = 100  # cells of a terminal in which nothing is said shortly
 _ROOM_FOR_KEYS: Final = 40
+_ROOM_FOR_HELP: Final = 16  # lines
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,16 @@ class Frame:
     keys: str = ""  # what ends the view
     has_screen: bool = True  # no more lines than the terminal has
     past: Past | None = None  # what a wide terminal has graphs of
+    browsing: Browsing | None = None  # what keys have chosen
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """Draw it."""
         shown, width = self.snapshot, options.max_width
         height = console.size.height if self.has_screen else None
+        browsing = self.browsing or Browsing()
         top: list[RenderableType] = [*_header(shown, width, self.keys)]
+        if self.browsing is not None and height is not None and height >= _ROOM_FOR_HELP:
+            top.append(joined(width, *((rank, told, "dim") for rank, told in enumerate(HELP))))
         most = None if height is None else max(1, height // 3)
         block = wide.block_lines(shown, width, height) if self.past is not None else 0
         if self.past is not None and block:
@@ -52,13 +57,22 @@ class Frame:
             top += host_line(shown, width)
         blank = [text()] if height is None or height >= _SPACIOUS else []
         hosts = [_hosts(shown.hosts, width)] if shown.hosts else []
-        sections = [_runs(shown.runs, width), *hosts, _workers(shown, width), _waiting(shown, width)]
-        taken = len(top) + len(sections) * len(blank)
-        limits = _limits(sections, None if height is None else height - taken)
-        yield from top
+        waiting = _waiting(shown, width, has_heads=bool(browsing.sorted_by("Waiting")))
+        sections = [_runs(shown.runs, width), *hosts, _workers(shown, width), waiting]
+        names = [section.name for section in sections]
+        browsing.drawing(names)
+        curves = wide.curves(shown.runs, width, height, is_ascii=options.ascii_only) if block else []
+        left = None if height is None else height - len(top) - len(curves) - len(sections) * len(blank)
+        limits = _limits(sections, left, names.index(browsing.table) if browsing.table else None)
+        yield from top[:height]
         for section, limit in zip(sections, limits, strict=True):
+            if left is not None and limit is not None:
+                limit = max(0, min(limit, left))  # there may not be a line for each
+                left -= limit
             yield from blank
-            yield from section.lines(limit)
+            yield from section.lines(limit, browsing, "^v" if options.ascii_only else "▲▼")
+            if section is sections[0]:
+                yield from curves
 
 
 def plain_lines(frame: Frame, width: int) -> list[str]:
@@ -75,37 +89,53 @@ def plain_lines(frame: Frame, width: int) -> list[str]:
 class _Section:
     """Lines under a title."""
 
-    title: Text
-    count: int = 0  # of rows
-    draw: Callable[[int], RenderableType] = field(default=lambda most: text())  # the first of them
+    name: str
+    told: str  # how many there are
+    rows: Sequence[Any] = ()
+    # Draws the rows of these places; the column that they are sorted by has a mark.
+    draw: Callable[[Sequence[int], _Mark], RenderableType] = field(default=lambda places, mark: text())
     has_heads: bool = False  # the columns have titles
 
     @property
     def height(self) -> int:
-        return 1 + self.count + self.has_heads
+        return 1 + len(self.rows) + self.has_heads
 
-    def lines(self, most: int | None) -> Iterator[RenderableType]:
-        """Yield as many lines as there is room for, the last with how many were left out."""
-        yield self.title  # says how many there are
-        if most is None or self.height <= most:
-            room, left_out = self.count, 0
-        else:
-            room = max(0, most - 2 - self.has_heads)
-            left_out = self.count - room
-        if room:
-            yield self.draw(room)
-        if room and left_out:
-            yield text((f"  ... {left_out} more", "dim"))
+    def lines(self, most: int | None, browsing: Browsing, marks: str) -> Iterator[RenderableType]:
+        """Yield as many lines as there is room for: the window of the chosen table, else the first rows."""
+        if most is not None and most < 1:
+            return
+        is_chosen, count = browsing.table == self.name, len(self.rows)
+        is_cut = most is not None and self.height > most
+        # The last line has how many were left out; of the chosen table, the title says which these are.
+        room = max(0, (most or 0) - (1 if is_chosen else 2) - self.has_heads) if is_cut else count
+        window = browsing.window(self.name, count, room)
+        position = f"  {window.start + 1}-{window.stop} of {count}" if is_chosen and window and is_cut else ""
+        yield text(
+            (self.name, "bold reverse" if is_chosen else "bold"), (position, ""), (f"  {self.told}", "dim")
+        )
+        if window:
+            places, falls = browsing.in_order(self.name, self.rows)
+            yield self.draw(places[window.start : window.stop], (browsing.sorted_by(self.name), marks[falls]))
+        if room < count and window and not is_chosen:
+            yield text((f"  ... {count - room} more", "dim"))
 
 
-def _limits(sections: Sequence[_Section], left: int | None) -> list[int | None]:
+def _limits(sections: Sequence[_Section], left: int | None, chosen: int | None) -> list[int | None]:
     """Divide lines among runs, hosts, workers and waiting.
 
     Runs get a quarter of them at most, and hosts a third of the rest, or what nobody else needs. Those that
-    work and wait share what is left: workers get two thirds where both need more.
+    work and wait share what is left: workers get two thirds where both need more. A chosen table gets all
+    that it needs but for the titles of the others, and a run or two.
     """
     if left is None:
         return [None] * len(sections)
+    if chosen is not None:
+        limits: list[int | None] = [1] * len(sections)
+        left -= len(sections)
+        for number, most in ((0, min(2, left // 3)), (chosen, left), *enumerate([left] * len(sections))):
+            more = max(0, min(most, left, sections[number].height - (limits[number] or 0)))
+            limits[number], left = (limits[number] or 0) + more, left - more
+        return limits
     runs, *hosts, workers, waiting = (section.height for section in sections)
     of_runs = min(runs, max(2, left // 4))
     left -= of_runs
@@ -131,14 +161,14 @@ def _header(snapshot: Snapshot, width: int, keys: str) -> list[Text]:
 
 def _runs(runs: Sequence[RunRow], width: int) -> _Section:
     if not runs:
-        return _Section(text(("Runs", "bold"), ("  none of this account goes on here", "dim")))
+        return _Section("Runs", "none of this account goes on here")
 
-    def draw(most: int) -> RenderableType:
+    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
         from rich.console import Group
 
-        return Group(*(_run_line(run, width) for run in runs[:most]))
+        return Group(*(_run_line(runs[place], width) for place in places))
 
-    return _Section(text(("Runs", "bold"), (f"  {len(runs)}", "dim")), len(runs), draw)
+    return _Section("Runs", str(len(runs)), runs, draw)
 
 
 def _run_line(run: RunRow, width: int) -> Text:
@@ -151,7 +181,7 @@ def _run_line(run: RunRow, width: int) -> Text:
         (0, "" if run.round is None else f"round {run.round}{_of(run.num_rounds)}", ""),
         (2, _messages(run, is_short=width < _WIDE), ""),
         (6, "" if run.cores is None else f"cores {run.cores:.3g}", ""),
-        (6, "" if run.seconds_left is None else f"{duration(run.seconds_left)} left", ""),
+        (5, "" if run.seconds_left is None else f"{duration(run.seconds_left)} left", ""),
         *((3 + place, metric, "") for place, metric in enumerate(_metrics(run, 3))),
         (0, run.outcome, _OUTCOMES.get(run.outcome, "")),
         (7, "" if run.seconds is None else duration(run.seconds), "dim"),
@@ -181,9 +211,7 @@ def _messages(run: RunRow, *, is_short: bool) -> str:
 
 
 def _metrics(run: RunRow, most: int) -> list[str]:
-    rest = [name for name in run.metrics if name not in _METRICS]
-    names = [*(name for name in _METRICS if name in run.metrics), *rest][:most]
-    texts = [f"{name} {run.metrics[name]:.4g}" for name in names]
+    texts = [f"{name} {run.metrics[name]:.4g}" for name in first_metrics(run.metrics, most)]
     if texts and run.metrics_round != run.round:
         texts[0] += f" in round {run.metrics_round}"
     return texts
@@ -192,11 +220,15 @@ def _metrics(run: RunRow, most: int) -> list[str]:
 def _hosts(rows: Sequence[RunHostRow], width: int) -> _Section:
     lost, has_gpus = sum(row.lost is not None for row in rows), any(row.gpus for row in rows)
     told = ", ".join([str(len(rows))] + [f"{lost} lost"] * bool(lost))
-    title = text(("Hosts", "bold"), (f"  {told}{'; memory in GiB' if has_gpus else ''}", "dim"))
-    return _Section(title, len(rows), lambda most: _host_table(rows[:most], width, has_gpus), has_heads=True)
+
+    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
+        columns = _host_columns([rows[place] for place in places], has_gpus)
+        return table(_marked(columns, mark), width, has_titles=True)
+
+    return _Section("Hosts", told + "; memory in GiB" * has_gpus, rows, draw, has_heads=True)
 
 
-def _host_table(rows: Sequence[RunHostRow], width: int, has_gpus: bool) -> RenderableType:
+def _host_columns(rows: Sequence[RunHostRow], has_gpus: bool) -> list[Column]:
     columns = [
         Column("host", [(row.host, "cyan") for row in rows], 0, least=20),
         _figures(
@@ -225,28 +257,27 @@ def _host_table(rows: Sequence[RunHostRow], width: int, has_gpus: bool) -> Rende
     columns.append(_figures("age", 6, ages))
     if any(lost := ["" if row.lost is None else f"lost: {row.lost}" for row in rows]):
         columns.append(Column("", [(told, "red") for told in lost], 0, least=16))
-    return table(columns, width, has_titles=True)
+    return columns
 
 
 def _workers(snapshot: Snapshot, width: int) -> _Section:
     rows = snapshot.workers
     if not rows:
-        return _Section(text(("Workers", "bold"), ("  none", "dim")))
+        return _Section("Workers", "none")
     counts = Counter(row.phase for row in rows)
     told = ", ".join(f"{counts[phase]} {phase}" for phase in _PHASES if counts[phase])
     has_leases = any(row.gpus or row.lease_bytes for row in rows)
-    title = text(("Workers", "bold"), (f"  {told}{'; memory in GiB' if has_leases else ''}", "dim"))
-    return _Section(
-        title,
-        len(rows),
-        lambda most: _worker_table(snapshot, rows[:most], width, has_leases=has_leases),
-        has_heads=True,
-    )
+
+    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
+        columns = _worker_columns(snapshot, [rows[place] for place in places], width, has_leases=has_leases)
+        return table(_marked(columns, mark), width, has_titles=True)
+
+    return _Section("Workers", told + "; memory in GiB" * has_leases, rows, draw, has_heads=True)
 
 
-def _worker_table(
+def _worker_columns(
     snapshot: Snapshot, rows: Sequence[WorkerRow], width: int, *, has_leases: bool
-) -> RenderableType:
+) -> list[Column]:
     own, is_short = snapshot.account, width < _WIDE
     has_hosts = any(row.host for row in rows)
     columns = [
@@ -277,7 +308,16 @@ def _worker_table(
         _figures("age", 1, [duration(row.seconds) for row in rows]),
         Column("phase", phases, 0, least=16),
     ]
-    return table(columns, width, has_titles=True)
+    return columns
+
+
+def _marked(columns: Sequence[Column], mark: _Mark) -> list[Column]:
+    """Mark the column that the rows are sorted by; it does not give way."""
+    title, letter = mark
+    return [
+        replace(one, title=f"{title}{letter}", rank=0) if title and one.title == title else one
+        for one in columns
+    ]
 
 
 def _figures(title: str, rank: int, figures: Sequence[str], style: str = "") -> Column:
@@ -309,23 +349,22 @@ def _numbers(row: WorkerRow | WaitingRow) -> str:
     return ",".join(map(str, row.gpus))
 
 
-def _waiting(snapshot: Snapshot, width: int) -> _Section:
+def _waiting(snapshot: Snapshot, width: int, *, has_heads: bool) -> _Section:
     rows, own = snapshot.waiting, snapshot.account
-    title = text(("Waiting", "bold"), (f"  {len(rows) or 'nobody'}", "dim"))
 
-    def draw(most: int) -> RenderableType:
-        shown = rows[:most]
+    def draw(places: Sequence[int], mark: _Mark) -> RenderableType:
+        shown = [rows[place] for place in places]
         columns = [
-            _figures("", 2, [f"{place}." for place in range(1, len(shown) + 1)]),
+            _figures("", 2, [f"{place + 1}." for place in places]),
             Column("", [(_asked(row), "") for row in shown], 0),
-            Column("", [(_whose(row, own), "") for row in shown], 0, least=8),
-            Column("", [(row.run or "-", "cyan") for row in shown], 3, least=8),
+            Column("for" * has_heads, [(_whose(row, own), "") for row in shown], 0, least=8),
+            Column("run" * has_heads, [(row.run or "-", "cyan") for row in shown], 3, least=8),
             _figures("", 4, [f"pid {row.pid}" for row in shown], "dim"),
-            _figures("", 1, [duration(row.seconds) for row in shown]),
+            _figures("age" * has_heads, 1, [duration(row.seconds) for row in shown]),
         ]
-        return table(columns, width, has_titles=False)
+        return table(_marked(columns, mark), width, has_titles=has_heads)
 
-    return _Section(title, len(rows), draw)
+    return _Section("Waiting", str(len(rows) or "nobody"), rows, draw, has_heads and bool(rows))
 
 
 def _asked(row: WaitingRow) -> str:

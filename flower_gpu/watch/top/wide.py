@@ -1,4 +1,4 @@
-"""GPUs and cores on a wide terminal: beside the bar of each, graphs of the last minutes."""
+"""What a wide terminal has: graphs of the last minutes beside GPUs and cores, and curves of runs' metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from flower_gpu.watch.top import tables
 from flower_gpu.watch.top.past import CORES, Past, Share, graph
-from flower_gpu.watch.top.snapshot import HostRow, Snapshot
+from flower_gpu.watch.top.snapshot import HostRow, RunRow, Snapshot
 from flower_gpu.watch.top.tables import duration, joined, text
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ WIDE: Final = 120  # cells of a terminal that has room for graphs
 _HIGH: Final = 30  # lines of one
 _LEAST, _MOST = 70, 82  # cells beside the graphs
 _LEAST_LINES, _MOST_LINES = 2, 4  # of a graph
+_CURVE_LINES: Final = 4  # of a run, with the title
+_TINY: Final = 1e-9  # a share that is drawn as the lowest dot
 
 
 def block_lines(snapshot: Snapshot, width: int, height: int | None) -> int:
@@ -55,6 +57,41 @@ def lines(snapshot: Snapshot, past: Past, width: int, block: int, *, is_ascii: b
         title.pad_left(1)
         title.truncate(cells, overflow="ellipsis", pad=True)
     return [*found, *_beside([tables.meanings(is_ascii)], left, 1, titles, edge)]
+
+
+def curves(runs: Sequence[RunRow], width: int, height: int | None, *, is_ascii: bool) -> list[Text]:
+    """Return curves of the metrics of the first runs that have some, two beside each other."""
+    shown = [run for run in runs if any(len(points) > 1 for points in run.curves.values())]
+    edge = "| " if is_ascii else "│ "
+    cells = (width - 2) // 2 - len(edge)
+    made: list[Text] = []
+    for run in shown[: (height or 0) // 5 // _CURVE_LINES]:
+        blocks = [_curve(run.run, *curve, cells, is_ascii) for curve in run.curves.items()]
+        for line in zip(*blocks, strict=True):
+            made.append(text(("  ", "")))
+            for part in line:
+                part.truncate(cells, overflow="ellipsis", pad=True)
+                made[-1].append(edge, "dim").append_text(part)
+    return made
+
+
+def _curve(
+    run: str, name: str, points: Sequence[tuple[int, float]], cells: int, is_ascii: bool
+) -> list[Text]:
+    """Return a metric by round from its least to its most, over all cells, under what it is."""
+    values = [value for _, value in points]
+    least, most, dots = min(values), max(values), 2 * cells
+    # The halves: a difference of huge values would be no number.
+    shares = [max(_TINY, (value / 2 - least / 2) / (most / 2 - least / 2 or 1)) for value in values]
+    spread = [shares[dot * len(shares) // dots] for dot in range(dots)]
+    told = [
+        (1, run, "cyan"),
+        (0, f"{name} {values[-1]:.4g}", ""),
+        (3, f"rounds {points[0][0]} to {points[-1][0]}", "dim"),
+        (2, f"from {least:.4g} to {most:.4g}", "dim"),
+    ]
+    drawn = graph(spread, _CURVE_LINES - 1, is_ascii=is_ascii)
+    return [joined(cells, *told), *(text((line, "green")) for line in drawn)]
 
 
 def _graphs(past: Past, key: str, cells: int, block: int, is_ascii: bool) -> list[list[Text]]:
