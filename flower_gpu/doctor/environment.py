@@ -6,6 +6,7 @@ import difflib
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import flower_gpu
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.doctor import Found
+from flower_gpu.flower import private_names
 from flower_gpu.leases.lease import VARIABLE as LEASE
 from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES, value_of
 from flower_gpu.printable import path_text
@@ -68,7 +70,26 @@ def flower() -> Iterator[Found]:
         yield "problem", f"flwr {version}, but flower-gpu needs {wanted}", f"pip install 'flwr{wanted}'"
     else:
         yield "ok", f"flwr {version}"
+    yield from _private_names()
     yield from _commands()
+
+
+def _private_names() -> Iterator[Found]:
+    lacking = _lacking()
+    there = len(private_names.NAMES) - len(lacking)
+    yield "ok", f"{there} of {len(private_names.NAMES)} private names of Flower that are used here are there"
+    for name, effect in lacking.items():
+        yield "note", f"Flower has no {name.replace(':', '.')}: {effect}"
+
+
+def _lacking() -> dict[str, str]:
+    # In another process: they are in modules of Flower's servers, and this one is to stay small.
+    code = "import json; from flower_gpu.flower import private_names as n; print(json.dumps(n.lacking()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        return dict(json.loads(done.stdout))
+    except ValueError:  # Flower cannot be imported
+        return private_names.NAMES
 
 
 def wanted_flower() -> SpecifierSet:

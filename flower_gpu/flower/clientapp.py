@@ -34,6 +34,7 @@ from flower_gpu.flower import message_call, mutual_tls, plain_message
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
+from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
 from flower_gpu.workers import confinement, outcomes, worker
 from flower_gpu.workers.confinement import Confinement
@@ -42,6 +43,7 @@ from flower_gpu.workers.transport.plain import PlainBytes
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
+_LOADS = f"{CLIENT_RUNTIME}:{_LOADER}"
 _INSTALLER = "validate_and_install"  # what it installs an app by, once that is unpacked
 
 
@@ -58,10 +60,10 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     if Allowed.from_environment(os.environ) is not None:
         install_among_apps()
     if with_lease:
-        if not hasattr(run_clientapp, _LOADER):
+        if find(_LOADS) is None:
             raise _unknown("loads apps", "this message would have no lease")
         setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
-    if hasattr(run_clientapp, _LOADER):
+    if find(_LOADS) is not None:
         setattr(run_clientapp, _LOADER, partial(_telling, getattr(run_clientapp, _LOADER)))
     try:
         flwr_clientapp()
@@ -84,7 +86,7 @@ def install_among_apps() -> None:
     ConfigError
         If this version of Flower installs apps in another way.
     """
-    known = getattr(install, _INSTALLER, None)
+    known = find(INSTALLER)
     if known is None:
         raise _unknown("installs apps", "a confined app could be installed anywhere")
     setattr(install, _INSTALLER, partial(_checked_install, known))

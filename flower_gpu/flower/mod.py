@@ -16,6 +16,7 @@ from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
 from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan
+from flower_gpu.flower.private_names import EMPTY_LIFESPAN, find
 from flower_gpu.options import CallOptions
 from flower_gpu.workers.call import task_name
 
@@ -194,6 +195,5 @@ def _lifespan() -> Lifespan | None:
         frame = frame.f_back
         if frame.f_code is ClientApp.__call__.__code__:
             found: Any = getattr(frame.f_locals["self"], "_lifespan", None)
-            is_empty = found is None or getattr(found, "__name__", "") == "_empty_lifespan"
-            return None if is_empty else Lifespan(found)
+            return None if found in (None, find(EMPTY_LIFESPAN)) else Lifespan(found)
     return None

@@ -11,12 +11,12 @@ A server that is not ours knows no object of that name; then each travels alone,
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any, Final
+
+from flower_gpu.flower import private_names
 
 #: An answer ends with the object that makes it larger than this; a larger object is pushed alone.
 MOST_BYTES: Final = 4 << 20
@@ -27,46 +27,47 @@ _COMMA: Final = ","
 # waits a second in Flower, and twice as long the next time.
 _FIRST_WAIT_S: Final = 0.02
 
-_UTILS: Final = "flwr.supercore.inflatable.inflatable_utils"
 #: Where Flower's functions for the objects of a message are used by name.
-_USERS: Final = (_UTILS, "flwr.supernode.start_client_internal", "flwr.superlink.grid.http_grid")
+_USERS: Final = (private_names.UTILS, private_names.NODE_LOOP, private_names.HTTP_GRID)
 #: What answers requests for objects: those of ServerApps and SuperNodes, and those of ClientApps.
-SUPERLINK: Final = (
-    "flwr.superlink.servicer.runtime.runtime_handlers",
-    "flwr.superlink.servicer.fleet.fleet_handlers",
-)
-SUPERNODE: Final = ("flwr.supernode.servicer.runtime.runtime_handlers",)
+SUPERLINK: Final = (private_names.RUNTIME_HANDLERS, private_names.FLEET_HANDLERS)
+SUPERNODE: Final = (private_names.NODE_HANDLERS,)
 
 _Function = Callable[..., Any]
 
 
 def ask_for_many() -> None:
     """Have Flower's functions of this process pull and push several objects in one request."""
-    utils: Any = importlib.import_module(_UTILS)
     for name in ("pull_objects", "pull_and_inflate_object_from_tree"):
-        defaults = getattr(getattr(utils, name, None), "__kwdefaults__", None) or {}
+        function = private_names.find(f"{private_names.UTILS}:{name}")
+        defaults = getattr(function, "__kwdefaults__", None) or {}
         if "initial_backoff" in defaults:
             defaults["initial_backoff"] = _FIRST_WAIT_S
-    asking = Asking(utils.ObjectPullError)
+    refused = private_names.find(f"{private_names.UTILS}:ObjectPullError")
+    if refused is None:
+        return
+    asking = Asking(refused)
     for name, around in (
         ("pull_objects", asking.pulling),
         ("push_object_contents_from_iterable", asking.pushing),
     ):
-        if not hasattr(utils, name):  # another Flower
+        own: Any = private_names.find(f"{private_names.UTILS}:{name}")
+        if own is None:
             continue
-        own: _Function = getattr(utils, name)
+        ours = around(own)
         for user in [sys.modules.get(module) for module in _USERS]:  # others take it from the first later
             if getattr(user, name, None) is own:
-                setattr(user, name, around(own))
+                setattr(user, name, ours)
 
 
 def answer_for_many(handlers: Iterable[str]) -> None:
     """Have a server of Flower's in this process answer such requests, given its modules' names."""
     for name in handlers:
-        with suppress(ImportError, AttributeError):  # another Flower
-            module: Any = importlib.import_module(name)
-            module.pull_object = answering_pulls(module.pull_object)
-            module.push_object = answering_pushes(module.push_object)
+        pull = private_names.find(f"{name}:pull_object")
+        push = private_names.find(f"{name}:push_object")
+        if pull is not None and push is not None:
+            module: Any = sys.modules[name]
+            module.pull_object, module.push_object = answering_pulls(pull), answering_pushes(push)
 
 
 class Asking:

@@ -7,7 +7,6 @@ Flower's looks for replies every 3 s; this one when it is told (waits/reply_wait
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.objects import ask_for_many
+from flower_gpu.flower.private_names import HTTP_GRID, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
@@ -35,9 +35,8 @@ def main() -> None:
     (command,) = entry_points(group="console_scripts", name=_NAME)
     mutual_tls.use(os.environ)
     clock = Clock(group_of(os.environ))
-    http_grid: Any = importlib.import_module("flwr.superlink.grid.http_grid")
-    if hasattr(http_grid, "time"):  # else it is another Flower, and keeps its own waits
-        http_grid.time = clock
+    if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
+        sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
     ask_for_many()
     ServerApp.__call__ = _recorded(ServerApp.__call__, clock)  # type: ignore[method-assign]
     sys.argv[0] = _NAME

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from flower_gpu.flower import mutual_tls
+from flower_gpu.flower.private_names import SUPEREXEC, find
 from flower_gpu.flower.waits import wakeup
 
 #: How long this waits without a wake-up: one may get lost.
@@ -28,7 +29,7 @@ _LOOK_S: Final = 0.2  # between two looks at the parent, where the kernel does n
 
 def main() -> None:
     """Run Flower's SuperExec."""
-    loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    loop: Any = importlib.import_module(SUPEREXEC)
     from flwr.supercore.cli import flower_superexec
 
     mutual_tls.use(os.environ)
@@ -36,9 +37,9 @@ def main() -> None:
     # With --executor somebody else has started it, for tasks that may have to wait for capacity.
     wake_ups = wakeup.found()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
-    if wake_ups is not None and is_parents and hasattr(loop, "time"):
+    if wake_ups is not None and is_parents and find(f"{SUPEREXEC}:time") is not None:
         loop.time = Clock(wake_ups)
-        if hasattr(loop, _MONITOR):
+        if find(f"{SUPEREXEC}:{_MONITOR}") is not None:
             setattr(loop, _MONITOR, end_with)
     sys.argv[0] = "flower-superexec"
     flower_superexec()

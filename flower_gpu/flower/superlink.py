@@ -7,14 +7,11 @@ import sys
 from typing import Final
 
 from flower_gpu.flower import mutual_tls, objects
+from flower_gpu.flower.private_names import LINK_STATES
 from flower_gpu.flower.waits import ticks
 from flower_gpu.flower.waits.wakeup import Waker, call_after
 
-# Flower's states, by module, and what makes a task in them.
-_STATES: Final = (
-    ("flwr.server.superlink.linkstate.in_memory_linkstate", "InMemoryLinkState"),
-    ("flwr.server.superlink.linkstate.sql_linkstate", "SqlLinkState"),
-)
+# What makes a task in Flower's states.
 _TASK_MAKERS: Final = ("create_run", "create_task")
 
 
@@ -26,7 +23,7 @@ def main() -> None:
     objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()
-    if all(call_after(state, maker, waker.wake) for state in _STATES for maker in _TASK_MAKERS):
+    if all(call_after(state, maker, waker.wake) for state in LINK_STATES for maker in _TASK_MAKERS):
         waker.announce()  # else it is another Flower, whose SuperExec goes on asking
     sys.argv[0] = "flower-superlink"
     flower_superlink()

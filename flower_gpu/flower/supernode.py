@@ -24,6 +24,7 @@ from typing import Any, Final
 from flower_gpu.flower import mutual_tls, objects
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.commands import CommandFolder
+from flower_gpu.flower.private_names import HEARTBEATS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.waits import pace, ticks
 from flower_gpu.flower.waits.heartbeats import Heartbeats
@@ -33,12 +34,8 @@ from flower_gpu.workers.forkserver.control import Stays
 
 _REPLY_S: Final = 0.05  # between two looks for the reply, where nobody tells of it
 _REPLY_PART: Final = 0.05  # of the time it has waited already
-_STATE: Final = ("flwr.supernode.nodestate.in_memory_nodestate", "InMemoryNodeState")
 # What a part of a reply comes by.
-_REPLY: Final = (
-    (_STATE, "store_message"),
-    (("flwr.supercore.object_store.in_memory_object_store", "InMemoryObjectStore"), "put"),
-)
+_REPLY: Final = ((NODE_STATE, "store_message"), (OBJECT_STORE, "put"))
 # What the programs import that Flower starts below a SuperNode.
 _IMPORTED_BELOW: Final = (
     "flower_gpu.flower.superexec",
@@ -57,20 +54,23 @@ _SPREAD: Final = (0.1, 1.9)  # of a wait: SuperNodes that wake each other ask on
 def main() -> None:
     """Run Flower's SuperNode."""
     from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection, start_client_internal
+    from flwr.supernode import fleet_http_connection
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
     mutual_tls.use(os.environ, with_server=True)
     least_s = value_of(POLL_VARIABLE, os.environ)
-    if hasattr(start_client_internal, "time"):  # else it is another Flower, and keeps its own waits
+    if find(f"{NODE_LOOP}:time") is not None:  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.
         busy_s = _HEARTBEATS * least_s if is_on_this_host(sys.argv[1:]) else math.inf
+        for name in HEARTBEATS:
+            find(name)  # the log says which are not there
         heartbeats = Heartbeats(busy_s, heartbeat, fleet_http_connection)
         idle_s = value_of(IDLE_POLL_VARIABLE, os.environ)
         loop = Loop(least_s, idle_s, heartbeats, group_of(os.environ))
         loop.listen()
-        start_client_internal.time = Clock(loop, _look_after(CommandFolder()))
+        clock = Clock(loop, _look_after(CommandFolder()))
+        sys.modules[NODE_LOOP].time = clock  # type: ignore[attr-defined]
         objects.ask_for_many()
         objects.answer_for_many(objects.SUPERNODE)
     ticks.look_seldom()
@@ -150,8 +150,8 @@ class Loop:
     def listen(self) -> None:
         """Have Flower's code in this process tell what it does; another Flower's may not."""
         if self._group is not None:
-            call_after(_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
-        is_told = call_after(_STATE, "create_task", self._note_task)
+            call_after(NODE_STATE, "delete_messages", self._group.wake_server)  # the reply has been sent
+        is_told = call_after(NODE_STATE, "create_task", self._note_task)
         if is_told and all(call_after(*each, self._has_part.set) for each in _REPLY):
             self._is_told = True
             self._superexec.announce()

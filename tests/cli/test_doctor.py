@@ -27,6 +27,7 @@ from flower_gpu.calls import runner
 from flower_gpu.cli import doctor
 from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine, ledger, superlinks
 from flower_gpu.doctor import host as system
+from flower_gpu.flower.private_names import NAMES
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.options import SCRIPT_VARIABLES, VARIABLES
 from flower_gpu.workers import confinement
@@ -76,6 +77,7 @@ def test_a_machine_without_a_gpu_is_fine(shell: Shell) -> None:
     assert of(found, "cuda") == []
     assert of(found, "flower") == [
         ("ok", f"flwr {metadata.version('flwr')}"),
+        ("ok", f"{len(NAMES)} of {len(NAMES)} private names of Flower that are used here are there"),
         ("ok", "its commands are on PATH, from this environment"),
     ]
     assert one(found, "state folder", "is made with the first call")["level"] == "ok"

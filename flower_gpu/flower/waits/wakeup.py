@@ -18,7 +18,6 @@ has written: only the same account and root wake.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import secrets
 import select
@@ -29,6 +28,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
+
+from flower_gpu.flower import private_names
 
 #: The name of the socket, for the process that is started next.
 VARIABLE: Final = "FLOWER_GPU_WAKEUP"
@@ -181,17 +182,15 @@ def _address(name: str) -> str:
     return f"\0{name}"
 
 
-def call_after(where: tuple[str, str], method: str, then: Callable[[], object]) -> bool:
+def call_after(where: str, method: str, then: Callable[[], object]) -> bool:
     """Have something called after each call of a method; tells whether there is such a method.
 
-    ``where`` is its class: the module, and the name there. Another version of Flower may lack it.
+    ``where`` is its class, as ``module:name``. Another version of Flower may lack it.
     """
-    module, name = where
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        called = getattr(kind, method)
-    except (ImportError, AttributeError):
+    called = private_names.find(f"{where}.{method}")
+    if called is None:
         return False
+    kind = private_names.find(where)
 
     @functools.wraps(called)
     def call(*args: Any, **kwargs: Any) -> Any:

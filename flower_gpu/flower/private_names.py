@@ -1,0 +1,97 @@
+"""The names of Flower that are not public and are used here: what is so without each.
+
+Who looks one up here gets None where the installed Flower has no such name. Then Flower does its own, and the
+log says it once, at the level DEBUG. `flower-gpu doctor` lists what the installed Flower lacks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Final
+
+UTILS: Final = "flwr.supercore.inflatable.inflatable_utils"
+RUNTIME_HANDLERS: Final = "flwr.superlink.servicer.runtime.runtime_handlers"
+FLEET_HANDLERS: Final = "flwr.superlink.servicer.fleet.fleet_handlers"
+NODE_HANDLERS: Final = "flwr.supernode.servicer.runtime.runtime_handlers"
+NODE_LOOP: Final = "flwr.supernode.start_client_internal"
+NODE_STATE: Final = "flwr.supernode.nodestate.in_memory_nodestate:InMemoryNodeState"
+OBJECT_STORE: Final = "flwr.supercore.object_store.in_memory_object_store:InMemoryObjectStore"
+LINK_STATES: Final = (
+    "flwr.server.superlink.linkstate.in_memory_linkstate:InMemoryLinkState",
+    "flwr.server.superlink.linkstate.sql_linkstate:SqlLinkState",
+)
+HTTP_GRID: Final = "flwr.superlink.grid.http_grid"
+SUPEREXEC: Final = "flwr.supercore.superexec.run_superexec"
+HEARTBEATS: Final = (
+    "flwr.supercore.heartbeat:HEARTBEAT_DEFAULT_INTERVAL",
+    "flwr.supernode.fleet_http_connection:HEARTBEAT_DEFAULT_INTERVAL",
+    "flwr.supernode.fleet_http_connection:HeartbeatSender",
+)
+CLIENT_RUNTIME: Final = "flwr.supernode.runtime.run_clientapp"
+INSTALLER: Final = "flwr.cli.install:validate_and_install"
+EMPTY_LIFESPAN: Final = "flwr.clientapp.client_app:_empty_lifespan"
+
+_ALONE: Final = "each object of a message travels in a request of its own"
+_ASKS: Final = "a SuperNode looks for messages and replies at Flower's intervals"
+_SILENT: Final = "the server is not told of an app that gives no reply, and no message can have a lease"
+
+#: What is so without a name, by that: ``module:attribute``. Seen in flwr 1.40 to 1.42.
+NAMES: Final = {
+    **{f"{UTILS}:{name}": _ALONE for name in ("pull_objects", "push_object_contents_from_iterable")},
+    f"{UTILS}:pull_and_inflate_object_from_tree": "who asks too early for an object waits for a second",
+    f"{UTILS}:ObjectPullError": _ALONE,
+    **{
+        f"{handlers}:{name}": _ALONE
+        for handlers in (RUNTIME_HANDLERS, FLEET_HANDLERS, NODE_HANDLERS)
+        for name in ("pull_object", "push_object")
+    },
+    f"{NODE_LOOP}:time": _ASKS,
+    **{f"{NODE_STATE}.{name}": _ASKS for name in ("create_task", "delete_messages", "store_message")},
+    f"{OBJECT_STORE}.put": _ASKS,
+    **{
+        f"{state}.{name}": "a SuperLink's SuperExec asks for runs at Flower's interval"
+        for state in LINK_STATES
+        for name in ("create_run", "create_task")
+    },
+    f"{HTTP_GRID}:time": "a ServerApp looks for replies every 3 s",
+    f"{SUPEREXEC}:time": "a SuperExec asks for tasks at Flower's interval",
+    f"{SUPEREXEC}:start_parent_process_monitor": "a SuperExec looks for its parent five times a second",
+    **dict.fromkeys(HEARTBEATS, "a SuperNode's heartbeats come at Flower's interval"),
+    f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
+    INSTALLER: "a confined app could be installed anywhere, so none is",
+    EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again",
+}
+
+_log = logging.getLogger("flwr.flower_gpu")
+
+
+def find(name: str) -> Any:
+    """Return what Flower has under one of the names; None where there is nothing."""
+    found = _find(name)
+    if found is None:
+        _say(name)
+    return found
+
+
+def lacking() -> dict[str, str]:
+    """Return those of the names that the installed Flower lacks, with what is so without them."""
+    return {name: effect for name, effect in NAMES.items() if _find(name) is None}
+
+
+def _find(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+@cache
+def _say(name: str) -> None:
+    _log.debug("flwr %s has no %s: %s", version("flwr"), name.replace(":", "."), NAMES[name])

@@ -1,0 +1,31 @@
+"""The list of Flower's private names, held against the installed Flower: CI has the lowest and the newest."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from flower_gpu.doctor import environment
+from flower_gpu.flower import private_names
+from flower_gpu.flower.waits.wakeup import call_after
+
+
+def test_the_installed_flower_has_all_of_them() -> None:
+    assert private_names.lacking() == {}
+
+
+def test_a_name_that_has_gone_is_told_once_and_by_doctor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = f"{private_names.NODE_STATE}.create_no_task"
+    monkeypatch.setitem(private_names.NAMES, gone, "it waits")
+    with caplog.at_level(logging.DEBUG, "flwr.flower_gpu"):
+        for _ in range(2):
+            assert not call_after(private_names.NODE_STATE, "create_no_task", lambda: None)
+    [line] = [record.getMessage() for record in caplog.records if record.name == "flwr.flower_gpu"]
+    assert re.fullmatch(r"flwr \S+ has no flwr\.supernode\.\S+\.create_no_task: it waits", line)
+    monkeypatch.setattr(environment, "_lacking", private_names.lacking)  # in this process
+    rows = list(environment._private_names())
+    assert rows[0][0] == "ok" and rows[1:] == [("note", f"Flower has no {gone.replace(':', '.')}: it waits")]
