@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import COMPLETED
-from flower_gpu.watch.fields import mappings, number, text, whole, whose
+from flower_gpu.watch.fields import mappings, metric_rank, number, text, whole, whose
 from flower_gpu.watch.lease_history import LeaseHistory
 from flower_gpu.watch.round_history import RoundHistory
 from flower_gpu.watch.spans import (
@@ -34,6 +35,7 @@ _FEW: Final = 50  # of what is not forgotten with ``keep_finished=False``
 # With ``keep_finished=False`` no trace makes this process grow, also one whose ends nobody has written down.
 _MOST_OPEN: Final = 10_000
 _MOST_PARTS: Final = 1_500  # of rounds: curves need more than the last few
+_CURVES: Final = 3  # metrics that are kept of those
 #: Events that a host which is lost is named in, too.
 _OF_LOST_HOSTS: Final = ("run_started", "host_joined", "host_lost")
 
@@ -174,6 +176,10 @@ class History(RoundHistory):
         drop_oldest(self._processes, _MOST_OPEN)
         if not self._keep_rounds:
             drop_oldest(self._parts, _MOST_PARTS)
+            for part in islice(reversed(self._parts.values()), _FEW, None):
+                if part.told:  # a curve needs no more of it
+                    kept = sorted(part.metrics, key=metric_rank)[:_CURVES]
+                    part.told, part.metrics = {}, {name: part.metrics[name] for name in kept}
         drop_oldest(self.last_metrics, _FEW)
         drop_oldest(self.hosts, MOST_HOSTS)
         self.workers = list(self._running.values())

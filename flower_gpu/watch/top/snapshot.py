@@ -20,13 +20,12 @@ from flower_gpu.leases.ledger import State
 from flower_gpu.leases.tickets import Entry, pid_namespace
 from flower_gpu.printable import account_name
 from flower_gpu.trace import SERVER_EVALUATE
+from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import LeaseSpan, RoundPart, WorkerSpan
 from flower_gpu.watch.top.host_rows import RunHostRow
 
-#: Shown first of an evaluation's metrics.
-_METRICS: Final = ("accuracy", "loss", "f1")
 _MOST_CURVES: Final = 2  # of a run
 
 
@@ -342,13 +341,8 @@ def _curves(history: History) -> dict[str, list[tuple[int, float]]]:
     parts = [one for one in told if one.task == task]
     return {
         name: [(one.round or 0, one.metrics[name]) for one in parts if name in one.metrics]
-        for name in first_metrics(parts[-1].metrics, _MOST_CURVES)
+        for name in sorted(parts[-1].metrics, key=metric_rank)[:_MOST_CURVES]
     }
-
-
-def first_metrics(metrics: Iterable[str], most: int) -> list[str]:
-    """Return the names of the metrics that are shown."""
-    return sorted(metrics, key=lambda name: _METRICS.index(name) if name in _METRICS else 9)[:most]
 
 
 def worker_rows(seen: Seen, runs: Sequence[FollowedRun], *, others: bool) -> tuple[WorkerRow, ...]:

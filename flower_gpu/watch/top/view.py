@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.leases.request import format_bytes
+from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.top import wide
 from flower_gpu.watch.top.browsing import HELP, Browsing
 from flower_gpu.watch.top.host_rows import RunHostRow
 from flower_gpu.watch.top.past import Past
-from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow, first_metrics
+from flower_gpu.watch.top.snapshot import RunRow, Snapshot, WaitingRow, WorkerRow
 from flower_gpu.watch.top.tables import Column, duration, gpu_lines, host_line, joined, table, text
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _messages(run: RunRow, *, is_short: bool) -> str:
 
 
 def _metrics(run: RunRow, most: int) -> list[str]:
-    texts = [f"{name} {run.metrics[name]:.4g}" for name in first_metrics(run.metrics, most)]
+    texts = [f"{name} {run.metrics[name]:.4g}" for name in sorted(run.metrics, key=metric_rank)[:most]]
     if texts and run.metrics_round != run.round:
         texts[0] += f" in round {run.metrics_round}"
     return texts
