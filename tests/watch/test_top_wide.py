@@ -99,6 +99,7 @@ def test_whatever_there_is_fits(width: int, height: int, gpus: int, working: int
         gpus=tuple(replace(gpu(index), problem="lost" if index == 1 else None) for index in range(gpus)),
         gpu_problem="no driver " * 20,
         resources=RESOURCES if has_cores else None,
+        runs=(replace(SIMULATION, curves=CURVES),) * (working % 5),
         workers=workers(working),
         waiting=waiting(working),
     )
