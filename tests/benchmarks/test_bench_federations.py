@@ -46,23 +46,14 @@ def test_ours_and_ray_are_compared(figures: Figures) -> None:
     assert ratio["memory"] == pytest.approx(ours["peak_tree_mb"] / ray["peak_tree_mb"], abs=0.01)
 
 
-def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figures) -> None:
-    parts = "many,digits,ordinary,accuracy,failures,order,deterministic"
-    result = figures("simulation", "--quick", "--only", parts, "--engines", "ours,loop", "--epochs", 1)
+def test_ours_beside_a_plain_loop_names_clients_that_fail(figures: Figures) -> None:
+    parts = "many,ordinary,failures,order,deterministic"
+    result = figures("simulation", "--quick", "--only", parts, "--engines", "ours,loop")
 
     (many,) = result["many"]
     assert [many[name] for name in SIZE] == ["ours", 40, 1, 1.0]
     moments = [many[f"mb_at_{share}_percent"] for share in (10, 50, 90)]
     assert 20 < min(moments) <= max(moments) <= many["peak_tree_mb"]
-
-    rows = result["digits"]
-    assert [(row["engine"], row["calls_per_worker"], row["preload"]) for row in rows] == [
-        ("ours", 1, True),
-        ("ours", 1000, False),
-        ("loop", None, False),
-    ]
-    assert all(row["weights_differ_by"] < 1e-4 and row["accuracy"] > 0.5 for row in rows)
-    assert all(row["total_to_ideal"] > 0 and row["round_to_ideal"] > 0 for row in rows)
 
     rows = result["ordinary"]
     assert [(row["engine"], row["clients_per_round"], row["rounds"], row["is_second"]) for row in rows] == [
@@ -70,11 +61,6 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
         ("ours", 3, 2, False),
         ("loop", 3, 2, False),
     ]
-
-    (row,) = result["accuracy"]
-    names = ("engine", "seed", "clients", "clients_per_round", "rounds", "alpha")
-    assert [row[name] for name in names] == ["ours", 0, 4, 2, 1, 0.3]
-    assert row["accuracy"] > 0.3
 
     rows = result["failures"]
     assert {row["failure"]: row["named"] for row in rows} == {"raise": [[0, 3]], "kill": [[1]], "hang": [[2]]}
@@ -93,15 +79,8 @@ def test_ours_trains_as_a_plain_loop_and_names_clients_that_fail(figures: Figure
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 @pytest.mark.skipif(NO_NETWORK, reason="needs root, and ip: hosts have network interfaces")
-def test_two_hosts_are_compared_to_one_machine(figures: Figures) -> None:
+def test_what_goes_between_two_hosts_is_counted(figures: Figures) -> None:
     """That all clients answered, and that the model is right, the app itself checks."""
-    result = figures("cluster", "--quick", "--only", "overhead,wire")
-    one, two = result["overhead"]
-    for row, way in ((one, "one machine"), (two, "two hosts")):
-        assert [row[name] for name in ("way", "clients", "rounds", "runs")] == [way, 4, 4, 1]
-        assert 0 < row["round_s"] < row["total_s"]
-    (ratio,) = result["overhead-ratios"]
-    assert ratio["round"] == pytest.approx(two["round_s"] / one["round_s"], abs=0.01)
-    (wire,) = result["wire"]
+    (wire,) = figures("cluster", "--quick", "--only", "wire")["wire"]
     assert wire["down_bytes"] > 0 and wire["up_bytes"] > wire["sum_bytes"] == 2 * wire["model_bytes"]
     assert wire["driver_peak_rss_mb"] > 20 and wire["agent_peak_rss_mb"] > 20
