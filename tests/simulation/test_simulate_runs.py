@@ -69,10 +69,10 @@ def test_tables_of_files_are_true(complete: Simulation) -> None:
     guide = files_in_table("how-to/simulate.md", "## The results")
     assert there <= reference
     # What this run has no reason for: nobody fails, few clients have little state, there is one model, and
-    # it is not in a notebook and has no tracker.
-    without_reason = {"failures.log", "states/", "model.safetensors", "model.npz"}
+    # it is not in a notebook, has no tracker, and nobody asks for its report.
+    without_reason = {"failures.log", "states/", "model.safetensors", "model.npz", "report.html"}
     assert reference - there <= without_reason | {"run.log", "trackers.json", "tensorboard/", "wandb/"}
-    assert guide - there <= {"failures.log", "model.safetensors", "model.npz"}
+    assert guide - there <= {"failures.log", "model.safetensors", "model.npz", "report.html"}
 
 
 @pytest.fixture

@@ -194,9 +194,11 @@ def _set_attributes(keyboard: int, attributes: list[Any]) -> None:
 
 
 def _leave(live: Live) -> None:
-    with suppress(OSError):  # nobody is there any more who would see it
+    try:
         live.stop()
         sys.stdout.flush()
+    except OSError:  # nobody is there any more who would see it; Python writes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_terminal(stream: Any) -> bool:
