@@ -76,6 +76,9 @@ def flower() -> Iterator[Found]:
 
 def _private_names() -> Iterator[Found]:
     lacking = _lacking()
+    if len(lacking) == len(private_names.NAMES):
+        yield "problem", "Flower cannot be imported", f"see why: {path_text(sys.executable)} -c 'import flwr'"
+        return
     there = len(private_names.NAMES) - len(lacking)
     yield "ok", f"{there} of {len(private_names.NAMES)} private names of Flower that are used here are there"
     for name, effect in lacking.items():

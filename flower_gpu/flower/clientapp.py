@@ -134,8 +134,8 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
                     if str(frame.f_globals.get("__name__")).startswith("flwr."):  # Flower's, on a signal
                         raise
-                    where = worker.place_of(error)
-                    raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {where}") from error
+                    place = worker.place_of(error)
+                    raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {place}") from error
                 return expected.checked(reply, message)
             except Exception as error:
                 trace.write(

@@ -104,9 +104,9 @@ def measure() -> HostMeasured:
     if limit is not None and int(1000 * limit[0]) < cores:
         quota = (limit[1], int(1000 * limit[0]))
     memory = [Available(*control_group.host_memory())]
-    limit_ = control_group.memory_limit()
-    if limit_ is not None and limit_[1] < memory[0].total_bytes:  # without a limit it is a huge number
-        memory.append(Available(*limit_))
+    of_groups = control_group.memory_limit()
+    if of_groups is not None and of_groups[1] < memory[0].total_bytes:  # without a limit it is a huge number
+        memory.append(Available(*of_groups))
     return HostMeasured(cores, quota, tuple(memory))
 
 

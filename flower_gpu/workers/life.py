@@ -211,21 +211,22 @@ def children() -> set[int]:
 
 
 def _parent(pid: str) -> int:
-    return _field(pid, 1)
+    return _state_parent_group(pid)[1]
 
 
-def _group(pid: str) -> int:
-    return _field(pid, 2)
+def _living_group(pid: str) -> int:
+    state, _, group = _state_parent_group(pid)
+    return -1 if state in "ZX" else group
 
 
-def _field(pid: str, number: int) -> int:
-    """Return a field of proc(5)'s ``stat``, from the process's state on; -1 where it is dead."""
+def _state_parent_group(pid: str) -> tuple[str, int, int]:
+    """Return these fields of proc(5)'s ``stat``; dead, -1 and -1 where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
+            state, parent, group, *_ = file.read().rpartition(")")[2].split()
     except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" and number == 2 else int(fields[number])
+        return "X", -1, -1
+    return state, int(parent), int(group)
 
 
 def end_adopted(
@@ -259,7 +260,7 @@ def end_group(group: int) -> tuple[list[int], list[int]]:
     Python's resource tracker unlinks the shared memory that its worker has left, and ends, once all other
     processes of the worker are gone.
     """
-    members = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _group(pid) == group]
+    members = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _living_group(pid) == group]
     trackers = [pid for pid in members if is_tracker(pid)]
     others = [pid for pid in members if pid not in trackers]
     if trackers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
@@ -29,3 +30,11 @@ def test_a_name_that_has_gone_is_told_once_and_by_doctor(
     monkeypatch.setattr(environment, "_lacking", private_names.lacking)  # in this process
     rows = list(environment._private_names())
     assert rows[0][0] == "ok" and rows[1:] == [("note", f"Flower has no {gone.replace(':', '.')}: it waits")]
+
+
+def test_doctor_says_that_flower_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flwr").mkdir()
+    (tmp_path / "flwr" / "__init__.py").write_text("raise ImportError('half of it is there')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [(level, text, _)] = environment._private_names()
+    assert (level, text) == ("problem", "Flower cannot be imported")
