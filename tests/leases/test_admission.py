@@ -508,17 +508,22 @@ def test_other_programs_that_come_and_go_starve_nobody(
         host.settle([replace(card, capacity_bytes=card.capacity_bytes * left // 4) for card in all_cards])
     old = {claim.id for claim in host.waiting}
     uuids = [card.uuid for card in all_cards if card not in HOST]
-    while old & {claim.id for claim in host.waiting}:
-        for _ in range(3):  # more small ones than there is room for
-            order += 1
-            host.waiting.append(memory(order, 0.5 + seed % 3, uuids))
-            order += 1
-            host.waiting.append(cores(order, 500 + seed % 1000, memory_gib=0.5 + seed % 3))
-        host.settle()
-        assert host.present, "somebody waits while nobody holds anything"
-        host.present.pop(0)  # who has held longest
-        host.settle()
-        assert order < 1000
+    for _ in range(len(old)):
+        if not (left := [claim for claim in host.waiting if claim.id in old]):
+            break
+        first = min(left, key=lambda claim: claim.order)
+        for _ in range(len(host.present) + 1):  # until all are gone that hold something now
+            while len(host.waiting) < len(old) + 6:  # more small ones than there is room for
+                order += 1
+                host.waiting.append(memory(order, 0.5 + seed % 3, uuids))
+                order += 1
+                host.waiting.append(cores(order, 500 + seed % 1000, memory_gib=0.5 + seed % 3))
+            host.settle()
+            if first not in host.waiting:
+                break
+            assert host.present, "somebody waits while nobody holds anything"
+            host.present.pop(0)  # who has held longest
+        assert first not in host.waiting
 
 
 def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
