@@ -13,16 +13,23 @@ import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import cuda_stub
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
-from hypothesis import HealthCheck, settings
+from _pytest.outcomes import OutcomeException
+from hypothesis import HealthCheck, Phase, settings
 
 # A busy machine, or the first run of a clone, takes long for an example, which says nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# Of all tests, the first example that fails is enough. A smaller one costs minutes; ask for it with -n 0.
+phases = Phase.explicit, Phase.reuse, Phase.generate
+settings.register_profile(
+    "first", settings.get_profile("untimed"), phases=phases, report_multiple_bugs=False, print_blob=True
+)
+settings.load_profile("first" if "PYTEST_XDIST_WORKER" in os.environ else "untimed")
 
 # A shell without job control starts what it puts into the background with SIGINT ignored, nohup does so with
 # SIGHUP, and programs inherit that; tests that press Ctrl-C need the usual state.
@@ -60,6 +67,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     end_later(item)  # once more, since pytest takes it back when a test has failed
+
+
+class TimedOut(OutcomeException):
+    """A test has taken too long. Hypothesis takes pytest's own exception for this as one more example that fails."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer() -> object:
+    was_set = yield
+    fail = signal.getsignal(signal.SIGALRM)
+
+    def time_out(number: int, frame: FrameType | None) -> None:
+        try:
+            fail(number, frame)
+        except pytest.fail.Exception as failed:
+            raise TimedOut(failed.msg) from None
+
+    if callable(fail):
+        signal.signal(signal.SIGALRM, time_out)
+    return was_set
 
 
 def pytest_runtest_logfinish() -> None:
