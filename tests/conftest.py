@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 class TimedOut(OutcomeException):
-    """A test has taken too long. Hypothesis takes pytest's own exception for this as one more example that fails."""
+    """A test has taken too long. Hypothesis would take pytest's own exception as an example that fails."""
 
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
