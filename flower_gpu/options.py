@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # The words are types, so that mypy and pyright find wrong ones in users' code.
 #: How a worker can be started; docs/explanation/isolation.md has their costs and guarantees.
-StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "inline", "in-process"]
+StartMethodWord = Literal["auto", "forkserver", "spawn", "fork", "in-process"]
 #: What a node can say; docs/explanation/device-policy.md has the table.
 PolicyWord = Literal["never", "offer", "force", "require"]
 _POLICY_MEANINGS: Final = (

@@ -39,7 +39,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"start_method": "Spawn"},
         ConfigError,
-        "start_method='Spawn' is not one of auto, forkserver, spawn, fork, inline, in-process",
+        "start_method='Spawn' is not one of auto, forkserver, spawn, fork, in-process",
     ),
     ({"start_method": 5}, TypeError, "start_method must be one of the words auto, forkserver"),
     ({"timeout_s": 0}, ConfigError, f"timeout_s {SECONDS} 0"),
@@ -85,7 +85,7 @@ def test_a_call_refuses_bad_values() -> None:
         (
             "FLOWER_GPU_START_METHOD",
             "forks",
-            "FLOWER_GPU_START_METHOD='forks' is not one of auto, forkserver, spawn, fork, inline, in-process",
+            "FLOWER_GPU_START_METHOD='forks' is not one of auto, forkserver, spawn, fork, in-process",
         ),
         ("FLOWER_GPU_TIMEOUT_S", "soon", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'soon'"),
         ("FLOWER_GPU_TIMEOUT_S", "-1", f"FLOWER_GPU_TIMEOUT_S {SECONDS} '-1'"),

@@ -90,7 +90,7 @@ def test_many_processes_append_at_once(run_folder: Path) -> None:
         assert [event["n"] for event in found if event["who"] == str(number)] == list(range(200))
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process", "inline"])
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "in-process"])
 def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     pid = run_in_worker(os.getpid, start_method=start_method, name="3")
@@ -107,7 +107,7 @@ def test_events_of_a_call(start_method: str, run_folder: Path, monkeypatch: pyte
     assert started == {**common, "event": "worker_started"}
     seconds, task_at, result_at = (finished.pop(name) for name in ("seconds", "task_at", "result_at"))
     # Of a process that may compute other things meanwhile, nobody knows it.
-    unknown = start_method in ("in-process", "inline")
+    unknown = start_method == "in-process"
     assert [finished.pop(name) is None for name in ("cpu_s", "memory_bytes")] == [unknown] * 2
     assert finished == {**common, "error": None, "event": "worker_finished", "outcome": "ok"}
     assert isinstance(seconds, float) and isinstance(task_at, float) and isinstance(result_at, float)

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -458,15 +458,6 @@ def is_on_devices_in_use(lease: Lease) -> bool | None:
         return None
     leased = [share.uuid.partition("-")[2].replace("-", "").lower() for share in lease.shares]
     return in_use[: len(leased)] == leased
-
-
-def taken_back(variables: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Take what was set for one call out of this process's environment again, after a block.
-
-    Not which GPU was shown to it: CUDA has started with that, so later calls can have no other.
-    """
-    shown = {"CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES"} if variables.get("CUDA_VISIBLE_DEVICES") else set()
-    return own_calls.borrowed(variables.keys() - shown)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from flower_gpu.errors import (
 )
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard
-from flower_gpu.leases import host, lease
+from flower_gpu.leases import host
 from flower_gpu.leases.footprint_rule import Array
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
@@ -253,19 +253,14 @@ class _Run:
             and not settings.preload
             and method != self.workers.choose(settings.start_method)
         )
-        if not method.is_own_process and settings.start_method == "auto":
-            found = lease.Lease.from_environment(gpu_env)
-            # CUDA has started in this process, so nothing could hide its GPU from the task, or show another.
-            if found is None or not leasing.is_on_devices_in_use(found):
-                method = start.SPAWN
-        elif (
+        if (
             not method.is_own_process
             and held is not None
             and held.shares
             and leasing.is_on_devices_in_use(held) is False
         ):
             leasing.say_once(
-                f"{self.label}: start_method={method.name!r} runs it on the GPU with which CUDA has "
+                f"{self.label}: start_method='in-process' runs it on the GPU with which CUDA has "
                 f"started here, and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). "
                 "Use 'auto' or 'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
             )
@@ -277,8 +272,6 @@ class _Run:
         around: AbstractContextManager[None] = nullcontext()
         if method.is_own_process and method.copies_caller:
             around = threads.prepared({**os.environ, **env})
-        elif method.keeps_settings:
-            around = leasing.taken_back(gpu_env)
         elif not method.is_own_process:
             around = threads.restored()
         record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}

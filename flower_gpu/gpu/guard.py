@@ -68,7 +68,7 @@ def outside_of_workers(environ: Mapping[str, str] = os.environ) -> str:
     if not line or problem(environ):
         return line
     return (
-        "the GPU guard is for workers: code that a plain flwr-clientapp imports, and calls inline or in "
+        "the GPU guard is for workers: code that a plain flwr-clientapp imports, and calls in "
         "process, can use any GPU of this host; flower-gpu supernode and simulate run apps in workers only"
     )
 

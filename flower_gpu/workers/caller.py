@@ -70,7 +70,7 @@ def run(
     if not method.is_own_process:
         if on_start is not None:
             on_start(os.getpid(), method.name)
-        return _run_here(call, keep_env=method.keeps_settings, on_event=on_event)
+        return _run_here(call, on_event)
     began = time.monotonic()
     deadline = None if timeout_s is None else began + timeout_s
 
@@ -333,8 +333,8 @@ def _event_handler(worker: _Worker, on_event: Sink | None, is_checked: bool) -> 
     return handle
 
 
-def _run_here(call: Call, keep_env: bool, on_event: Sink | None) -> Any:
-    with own_calls.inside(), own_calls.borrowed(() if keep_env else call.env):
+def _run_here(call: Call, on_event: Sink | None) -> Any:
+    with own_calls.inside(), own_calls.borrowed(call.env):
         os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
             run_preload_once(call.preload)

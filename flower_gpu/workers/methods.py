@@ -211,15 +211,22 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
     """Turn ``"auto"`` into the method for this process, and check a method that was asked for.
 
-    A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing.
-    Once it has initialised CUDA a fork of it could not use the GPU; then the call runs in the process
-    itself if that can see one GPU only, and in a fresh interpreter otherwise; in a fresh interpreter, too,
-    where TensorFlow or JAX has started its threads. Whether the GPU it sees is that of the call's lease is
-    not known here yet.
+    ================================================  ==============  =================
+    this process                                      the function    ``auto``
+    ================================================  ==============  =================
+    not on Linux, or before Linux 5.3                 any             spawn
+    no ``flwr-clientapp``                             any             forkserver
+    ``flwr-clientapp``                                ``server_first``  forkserver
+    ``flwr-clientapp``                                any other one   fork
+    the same, with CUDA initialised, or TensorFlow's  any other one   spawn
+    or JAX's threads started
+    ================================================  ==============  =================
 
-    ``server_first``: whether a fork server is better there, too. It keeps what a call preloads, which would
-    be gone with a ``flwr-clientapp``. And a call whose function is only named needs nothing of this process,
-    but libraries, which the server has.
+    A ``flwr-clientapp`` is new for every message: forking it imports nothing twice and pickles nothing. A
+    fork could use neither a CUDA that is initialised nor threads that have started.
+
+    ``server_first``: the call preloads data, which a fork server keeps; or its function is only named, so it
+    needs nothing of this process but libraries, which the server has.
     ConfigError if the method that was asked for cannot be used here.
     """
     asked = None if start_method == "auto" else named(start_method)
@@ -241,9 +248,7 @@ def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
         return asked
     in_client_app = Path("".join(sys.argv[:1])).name == "flwr-clientapp" and sys.platform == "linux"
     if in_client_app and not (server_first and client.is_supported()):
-        if gpus is None:
-            return FORK if runtime is None else SPAWN
-        return INLINE if gpus == 1 else SPAWN
+        return FORK if gpus is None and runtime is None else SPAWN
     return FORKSERVER if client.is_supported() else SPAWN
 
 
@@ -330,8 +335,6 @@ class StartMethod:
     copies_caller: bool = False
     #: Whether a fork server forks the worker.
     from_server: bool = False
-    #: Whether environment and threads of the call stay in the process: that has nothing else to do.
-    keeps_settings: bool = False
     #: Whether the worker tells at once when its task begins. Else it tells that with its result.
     tells_start: bool = True
 
@@ -342,13 +345,12 @@ class StartMethod:
 FORKSERVER = StartMethod("forkserver", forkserver, from_server=True)
 SPAWN = StartMethod("spawn", spawn)
 FORK = StartMethod("fork", fork, copies_caller=True)
-INLINE = StartMethod("inline", is_own_process=False, copies_caller=True, keeps_settings=True)
 IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
 #: How the fork server of one run starts workers. It has its name in traces only: no option takes it.
 OF_RUN = StartMethod("run-forkserver", from_server=True, tells_start=False)
 
 #: All of them, by name; but for the last one what a user may ask for (``flower_gpu.options.START_METHODS``).
-METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, INLINE, IN_PROCESS, OF_RUN)}
+METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, IN_PROCESS, OF_RUN)}
 
 
 def named(name: str) -> StartMethod:

@@ -44,12 +44,12 @@ def run(task: str, *args: Any, weights: list[list[int]] | None = None, **options
     if weights is not None:
         options["weights"] = [np.zeros(shape, np.float32) for shape in weights]
         value = flower_gpu.run_in_worker(task, *args, **options)
-        assert all(not array.any() for array in options["weights"]) or options.get("start_method") in _HERE
+        assert (
+            all(not array.any() for array in options["weights"])
+            or options.get("start_method") == "in-process"
+        )
         return value
     return flower_gpu.run_in_worker(task, *args, **options)
-
-
-_HERE = ("in-process", "inline")
 
 
 def run_confined(task: str, *args: Any, write: list[str], **options: Any) -> Any:

@@ -416,10 +416,9 @@ def test_evaluation_on_the_server_takes_a_lease_like_everybody(calls_host: Calls
 
 
 def test_calls_in_the_process_itself_have_each_their_own_cap(calls_host: CallsHost) -> None:
-    """The environment of ``inline`` stays as it is, but a lease is for one call."""
     caller = calls_host.start()
     for size in ("2GiB", "8GiB", "2GiB"):
-        found = caller.follow(start_method="inline", gpu_memory=size)
+        found = caller.follow(start_method="in-process", gpu_memory=size)
         cap = int(size.removesuffix("GiB")) - 0.5
         assert found["PYTORCH_ALLOC_CONF"] == with_cap(f"{cap / 16:.12f}")
     assert not caller("leased")

@@ -81,9 +81,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 CHOICES = [
     (CLIENT_APP, NO_LIBRARY, "auto", "fork"),
     (CLIENT_APP, UNTOUCHED, "auto", "fork"),
-    (CLIENT_APP, 1, "auto", "inline"),
+    (CLIENT_APP, 1, "auto", "spawn"),
     (CLIENT_APP, 2, "auto", "spawn"),
-    (CLIENT_APP, 8, "auto", "spawn"),
     (CLIENT_APP, 0, "auto", "spawn"),
     (SCRIPT_OF_USER, NO_LIBRARY, "auto", "forkserver"),
     (SCRIPT_OF_USER, UNTOUCHED, "auto", "forkserver"),
@@ -94,7 +93,6 @@ CHOICES = [
     (SCRIPT_OF_USER, 1, "spawn", "spawn"),
     (CLIENT_APP, UNTOUCHED, "forkserver", "forkserver"),
     (CLIENT_APP, 1, "spawn", "spawn"),
-    (CLIENT_APP, 2, "inline", "inline"),
     (CLIENT_APP, UNTOUCHED, "in-process", "in-process"),
     (CLIENT_APP, 1, "fork", REFUSED),
     (SCRIPT_OF_USER, 1, "fork", REFUSED),

@@ -132,7 +132,7 @@ def test_a_worker_that_stops_to_be_traced_has_not_exited() -> None:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"gpus": 2}, "one GPU at most"), ({"start_method": "inline"}, "what their caller has")]
+    [({"gpus": 2}, "one GPU at most")]
     + [({"start_method": method}, "what their caller has") for method in ("in-process", "fork")],
 )
 def test_what_cannot_be_confined_is_refused(options: dict[str, Any], text: str) -> None:

@@ -38,7 +38,7 @@ def events_of(start_method: str, task: str, *args: Any) -> tuple[list[Event], An
     return received, result
 
 
-EVERY_METHOD = pytest.mark.parametrize("start_method", [*SUPERVISED, "in-process", "inline"])
+EVERY_METHOD = pytest.mark.parametrize("start_method", [*SUPERVISED, "in-process"])
 
 
 @EVERY_METHOD

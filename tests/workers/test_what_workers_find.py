@@ -229,13 +229,12 @@ def neither_module_nor_variable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process", "inline"])
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork", "in-process"])
 def test_set_before_the_module_is_imported(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "the caller's")
     call = {"start_method": start_method, "env": {VARIABLE: "the worker's"}}
     assert run_in_worker("reads_environment:at_import", **call) == ("the worker's", "the worker's")
-    # An inline call ends with its process, a flwr-clientapp: there it stays.
-    assert os.environ[VARIABLE] == ("the worker's" if start_method == "inline" else "the caller's")
+    assert os.environ[VARIABLE] == "the caller's"
 
 
 VALUES = ("", "ä ö \N{SNOWMAN}", "two\nlines", "a=b", "x" * 100_000)

@@ -53,32 +53,9 @@ def client(host: ModHost, driver: str, run_script: Callable[..., Any]) -> Callab
     return run
 
 
-def test_with_one_gpu_visible_calls_run_in_the_process_and_leave_no_lease(
-    client: Callable[..., Any], host: ModHost
-) -> None:
-    said = client(1, env={"CUDA_VISIBLE_DEVICES": "1"})
-    two, cpu, out = said["found"]
-    assert two["pid"] == said["pid"]
-    assert cpu["pid"] != said["pid"] and cpu["visible"] == "", "nothing here could hide the GPU any more"
-    assert (two["mib"], cpu["mib"]) == ([2048], [])
-    assert two["gpus"] == [1], "the one that CUDA has started with"
-    # Its memory is that of this process: there is nothing to try again with, nor a state to go back to.
-    assert out[0] == "GPUOutOfMemoryError" and "train of client 3" in out[1]
-    assert said["tries"] == 1
-    # Which GPU, and how many threads: what has been loaded meanwhile goes by that.
-    assert set(said["left"]) <= {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS"}
-    assert said["left"]["CUDA_VISIBLE_DEVICES"] == host.uuids[1]
-    started = events_of(host.run_dir, "worker_started")
-    assert sorted(one["start_method"] for one in started) == ["inline"] * 2 + ["spawn"]
-    assert len(events_of(host.run_dir, "lease_granted")) == 2
-    assert len(events_of(host.run_dir, "lease_released")) == 2
-    assert not host.status().holders
-
-
-def test_with_several_gpus_visible_each_call_is_a_fresh_interpreter(
-    client: Callable[..., Any], host: ModHost
-) -> None:
-    said = client(2)
+@pytest.mark.parametrize("visible", [1, 2])
+def test_each_call_is_a_fresh_interpreter(visible: int, client: Callable[..., Any], host: ModHost) -> None:
+    said = client(visible)
     two, cpu, again = said["found"]
     assert len({said["pid"], *(one["pid"] for one in said["found"])}) == 4
     assert (two["mib"], cpu["mib"]) == ([2048], [])

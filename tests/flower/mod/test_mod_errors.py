@@ -103,7 +103,6 @@ def test_an_error_of_ours_from_the_function_names_the_client_too() -> None:
 
 def test_keyboard_interrupt_passes() -> None:
     assert type(fail("interrupt", "in-process")) is KeyboardInterrupt
-    assert type(fail("interrupt", "inline")) is KeyboardInterrupt
     # What a worker's function raises is its own affair.
     error = fail("interrupt", "forkserver")
     assert str(error) == "train of client 3 raised KeyboardInterrupt: "
