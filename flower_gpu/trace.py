@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -50,13 +51,50 @@ def write_to(folder: str | Path, event: str, **fields: Any) -> None:
 
 def append(folder: str | Path, line: Event) -> None:
     """Append an event that was made before."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    data = f"{_encode(line)}\n".encode()
     with suppress(OSError):  # a removed folder or a full disk must not end a training run
-        descriptor = os.open(os.path.join(folder, FILE_NAME), flags, 0o644)  # noqa: PTH118 - three times for each call
+        if _open:
+            with _lock:
+                if (descriptor := _open.get(str(folder))) is not None:
+                    os.write(descriptor, data)
+                    return
+        descriptor = _opened(folder)
         try:
-            os.write(descriptor, f"{_encode(line)}\n".encode())
+            os.write(descriptor, data)
         finally:
             os.close(descriptor)
+
+
+def keep_open(folder: Path) -> None:
+    """Keep the trace in a folder open: this process has three events for each of thousands of calls."""
+    with suppress(OSError), _lock:
+        _open[str(folder)] = _opened(folder)
+
+
+def let_go(folder: Path) -> None:
+    """Close it again."""
+    with _lock:
+        if (descriptor := _open.pop(str(folder), None)) is not None:
+            os.close(descriptor)
+
+
+_lock = threading.Lock()
+_open: dict[str, int] = {}
+
+
+def _opened(folder: str | Path) -> int:
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    return os.open(os.path.join(folder, FILE_NAME), flags, 0o644)  # noqa: PTH118 - three times for each call
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # the thread that held it does not exist here
+    while _open:
+        os.close(_open.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

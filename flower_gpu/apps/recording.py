@@ -63,6 +63,7 @@ class RecordedRun:
         if self.is_elsewhere or self._began is not None:
             return
         self._began = time.monotonic()
+        trace.keep_open(self._folder)
         trace.write_to(
             self._folder,
             "run_started",
@@ -95,6 +96,7 @@ class RecordedRun:
         counts = {"messages": self.messages, "failed": self.failed}
         known = {name: count for name, count in counts.items() if count is not None}
         trace.write_to(self._folder, "run_finished", outcome=self.outcome, seconds=seconds, **known)
+        trace.let_go(self._folder)
 
 
 @contextmanager

@@ -44,8 +44,10 @@ class HostNeeds:
 
         Not what is nearly known: each writing takes as long as a short call.
         """
+        if not taken_bytes:  # its worker stays: nobody knows
+            return
         known = self.footprints.get(self._key)
-        if taken_bytes and (known is None or not known / _MUCH <= taken_bytes <= known):
+        if known is None or not known / _MUCH <= taken_bytes <= known:
             self.footprints.learn(self._key, taken_bytes)
 
     @property

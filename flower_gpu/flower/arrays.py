@@ -22,6 +22,7 @@ from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import SMALL_BYTES, Parts, Region, aligned
 
 _HEADER_BYTES = 4096  # of a .npy file; it is longer for record types with very many fields only
+_USUAL_BYTES = 128  # which end with the header's end, for most arrays
 
 
 class Array(FlowerArray):
@@ -75,13 +76,13 @@ def _plain(array: FlowerArray) -> tuple[Any, ...]:
 
 
 def view_of(array: FlowerArray) -> NDArray[Any]:
-    """Return an array's values for reading, without a copy."""
+    """Return an array's values for numpy to read, without a copy; torch's kernels may crash on them."""
     if array.stype == SType.NUMPY:
         region: Region | None = array.__dict__.get("_region")
         memory = memoryview(array.data) if region is None else region.memory.toreadonly()
         found = _described(memory)
         if found is not None:
-            return aligned(_at(memory, *found))
+            return _at(memory, *found)
     return array.numpy()
 
 
@@ -111,7 +112,10 @@ def _at(
 
 def _described(file: memoryview) -> tuple[tuple[int, ...], np.dtype[Any], Any, int] | None:
     """Return shape, type, order and first byte of the array in a ``.npy`` file."""
-    found = _header(bytes(file[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n")
+    header = bytes(file[:_USUAL_BYTES])
+    if header.find(b"\n") != _USUAL_BYTES - 1:
+        header = bytes(file[:_HEADER_BYTES]).partition(b"\n")[0] + b"\n"
+    found = _header(header)
     if found is None:
         return None
     shape, dtype, _, start = found

@@ -27,10 +27,11 @@ from flower_gpu.flower.records import records_of
 #: Nodes whose replies are summed one after the other, before their sum is added to that of the nodes before.
 BLOCK_NODES: Final = 16
 
-# A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
+# A smaller one is slower: each chunk costs two calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
 # Sums of small arrays lie together: numpy asks for huge pages from 4 MiB on, which saves faults and time.
 _BLOCK_BYTES = 1 << 24
+_SMALL = 8192  # numbers: numpy converts so many at a time
 _ALIGNMENT = 64
 
 
@@ -182,12 +183,19 @@ class _Sum:
         self._is_integer = first.dtype.kind in "biu" and keeps_integers
         self._sum = zeros.take(first.size, np.result_type(first.dtype, np.float64))
         self._earlier: NDArray[Any] | None = None  # of the blocks before
+        self._seen: np.dtype[Any] | None = None  # of the last array, which was looked at
 
     def add(self, array: NDArray[Any], weight: float, scratch: NDArray[np.uint8]) -> None:
-        self._look_at(array.dtype)
+        if array.dtype is not self._seen:
+            self._look_at(array.dtype)
+            self._seen = array.dtype
         flat = self._broadcast(array).ravel(self._order)  # a view, unless it is laid out in another way
-        chunk = scratch.view(self._sum.dtype)
+        summed = self._sum
         factor = float(weight)
+        if flat.size <= _SMALL:  # numpy calls are what it costs: one less
+            np.add(summed, np.multiply(flat, factor, dtype=summed.dtype), out=summed)
+            return
+        chunk = scratch.view(summed.dtype)
         for start in range(0, flat.size, chunk.size):
             part = flat[start : start + chunk.size]
             scaled = chunk[: part.size]

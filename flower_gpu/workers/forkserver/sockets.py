@@ -26,7 +26,9 @@ _MAX_MESSAGE = 65536  # bytes
 _MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long
 _MAX_FILE = 1 << 26
 _IN_FILE = {"in_file": True}
-_MAX_DESCRIPTORS = 16
+_SPACE = socket.CMSG_SPACE(16 * 4)  # for so many descriptors
+# As numbers: each operation on the flags themselves takes a microsecond, and each message has some.
+_CLOEXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 #: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
 QUEUE = 4096
 _PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the longest
@@ -284,9 +286,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
     Raises Gone if the other end has closed, sends something else, or does not answer in time.
     """
-    space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4)
     try:
-        data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, space, socket.MSG_CMSG_CLOEXEC)
+        data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, _SPACE, _CLOEXEC)
     except OSError as error:
         raise Gone(str(error) or type(error).__name__) from error
     descriptors = array.array("i")
@@ -297,7 +298,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         message = json.loads(data)
         if message == _IN_FILE:
             message = read_memory_file(descriptors.pop())
-        if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if not isinstance(message, dict) or flags & _CUT:
             raise ValueError
     except (ValueError, IndexError, OSError, RecursionError):
         for descriptor in descriptors:

@@ -141,10 +141,19 @@ def _write_file(
     table = b"".join(_REGION.pack(part.where, part.kind, part.offset, part.view.nbytes) for part in parts.all)
     header = _HEADER.pack(_MAGIC, offset, len(head), len(parts.all))
     checksum = _CHECKSUM.pack(_checksum(header, table, head))
-    memory.write(descriptor, b"".join((header, checksum, table, head)), 0)
-    for part in parts.all:
-        if part.where == HERE:
+    start = b"".join((header, checksum, table, head))
+    here = [part for part in parts.all if part.where == HERE]
+    if offset > _MAPPED_BYTES:
+        memory.write(descriptor, start, 0)
+        for part in here:
             memory.write(descriptor, part.view, part.offset)
+        return
+    pieces: list[bytes | memoryview] = [start]  # at once: a call of the kernel takes as long as the copy
+    end = len(start)
+    for part in here:
+        pieces += [bytes(part.offset - end), part.view]
+        end = part.offset + part.view.nbytes
+    memory.write(descriptor, b"".join(pieces), 0)
 
 
 def _checksum(header: bytes, table: bytes, head: bytes) -> int:
@@ -209,7 +218,11 @@ class _File:
         size = os.fstat(descriptor).st_size  # sealed: it stays
         if any(entry.offset + entry.size > size for entry in entries):
             raise WorkerError(_SHORT)
+        # All of a small file, read at once: a call of the kernel for each region would take longer.
+        self._all: memoryview | None = None
         if not can_map:
+            if size <= _MAPPED_BYTES and len(entries) > 1:
+                self._all = memoryview(memory.read(descriptor, size, 0))
             return
         try:
             self.map = memory.Map(descriptor, size, shared)
@@ -219,10 +232,14 @@ class _File:
             self.map = None
 
     def region(self, entry: _Entry) -> Region:
-        if self.map is None:
-            view = memoryview(memory.read(self._descriptor, entry.size, entry.offset))
-            return Region(view.toreadonly() if entry.kind == IMMUTABLE else view)
         place = slice(entry.offset, entry.offset + entry.size)
+        if self.map is None:
+            # Memory of its own: whoever keeps one array must not keep the others with it.
+            if self._all is None:
+                view = memoryview(memory.read(self._descriptor, entry.size, entry.offset))
+            else:
+                view = memoryview(bytearray(self._all[place]))
+            return Region(view.toreadonly() if entry.kind == IMMUTABLE else view)
         if entry.kind != IMMUTABLE:
             return Region(self.map.view[place])
         assert self._writable is not None
