@@ -152,7 +152,7 @@ class _Worker:
     def launch(self, call: Call, prepared: start.Prepared, on_event: Callable[[str], None]) -> None:
         self._is_confined = call.confinement is not None
         if self._is_confined and not prepared.method.from_server:
-            self._left = LeftProcesses()  # a fork server does that itself
+            self._left = self._left or LeftProcesses()  # a fork server does that itself
         self._process, self._lines = start.launch(call, prepared)
         self._prepared = prepared
         self._pidfd = _open_pidfd(self.pid)
@@ -212,10 +212,11 @@ class _Worker:
                 socket_folder.remove(self.pid)
                 self._exitcode = self._process.reap()
                 self._ended = True
-                if self._left is not None:
-                    self._left.end(sockets.is_server)
             for stream in self._streams:
                 stream.drain()
+        if self._left is not None:  # also where it could not be started
+            self._left.end(sockets.is_server)
+            self._left = None
         return self._exitcode
 
     def _end_group(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -289,12 +290,14 @@ def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout:
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
-    target = partial(
-        child.forked,
-        *(descriptors, stdout, stderr, call.env, call.setup, lambda: request),
-        imported=_imported_by_fork(),
-    )
-    pid = child.fork_process(target, f"flower-gpu: {call.label}")
+    imported = _imported_by_fork()
+
+    def work() -> None:
+        atexit._clear()  # of the caller, which is not at its end
+        child.forked(descriptors, stdout, stderr, call.env, call.setup, lambda: request, imported=imported)
+        child.leave()
+
+    pid = child.fork_process(work, f"flower-gpu: {call.label}")
     return OwnChild(pid, reap=lambda: os.waitpid(pid, 0))
 
 

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -81,17 +82,19 @@ def spawned() -> NoReturn:
 
     env = {name: os.environ[name] for name in record["env"]}
     serve(descriptors, env, record["setup"], load)
-    _leave()
+    leave()
 
 
-def _leave() -> NoReturn:
+def leave() -> NoReturn:
     """Exit as a program does, but leave the freeing of memory to the kernel.
 
     Taking down an interpreter that has imported torch, pandas and scikit-learn object by object takes
     seconds.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    # First: it tells the processes of pools to end, for which the exit functions of multiprocessing wait.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    util._exit_function()  # type: ignore[attr-defined]  # a fork has not registered it
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # the task has closed or replaced it
             stream.flush()

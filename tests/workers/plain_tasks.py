@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import multiprocessing
 import os
@@ -11,6 +12,8 @@ import time
 from typing import Any
 
 import flower_gpu
+
+pool: Any = None
 
 
 class Table:
@@ -58,6 +61,13 @@ def where() -> dict[str, Any]:
 def never_ends_its_thread() -> int:
     threading.Thread(target=time.sleep, args=(600,)).start()
     return 42
+
+
+def keeps_a_pool() -> int:
+    """Leave a pool of processes in a global, which is ended as a program's is: at its end."""
+    global pool
+    pool = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+    return pool.submit(square, 7).result()
 
 
 def never_ends_at_exit() -> int:

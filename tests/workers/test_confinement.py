@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from waiting import until
 
 from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import ConfigError, WorkerTaskError
+from flower_gpu.errors import ConfigError, WorkerStartError, WorkerTaskError
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.workers import confinement, state_folder
 from flower_gpu.workers.life import OwnChild
@@ -128,6 +129,19 @@ def test_a_worker_that_stops_to_be_traced_has_not_exited() -> None:
         os.kill(process.pid, signal.SIGKILL)  # Popen.kill would take it for ended as well
         until(worker.has_exited, "it has exited")
         assert worker.reap() == -signal.SIGKILL
+
+
+def test_a_start_that_fails_leaves_the_caller_no_parent_of_orphans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adopts() -> bool:
+        found = ctypes.c_int(0)
+        ctypes.CDLL(None).prctl(37, ctypes.byref(found), 0, 0, 0)  # PR_GET_CHILD_SUBREAPER
+        return bool(found.value)
+
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    before = adopts()
+    with pytest.raises(WorkerStartError):
+        call("variables", start_method="spawn")
+    assert adopts() == before
 
 
 @pytest.mark.parametrize(

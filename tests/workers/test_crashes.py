@@ -18,7 +18,7 @@ from typing import Any
 import crash_tasks
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
-from processes import SHARED_MEMORY, Run, is_running, wait_until
+from processes import SHARED_MEMORY, SUPERVISED, Run, is_running, wait_until
 from run_server_lines import Caller
 
 from flower_gpu import run_in_worker
@@ -108,6 +108,18 @@ def test_hang_after_the_result(
     """The result counts; the worker gets a moment to exit, not for ever."""
     monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 0.3)
     assert run_in_worker(f"plain_tasks:{task}", start_method=start_method) == 42
+
+
+@pytest.mark.parametrize("way", [*SUPERVISED, "of a run"])
+def test_a_pool_in_a_global_ends_with_its_worker(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to wait until the worker is killed."""
+    for module in ("caller", "forkserver.line"):
+        monkeypatch.setattr(f"flower_gpu.workers.{module}._EXIT_GRACE_S", 60.0)
+    with contextlib.ExitStack() as stack:
+        call: Callable[..., Any] = partial(run_in_worker, start_method=way)
+        if way == "of a run":
+            call = stack.enter_context(contextlib.closing(Caller())).run
+        assert ThreadPoolExecutor(1).submit(call, "plain_tasks:keeps_a_pool").result(30) == 49
 
 
 @pytest.mark.parametrize("task", ["leave_children", "close_stdout"])

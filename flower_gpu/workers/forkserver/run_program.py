@@ -5,7 +5,6 @@ The worker does the calls of that line, as many as its caller wants.
 
 from __future__ import annotations
 
-import atexit
 import os
 import resource
 import select
@@ -359,7 +358,7 @@ def _do_calls(
             send({"event": "result", "stays": stays, **figures})
         if not stays:
             break
-    atexit._run_exitfuncs()
+    child.leave()
 
 
 class _Say:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import multiprocessing.connection  # noqa: F401 - each worker needs it
 import os
@@ -297,7 +296,7 @@ class Server:
         with events.imports_seen_by(events.ImportedModules(report).look):
             child.forked(lines, stdout, stderr, own["env"], record["setup"], request, late)
         report()
-        atexit._run_exitfuncs()
+        child.leave()
 
     def _take_imported(self, session: Session) -> None:
         """Read what a worker had to import; those that come for the same will wait until it is here."""
