@@ -102,10 +102,11 @@ def _second_mounts() -> Iterator[_Mount]:
         number = f"{os.major(own)}:{os.minor(own)}"
         for line in _MOUNTS.read_text().splitlines():  # proc_pid_mountinfo(5)
             fields, _, more = line.partition(" - ")
-            _, _, device, root, place, *_ = map(_unescaped, fields.split())
-            is_of_dev = device == number or more.startswith("devtmpfs ")
-            if is_of_dev and not Path(place).is_relative_to(_DEV):
-                yield _Mount(root, Path(place))
+            _, _, device, root, place, *_ = fields.split()
+            if device == number or more.startswith("devtmpfs "):
+                root, place = _unescaped(root), _unescaped(place)
+                if not Path(place).is_relative_to(_DEV):
+                    yield _Mount(root, Path(place))
 
 
 def _unescaped(field: str) -> str:

@@ -119,14 +119,14 @@ def check_without_worker(environ: Mapping[str, str]) -> None:
         raise _required("this call has no worker of its own")
 
 
-# What this process was told when it gave up the files; None before.
+# What this process was told when it gave up the files, or when there were none; None before.
 _applied: str | None = None
 
 
 def apply(environ: Mapping[str, str]) -> None:
     """Give up, in this worker and all that it starts, every GPU's files but those of its lease.
 
-    A worker that runs several calls does so for the first one: they all have the same variables.
+    A worker that runs several calls looks at that for the first one: they all have the same variables.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def apply(environ: Mapping[str, str]) -> None:
             if rules is not None:
                 rules.close_devices()
                 rules.ruleset.restrict_self()
-                _applied = told
+        _applied = told
     except landlock.UnavailableError as error:
         if value_of(GUARD_VARIABLE, environ) == "require":
             raise _required(str(error)) from None

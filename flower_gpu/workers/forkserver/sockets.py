@@ -26,6 +26,7 @@ _MAX_MESSAGE = 65536  # bytes
 _MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long
 _MAX_FILE = 1 << 26
 _IN_FILE = {"in_file": True}
+_encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each message
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for so many descriptors
 # As numbers: each operation on the flags themselves takes a microsecond, and each message has some.
 _CLOEXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -245,20 +246,20 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
     Raises Gone if the other end has closed, or takes nothing.
     """
-    data = json.dumps(message, default=str).encode()
+    data = _encode(message).encode()
     if len(data) <= _MAX_PACKET:
         _send_packet(connection, data, descriptors)
         return
     file = _written(data)
     try:
-        _send_packet(connection, json.dumps(_IN_FILE).encode(), [*descriptors, file])
+        _send_packet(connection, _encode(_IN_FILE).encode(), [*descriptors, file])
     finally:
         os.close(file)
 
 
 def memory_file(message: Mapping[str, Any]) -> int:
     """Write something into a new memory file, for :func:`read_memory_file`; return its descriptor."""
-    return _written(json.dumps(message, default=str).encode())
+    return _written(_encode(message).encode())
 
 
 def _written(data: bytes) -> int:

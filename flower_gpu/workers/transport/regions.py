@@ -9,6 +9,7 @@ import copyreg
 import io
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pickle import PickleBuffer
@@ -147,9 +148,20 @@ class _Handle:
         return _region, (self._index,)
 
 
+class _Reading(threading.local):
+    """What this thread reads."""
+
+    regions: Sequence[Region] | None = None
+
+
+_reading = _Reading()
+
+
 def _region(index: int) -> Region:
     """Stand, in a pickle, for a region of the file that is being read."""
-    raise WorkerError(f"region {index} belongs to a memory file between worker and caller")
+    if _reading.regions is None:
+        raise WorkerError(f"region {index} belongs to a memory file between worker and caller")
+    return _reading.regions[index]
 
 
 def _path_to(value: Any, wanted: Any, depth: int) -> str | None:
@@ -197,10 +209,13 @@ def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview])
 
     Raises WorkerError if it is no pickle.
     """
+    before, _reading.regions = _reading.regions, regions
     try:
-        return _Unpickler(head, regions, buffers).load()
+        return pickle.loads(head, buffers=buffers)
     except (pickle.UnpicklingError, EOFError) as error:
         raise WorkerError(f"a memory file between worker and caller cannot be read: {error}") from error
+    finally:
+        _reading.regions = before
 
 
 class _ByName(pickle.Pickler):
@@ -232,17 +247,6 @@ def _bound_to(parts: Parts, others: Mapping[Any, Any]) -> Mapping[Any, Any]:
         return lambda obj: reduce(obj, parts)
 
     return {**others, **{kind: bind(reduce) for kind, reduce in _all_reducers()}}
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> None:
-        super().__init__(io.BytesIO(head), buffers=buffers)
-        self._regions = regions
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == _region.__name__ and module == __name__:
-            return self._regions.__getitem__
-        return super().find_class(module, name)
 
 
 def _dumps(pickler: type[Any], value: Any, parts: Parts) -> bytes:
