@@ -87,6 +87,7 @@ def timed_row(run: Run, done: Sequence[Done]) -> dict[str, Any]:
         "rounds": run.config["num-server-rounds"],
         "runs": len(done),
         "total_s": round(median(each.total_s for each in done), 2),
+        "total_cpu_s": round(median(each.total_cpu_s for each in done), 2),
         "round_s": round(median(each.round_s for each in done), 3),
         "strategy_s": round(median(sum(each.figures["rounds_s"]) for each in done), 2),
         "app_share": _app_share(done),
@@ -130,6 +131,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], ideal: str) -> None:
             "engine",
             "calls per worker",
             "total",
+            "total CPU",
             "strategy",
             "a round",
             "total to ideal",
@@ -144,6 +146,7 @@ def show(title: str, rows: Sequence[dict[str, Any]], ideal: str) -> None:
                 f"{row['calls_per_worker'] or ''}{', data preloaded' * row['preload']}"
                 f"{', second run' * row['is_second']}",
                 f"{row['total_s']:.1f} s",
+                f"{row['total_cpu_s']:.1f} s",
                 f"{row['strategy_s']:.1f} s",
                 f"{row['round_s']:.2f} s",
                 times(row["total_to_ideal"]),

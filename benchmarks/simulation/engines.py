@@ -25,6 +25,7 @@ from benchmarks.shared.memory import Sampler
 from benchmarks.shared.processes import (
     ROOT,
     BenchmarkError,
+    cpu_s,
     descendants,
     end_servers,
     new_state_folder,
@@ -83,6 +84,8 @@ class Done:
     ----------
     total_s : float
         From the start of the command to its end.
+    total_cpu_s : float
+        What the CPUs took for that, in all processes of the run.
     memory : Sampler, optional
         Of all processes of the run, if it was watched. That takes time from runs of many small processes.
     figures : dict
@@ -100,6 +103,7 @@ class Done:
     """
 
     total_s: float
+    total_cpu_s: float
     memory: Sampler | None
     figures: dict[str, Any]
     model: list[NDArray[Any]] = field(default_factory=list)
@@ -172,7 +176,9 @@ def perform(run: Run, *, is_watched: bool = True, timeout_s: float = TIMEOUT_S) 
             if run.is_second:
                 _timed(command, env, folder, False, timeout_s)
                 shutil.rmtree(folder / "runs")
+            before_s = cpu_s()
             total_s, memory, status = _timed(command, env, folder, is_watched, timeout_s)
+            total_cpu_s = cpu_s() - before_s
         finally:
             _end_what_is_left()
         log = (folder / "log").read_text(errors="replace")
@@ -181,6 +187,7 @@ def perform(run: Run, *, is_watched: bool = True, timeout_s: float = TIMEOUT_S) 
             raise BenchmarkError(f"{run.app}, {run.engine}: ended with status {status}\n{log[-4000:]}")
         return Done(
             total_s,
+            total_cpu_s,
             memory,
             json.loads(figures.read_text()),
             _model(folder / "model.npz") if run.saves_model else [],
