@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +40,25 @@ def make(event: str, **fields: Any) -> Event:
 def write(event: str, **fields: Any) -> None:
     """Append one event to the trace of the current run; do nothing outside of a run."""
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    if folder:
+    if folder and not _here.is_muted:
         append(folder, make(event, **fields))
+
+
+class _Here(threading.local):
+    is_muted = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Let :func:`write` do nothing in this thread: what is done in the block is no part of the run."""
+    _here.is_muted = True
+    try:
+        yield
+    finally:
+        _here.is_muted = False
 
 
 def write_to(folder: str | Path, event: str, **fields: Any) -> None:

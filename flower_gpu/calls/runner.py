@@ -51,7 +51,6 @@ class Workers:
     """Where a call gets its worker and its lease from. Here each call has its own of both."""
 
     shows_progress = True  # whether the progress of a call is drawn
-    is_copying = False  # whether calls are done once more, to be compared: the trace says so
     is_used_again = False  # whether the call's worker has run others before
 
     @property
@@ -114,8 +113,6 @@ def run_call(
         server_round = _round_in(config or {})
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    if workers.is_copying:
-        fields["copy"] = True
     call = _Run(task, args, kwargs or {}, settings, label, fields, workers, by_name)
     environ = {**environment.without_ray(os.environ), **settings.worker.env}
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none

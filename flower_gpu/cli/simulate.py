@@ -22,7 +22,7 @@ from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.calls.settings import checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
-from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Kind, Option
+from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Option
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import (
@@ -52,17 +52,9 @@ clients in a worker process with a lease. How many run at a time follows from le
 Metrics, the final model and a summary are left in a folder under --log-dir."""
 
 _INTERRUPTED: Final = 128 + signal.SIGINT
-_AUTO: Final = "auto"
-_CALLS: Final = Kind(
-    f"{COUNT.what}, or {_AUTO}",
-    "N|auto",
-    lambda text: text if text == _AUTO else int(text),
-    lambda calls: calls == _AUTO or calls >= 1,
-)
 _STATE_MEMORY: Final = "1GiB"
 _ORDER: Final = "longest"
 _DEFAULTS: Final = {
-    "calls_per_worker": _AUTO,
     "order": _ORDER,
     "state_memory": _STATE_MEMORY,
     "progress": True,
@@ -96,13 +88,14 @@ _OPTIONS: Final = {
         group="workers",
     ),
     "calls_per_worker": Option(
-        "how many messages one worker handles in a row, at most; with a GPU it exits at the end of the round "
-        "at the latest (default: auto, many if that saves time and changes no result, else 1)",
-        _CALLS,
+        "how many messages one worker handles, at most; 1: each message has a process of its own (default: "
+        "1000, or 1 with --deterministic)",
+        COUNT,
         group="workers",
     ),
     "verify_recycling": Option(
-        "with a number for --calls-per-worker: have new workers handle a few messages, too, and compare",
+        "a check of the app, in which messages are handled more than once: have new workers handle what used "
+        "ones handle, and compare the results",
         SWITCH,
         group="workers",
     ),
@@ -218,10 +211,6 @@ def _run(arguments: argparse.Namespace) -> int:
     num_supernodes, run_config = _federation(arguments)
     app.simulated(run_config, num_supernodes)
     memory_bytes(arguments.state_memory, "--state-memory")
-    if arguments.verify_recycling and arguments.calls_per_worker == 1:
-        raise ConfigError(
-            "--verify-recycling compares nothing with --calls-per-worker 1: no worker is recycled"
-        )
     preload = given_preload(arguments.preload, app.path)
     calls = given_calls(arguments)
     _set_environment({name: value for name, value in calls.items() if name != "timeout_s"})
@@ -237,7 +226,7 @@ def _run(arguments: argparse.Namespace) -> int:
         report=arguments.report,
         run_config=run_config,
         max_workers=arguments.max_workers,
-        calls_per_worker=None if arguments.calls_per_worker == _AUTO else arguments.calls_per_worker,
+        calls_per_worker=arguments.calls_per_worker,
         verify_recycling=arguments.verify_recycling,
         order=arguments.order,
         seed=arguments.seed,

@@ -5,8 +5,8 @@
     frameworks     seeds and deterministic algorithms: in the ServerApp's process here, in workers by
                    ``in_worker.handle_deterministically``
 
-Sums in order are the grid's and :mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`, and
-comparisons in :mod:`.recycling`.
+Sums in order are the grid's and :mod:`flower_gpu.flower.averaging`'s, retries are in :mod:`.messages`. A
+worker handles one message: what a client finds in modules would depend on which clients came before.
 """
 
 from __future__ import annotations

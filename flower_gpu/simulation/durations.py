@@ -36,8 +36,6 @@ LONGEST: Final = "longest"
 CPU: Final = "cpu"
 
 _SAVE_S: Final = 60.0  # between two times: a run that is killed has not learned in vain
-_LONG: Final = 1.5  # times the mean, and at least
-_LONG_S: Final = 1.0
 
 
 def device_of(lease: Lease | None) -> str:
@@ -236,15 +234,6 @@ class Durations:
         with self._lock:
             kinds = {kind: self._expectation(kind) for kind in {kind for kind, _ in calls}}
             return [kinds[kind].of(client) for kind, client in calls]
-
-    def is_long(self, kind: str, client: int) -> bool:
-        """Tell whether a client's call is known to take far longer than most: a round may wait for it."""
-        with self._lock:
-            for figures in self._relevant(kind).values():
-                seconds = figures.get(client)
-                if seconds is not None:
-                    return seconds > max(_LONG_S, _LONG * figures.mean_s)
-        return False
 
     def save(self) -> None:
         """Write down what was learned, if anything was."""

@@ -19,10 +19,10 @@ from flower_gpu.simulation import determinism, workers
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MessageHandler, Seeds
+from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.recycling import Recycling
 from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.verifying import Verifier
 from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.threads import planned_threads
 
@@ -55,7 +55,7 @@ class Work:
     num_supernodes: int
     seed: int
     max_workers: int | None = None
-    calls_per_worker: int | None = None
+    calls_per_worker: int = MANY
     verify_recycling: bool = False
     is_deterministic: bool = False
     is_strict: bool = False
@@ -125,13 +125,6 @@ class Host:
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
         if not self.gpus:
             of_calls["gpu"] = "never"  # there is none: it need not be looked for with each message
-        recycling = Recycling(
-            work.calls_per_worker,
-            verifies=work.verify_recycling or (work.is_deterministic and work.calls_per_worker != 1),
-            on_gpu=self._decision.on_gpu,
-            first=self.concurrency,
-            is_strict=work.is_strict,
-        )
         self._handler = handler = MessageHandler(
             work.app,
             nodes,
@@ -139,8 +132,9 @@ class Host:
             work.name,
             seed_of or Seeds(work.seed),
             lambda: Slot(run_server, turns, cores_of_run),
-            recycling,
+            work.calls_per_worker,
             self.durations,
+            verifier=Verifier() if work.verify_recycling else None,
             tries=tries,
             is_deterministic=work.is_deterministic,
             is_strict=work.is_strict,

@@ -6,7 +6,6 @@ import gc
 import hashlib
 import logging
 import os
-import pickle
 import random
 import signal
 import sys
@@ -16,11 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
@@ -29,9 +27,6 @@ from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.workers.forkserver.run_program import leave_after_this_call, may_stay
-
-#: The record of what :func:`handle_and_tell` replies, and its key.
-CHANGED: Final = "changed"
 
 _SEED_WORDS: Final = 8  # of 32 bits
 
@@ -88,49 +83,6 @@ def handle_deterministically(
 
     with frameworks.each_loaded(prepare):
         return handle(app, seed, message, context, identity)
-
-
-def handle_and_tell(
-    app: AppReference | ClientApp,
-    seed: int,
-    message: Message,
-    context: Context,
-    identity: Mapping[str, Any],
-) -> tuple[Message, RecordDict]:
-    """Handle a message, and reply with the names of what that has changed in the app's modules."""
-    if isinstance(app, AppReference):
-        _load(app, seed)
-    before = _globals_of(app)
-    handle(app, seed, message, context, identity)
-    after = _globals_of(app)
-    names = [name for name in after if before.get(name) != after[name]]
-    told = RecordDict({CHANGED: ConfigRecord({CHANGED: names})})
-    return Message(told, reply_to=message), context.state
-
-
-def _globals_of(app: AppReference | ClientApp) -> dict[str, bytes]:
-    """Return a digest of each global of an app's modules, as far as it can be written down."""
-    folder = str(app.folder) if isinstance(app, AppReference) else None
-    found = {}
-    for module_name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        is_own = file.startswith(folder + os.sep) if folder is not None else module_name == "__main__"
-        for name, value in list(vars(module).items()) if is_own else ():
-            if name.startswith("__") or isinstance(value, ModuleType):
-                continue
-            with suppress(Exception):  # what cannot be pickled is the user's, and may raise anything
-                found[f"{module_name}.{name}"] = _digest(value)
-    return found
-
-
-def _digest(value: Any) -> bytes:
-    if hasattr(value, "cache_info"):  # of functools.cache
-        written = repr(value.cache_info()).encode()
-    elif isinstance(value, type | FunctionType):
-        written = pickle.dumps({name: each for name, each in vars(value).items() if not callable(each)})
-    else:
-        written = pickle.dumps(value)
-    return hashlib.blake2b(written).digest()
 
 
 _loaded: dict[AppReference, ClientApp] = {}

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.logger import log
 
-from flower_gpu import frameworks
+from flower_gpu import frameworks, trace
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import (
     FlowerGPUError,
@@ -29,20 +29,15 @@ from flower_gpu.flower import message_call
 from flower_gpu.flower.records import records_in, round_of
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.host_memory import HostMemory
-from flower_gpu.simulation.in_worker import (
-    CHANGED,
-    AppReference,
-    handle,
-    handle_and_tell,
-    handle_deterministically,
-    seed_of,
-)
+from flower_gpu.simulation.in_worker import AppReference, handle, handle_deterministically, seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.recycling import Comparison, Differences, Handled, Recycling, Role, differences
 from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.verifying import Differences, Handled, Verifier, differences
 
 T = TypeVar("T")
 
+#: How many messages a worker handles if nobody says how many: only the kernel and other users end it before.
+MANY: Final = 1000
 #: Metrics in which a reply tells how many examples its client has: of the Message API, and of a NumPyClient.
 _EXAMPLES: Final = ("num-examples", "num_examples")
 # What another run would not have: no client's own error.
@@ -97,10 +92,12 @@ class MessageHandler:
         Returns the seed of the client's random numbers for a message.
     new_slot : callable
         Makes what runs the calls of one thread.
-    recycling : Recycling
-        How many messages a worker handles.
+    calls_per_worker : int
+        How many messages a worker handles, at most.
     durations : Durations, optional
         Learns what messages take.
+    verifier : Verifier, optional
+        Compares what used workers and new ones give; then messages are handled more than once.
     tries : int
         How often a message is handled, at most, whose worker dies.
     is_deterministic : bool
@@ -117,9 +114,10 @@ class MessageHandler:
         name: str,
         seed_of: Callable[[Message], int],
         new_slot: Callable[[], Slot],
-        recycling: Recycling,
+        calls_per_worker: int = MANY,
         durations: Durations | None = None,
         *,
+        verifier: Verifier | None = None,
         tries: int = 1,
         is_deterministic: bool = False,
         is_strict: bool = False,
@@ -141,7 +139,8 @@ class MessageHandler:
         self._running: dict[str, Slot] = {}
         self._is_over = False
         self._worked_at = 0.0  # when a message was done last
-        self._recycling = recycling
+        self._calls_per_worker = calls_per_worker
+        self._verifier = verifier
         self._durations = Durations() if durations is None else durations
         self._memory = HostMemory()
         self._resolved: CallSettings | None = None
@@ -157,7 +156,7 @@ class MessageHandler:
             slot.begin()
             self._running[metadata.message_id] = slot
         try:
-            reply, context = self._handled(message, seed, round_of(message), slot)
+            reply, context = self._handled(message, seed, slot)
         except FlowerGPUError as error:
             if self._is_strict and (end := _end_of_run(error)) is not None:
                 raise end from error
@@ -171,98 +170,38 @@ class MessageHandler:
         self._nodes.keep(context)
         return reply
 
-    def _handled(
-        self, message: Message, seed: int, server_round: int | None, slot: Slot
-    ) -> tuple[Message, Context]:
-        """Have a message handled as its role says; what copies have told goes to ``self._recycling``."""
-        kind = message.metadata.message_type
-        is_long = self._durations.is_long(kind, self._nodes.partition_of(message.metadata.dst_node_id))
-        role = self._recycling.role(kind, server_round, is_used=slot.may_use_again, is_long=is_long)
-        slot.calls_per_worker = self._recycling.calls(role)
-        if role in (Role.NEW, Role.TRIED):
-            slot.begin_anew()
-        else:
-            slot.go_on()
-        if role in (Role.NEW, Role.KEPT):
+    def _handled(self, message: Message, seed: int, slot: Slot) -> tuple[Message, Context]:
+        """Have a message handled: once, unless used workers are to be verified."""
+        slot.go_on(self._calls_per_worker)
+        if self._verifier is None or not slot.may_use_again:
             return self._run_and_learn(message, seed, slot)
-        try:
-            done = self._tried if role is Role.TRIED else self._compared
-            return done(message, seed, kind, slot)
-        except BaseException:
-            self._recycling.gave_up(kind, role)
-            raise
-
-    def _tried(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
-        """Have a new worker handle a message and then a copy of it, which tells what a used one saves."""
-        reply, context = self._run_and_learn(message, seed, slot)
-        new_s, import_s = slot.call_s, slot.import_s
-        if not slot.has_worker and self._recycling.is_too_early(kind):  # measured on a GPU of its own
-            return reply, context
-        copy = self._copy(message, seed, slot)
-        used_s = slot.call_s if slot.is_used_again else None
-        began = time.monotonic()
-        slot.retire()
-        new_s += time.monotonic() - began
-        if used_s is not None:
-            self._compare(Role.TRIED, Handled(context, reply), copy, message, seed)
-        self._recycling.tried(kind, new_s, used_s, import_s)
-        return reply, context
-
-    def _compared(self, message: Message, seed: int, kind: str, slot: Slot) -> tuple[Message, Context]:
-        """Have a new worker handle a message, and the used one a copy of it."""
-        copy = self._copy(message, seed, slot)
+        used = self._handled_more(message, seed, slot)
         was_used = slot.is_used_again
         if slot.has_lease:
-            slot.retire()  # its room may be all that there is: the new worker stays in its place
-            slot.begin_anew()
-            reply, context = self._run_and_learn(message, seed, slot, is_usual=False)
-            slot.idle()  # or gives it to a further one
+            slot.retire()  # its room may be all that there is
+            slot.go_on(1)
+            reply, context = self._run_and_learn(message, seed, slot)
         else:
-            reply, context = self._in_new_worker(
-                message, lambda new: self._run_and_learn(message, seed, new, is_usual=False)
-            )
+            reply, context = self._in_new_worker(message, lambda new: self._run_and_learn(message, seed, new))
         if was_used:
-            self._compare(Role.COMPARED, Handled(context, reply), copy, message, seed)
-        else:
-            self._recycling.gave_up(kind, Role.COMPARED)
+            new = Handled(context, reply)
+            found = differences(new, used)
+            noise: Differences = {}
+            if found:
+                again = self._in_new_worker(message, lambda slot: self._handled_more(message, seed, slot))
+                noise = differences(new, again)
+            client = message_call.client_of(context)
+            self._verifier.compared(message.metadata.message_type, client, found, noise)
         return reply, context
 
-    def _copy(self, message: Message, seed: int, slot: Slot) -> Handled:
-        """Have a copy of a message handled: nothing is kept of it."""
-        slot.is_copying = True
+    def _handled_more(self, message: Message, seed: int, slot: Slot) -> Handled:
+        """Have a message handled once more than it was sent: nothing is kept of it, and nothing traced."""
         try:
-            reply, context = self._run(message, seed, slot)
+            with trace.muted():
+                reply, context = self._run(message, seed, slot)
         except FlowerGPUError as error:
             return Handled(self._nodes.context_of(message.metadata.dst_node_id), error=error)
-        finally:
-            slot.is_copying = False
         return Handled(context, reply)
-
-    def _compare(self, role: Role, new: Handled, used: Handled, message: Message, seed: int) -> None:
-        found = differences(new, used)
-        noise: Differences = {}
-        changed: list[str] = []
-        if found:
-            again = self._in_new_worker(message, lambda slot: self._copy(message, seed, slot))
-            noise = differences(new, again)
-            if found.keys() - noise.keys():
-                changed = self._changed_by(message, seed)
-        comparison = Comparison(message_call.client_of(new.context), found, noise, changed)
-        self._recycling.compared(message.metadata.message_type, role, comparison)
-
-    def _changed_by(self, message: Message, seed: int) -> list[str]:
-        """Return which globals of the app's modules change while a message is handled."""
-
-        def run(slot: Slot) -> tuple[Message, Context]:
-            slot.is_copying = True
-            return self._run(message, seed, slot, handle_and_tell)
-
-        try:
-            told, _ = self._in_new_worker(message, run)
-        except FlowerGPUError:
-            return []
-        names: Any = told.content.config_records[CHANGED][CHANGED]
-        return list(names)
 
     def _in_new_worker(self, message: Message, run: Callable[[Slot], T]) -> T:
         """Run something in a slot of its own, which ends with it."""
@@ -279,27 +218,23 @@ class MessageHandler:
             with self._lock:
                 self._others_started += slot.workers_started
 
-    def _run_and_learn(
-        self, message: Message, seed: int, slot: Slot, *, is_usual: bool = True
-    ) -> tuple[Message, Context]:
+    def _run_and_learn(self, message: Message, seed: int, slot: Slot) -> tuple[Message, Context]:
         """Have a message handled, and learn what that took if it succeeded."""
         reply, context = self._run(message, seed, slot)
         self._has_used = self._has_used or slot.is_used_again
         if not reply.has_error():
             partition = self._nodes.partition_of(context.node_id)
-            # Later workers are forked with what this one had to import.
-            is_usual = is_usual and slot.import_s is None
             told = (slot.call_s, slot.device, _examples_of(reply))
+            # Later workers are forked with what this one had to import.
+            is_usual = slot.import_s is None
             self._durations.learn(message.metadata.message_type, partition, *told, is_usual=is_usual)
         return reply, context
 
-    def _run(
-        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any] | None = None
-    ) -> tuple[Message, Context]:
+    def _run(self, message: Message, seed: int, slot: Slot) -> tuple[Message, Context]:
         """Have a message handled; where its worker dies, a few times."""
         for left in reversed(range(self._tries)):
             try:
-                return self._run_once(message, seed, slot, task or self._task)
+                return self._run_once(message, seed, slot)
             except _TRIED_AGAIN as error:
                 with self._lock:
                     is_wanted = message.metadata.message_id in self._running
@@ -309,14 +244,12 @@ class MessageHandler:
                 log(WARNING, "%s. A new worker handles the message again", first)
         raise AssertionError
 
-    def _run_once(
-        self, message: Message, seed: int, slot: Slot, task: Callable[..., Any]
-    ) -> tuple[Message, Context]:
+    def _run_once(self, message: Message, seed: int, slot: Slot) -> tuple[Message, Context]:
         context = self._nodes.context_of(message.metadata.dst_node_id)
         partition = str(self._nodes.partition_of(context.node_id))
         with self._memory.room(at_once=slot.has_lease):
             reply = message_call.call(
-                task,
+                self._task,
                 (self._app, seed),
                 message,
                 context,
@@ -374,12 +307,16 @@ class MessageHandler:
 
     def facts(self) -> dict[str, Any]:
         """Return what the summary is to hold of this."""
-        recycling = self._recycling.facts()
+        verified = {} if self._verifier is None else self._verifier.facts()
         return {
             "workers_started": self._others_started + sum(slot.workers_started for slot in self._slots),
             "peak_worker_bytes": self._memory.largest_bytes,
             "waits_for_host_memory": self._memory.waits,
-            "recycling": {**recycling, "is_used_again": recycling["is_used_again"] and self._has_used},
+            "recycling": {
+                "calls_per_worker": self._calls_per_worker,
+                "is_used_again": self._has_used,
+                **verified,
+            },
         }
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from flower_gpu.flower.recording.recorder import NOT_PULLED, Recorder, write_eve
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import duration_text
+from flower_gpu.simulation import verifying
 from flower_gpu.simulation.results import ResultFolder, SimulationStoppedError, model_sha256
 from flower_gpu.trace import Event
 from flower_gpu.watch.display import in_notebook, make_display
@@ -248,8 +249,8 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         if summary.get("peak_worker_bytes"):
             text += f", with {summary['peak_worker_bytes'] / 2**20:.0f} MiB at most"
         rows.append(("workers", text))
-    if (recycling := summary.get("recycling")) and recycling["reason"]:
-        rows.append(("recycling", _recycling_text(recycling)))
+    if "compared" in (recycling := summary.get("recycling") or {}):
+        rows.append(("recycling", verifying.text(recycling)))
     for kind, metrics in summary["metrics"].items():
         if text := metrics_text(metrics, _MOST_METRICS):
             rows.append((kind, text))
@@ -259,16 +260,6 @@ def summary_lines(summary: Mapping[str, Any], where: str | None) -> list[str]:
         rows.append(("results", where))
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *_failures(summary)]
-
-
-def _recycling_text(facts: Mapping[str, Any]) -> str:
-    """Say in one sentence whether workers handled several messages, and why."""
-    chosen = "workers used again" if facts["is_used_again"] else "a new worker for each message"
-    text = f"{chosen}: {facts['reason']}"
-    if facts["compared"]:
-        clients = ", ".join(facts["different_clients"])
-        text += f"; {facts['compared']} compared, " + (f"different: {clients}" if clients else "the same")
-    return text
 
 
 def _failures(summary: Mapping[str, Any]) -> list[str]:

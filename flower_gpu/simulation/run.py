@@ -30,12 +30,13 @@ from flower_gpu.gpu import guard
 from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
 from flower_gpu.printable import path_text, told_if_slow
-from flower_gpu.simulation import determinism, machine, workers
+from flower_gpu.simulation import determinism, machine, verifying, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
 from flower_gpu.simulation.engine import Engine, LocalEngine, Rounds
 from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference, seed_of
+from flower_gpu.simulation.messages import MANY
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
@@ -92,11 +93,11 @@ def simulate(
         How many messages are handled at a time, at most. Default: as many as there are cores (one more
         while messages are short), or as there are shares of the GPUs. Leases and memory may let fewer run.
     calls_per_worker : int, optional
-        How many messages a worker handles before it ends, at most. Default: the run finds out whether used
-        workers save time and give the same results.
+        How many messages a worker handles before it ends, at most. Default: 1000, or 1 with
+        ``deterministic``. What it keeps from one message to the next are modules with their globals.
     verify_recycling : bool
-        Have a few messages of used workers handled by new ones as well, and compare the results, where
-        ``calls_per_worker`` is given. Without it that is done in every run.
+        Whether each message of a used worker is handled by a new one as well, to compare the results: a
+        check of the app, in which messages are handled more than once.
     order : str
         Which messages of a round are handled first: ``"longest"``, those that are expected to take longest by
         what was learned of their clients, or ``"sent"``, those that the strategy sends first.
@@ -192,8 +193,13 @@ def simulate(
         of_all = determinism.variables({**os.environ, **env}, before.get("threads", 1))
     of_calls: CallOptions = {**options, "env": {**env, **of_all}}
     is_strict = deterministic and not keep_going
+    if calls_per_worker is None:
+        calls_per_worker = 1 if deterministic else MANY  # what a client leaves in modules is not to be found
     if verify_recycling and calls_per_worker == 1:
-        raise ConfigError("there is nothing to verify: with calls_per_worker=1 no worker is used again")
+        raise ConfigError(
+            "there is nothing to verify: with calls_per_worker=1, the default of deterministic runs, no "
+            "worker is used again"
+        )
     work = Work(
         name,
         client,
@@ -284,6 +290,8 @@ def simulate(
         if resume is None:
             engine.has_begun()
         report.say(engine.where())
+        if verify_recycling:
+            report.say(verifying.NOTE)
         if has_longest_first:
             report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
                 [(kind, nodes.find(node_id)) for node_id in ids]

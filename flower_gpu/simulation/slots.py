@@ -46,10 +46,6 @@ class Slot(Workers):
 
     Attributes
     ----------
-    calls_per_worker : int
-        How many calls the worker of the next call runs, at most, before it ends.
-    is_copying : bool
-        Whether the next calls handle copies of messages, to be compared.
     is_used_again : bool
         Whether the last call had a worker that had run others before.
     call_s : float
@@ -72,9 +68,7 @@ class Slot(Workers):
         self._turns = turns
         self._place = Place(Line(run_server), turns)
         self._cores = cores
-        self.calls_per_worker = 1
-        self.is_copying = False
-        self._takes_idle = False
+        self._calls = 1  # of a worker, at most
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
         self._order: StopOrder | None = None  # to end a worker that is not the line's
         self._ordering = threading.Lock()
@@ -135,7 +129,7 @@ class Slot(Workers):
             finally:
                 self.call_s, self.import_s = time.monotonic() - began, None
         del options["or_spawn"], options["or_copy"]
-        most = 1 if place.is_for_one_call else self.calls_per_worker
+        most = 1 if place.is_for_one_call else self._calls
         idle_pid, on_start = place.line.idle_pid, options.pop("on_start")
 
         def on_worker(pid: int, used: str) -> None:
@@ -202,7 +196,7 @@ class Slot(Workers):
 
     def _fits(self, leasing: Leasing, lease: Lease) -> bool:
         """Tell whether a call can have a worker that idles with a lease."""
-        return self._takes_idle and leasing.may_have(lease)
+        return self._calls > 1 and leasing.may_have(lease)
 
     def _take(self, leasing: Leasing, attempt: Attempt) -> None:
         """Get a new lease, as soon as it is this call's turn to ask."""
@@ -226,16 +220,11 @@ class Slot(Workers):
         # A call that is measured has all of a GPU, and a second try more than others ask for.
         self._place.is_for_one_call = attempt != Attempt() or not leasing.may_have(lease)
 
-    def go_on(self) -> None:
-        """Have a used worker for the next call where there is one."""
-        self._takes_idle = True
-        if not self.has_worker:
+    def go_on(self, calls: int) -> None:
+        """Have a used worker for the next call, where there is one; it handles so many calls at most."""
+        self._calls = calls
+        if calls > 1 and not self.has_worker:
             self._take_idle(_any)
-
-    def begin_anew(self) -> None:
-        """Have a new worker for the next call."""
-        self._takes_idle = False
-        self._leave_place()
 
     def idle(self) -> None:
         """Let a worker with a lease idle: any message of the run may have it, and others its room."""

@@ -131,7 +131,7 @@ class History(RoundHistory):
 
     def messages_under_way(self, host: str) -> int:
         """Return how many messages a worker handles on a host of a Ray cluster, or wait for a lease there."""
-        running = sum(one.host == host and not one.is_copy for one in self.running)
+        running = sum(one.host == host for one in self.running)
         return running + sum(one.host == host for one in self.waiting)
 
     def lease_of(self, worker: WorkerSpan) -> LeaseSpan | None:
@@ -284,7 +284,7 @@ class History(RoundHistory):
 
     def _count_call(self, worker: WorkerSpan) -> None:
         """Count a call that has ended among those of its host."""
-        if (host := self.hosts.get(worker.host)) is not None and not worker.is_copy:
+        if (host := self.hosts.get(worker.host)) is not None:
             outcome = worker.outcome if worker.outcome in OUTCOMES else OTHER
             host.calls[outcome] += 1
             self.tally.calls_of(host.name)[outcome] += 1
@@ -337,7 +337,6 @@ class History(RoundHistory):
             lease=text(event.get("lease")),
             started_at=time,
             cores_lease=text(event.get("cores_lease")),
-            is_copy=event.get("copy") is True,
         )
         place = (worker.host, worker.pid)
         if event.get("used_again") is not True or place not in self._processes:
@@ -373,7 +372,7 @@ class History(RoundHistory):
         if worker.round != self._calls_round:
             self._calls_round = worker.round
             self._calls_done.clear()
-        if outcome != OUT_OF_MEMORY and not worker.is_copy:  # most are tried again
+        if outcome != OUT_OF_MEMORY:  # most are tried again
             self._calls_done[worker.task] += 1
         if (lease := self.lease_of(worker)) is not None:
             lease.is_used = True
@@ -389,7 +388,7 @@ class History(RoundHistory):
             if (nbytes := whole(told.get("peak_bytes"))) is not None:
                 worker.peak_bytes[text(told.get("uuid"))] = nbytes
         is_of_round = self.open_round is not None and worker.round == self.open_round.round
-        if self.open_round is not None and is_of_round and not worker.is_copy:
+        if self.open_round is not None and is_of_round:
             self.open_round.workers_finished += 1
             self.open_round.calls.append(CallFigures(worker.client, worker.seconds, worker.peak_bytes))
 

@@ -145,7 +145,6 @@ class WorkerSpan:
     traceback: str = ""
     peak_bytes: dict[str, int] = field(default_factory=dict)  # by UUID: the most it was seen to use
     progress: tuple[str, int, int | None] = ("", 0, None)  # description, items done, items in all
-    is_copy: bool = False  # it handles a message once more, to be compared: nothing comes of it
     host: str = ""  # of a Ray cluster; empty: the machine of the run itself
 
     @property

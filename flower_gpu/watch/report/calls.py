@@ -122,7 +122,6 @@ class CallTry:
     error: str = ""
     peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
     traceback: str = ""
-    is_copy: bool = False  # a message once more, to be compared
     host: str = ""  # of a Ray cluster; empty: the machine of the run itself
 
     @property
@@ -179,7 +178,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
     return CallTry(
         worker.call,
         worker.client,
-        f"{worker.task} (compared)" if worker.is_copy else worker.task,
+        worker.task,
         worker.round,
         tuple(lease.memory_bytes) if lease is not None else (),
         worker.process,
@@ -188,7 +187,6 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
         worker.error,
         max(worker.peak_bytes.values(), default=None),
         worker.traceback,
-        worker.is_copy,
         worker.host,
     )
 

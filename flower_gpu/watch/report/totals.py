@@ -223,7 +223,7 @@ class HostTotals:
         gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
         return cls(
             host,
-            len({one.call for one in own if not one.is_copy}),
+            len({one.call for one in own}),
             sum(one.has_failed for one in own),
             processes(own),
             sum((part.seconds for part in parts), 0.0),
@@ -331,7 +331,7 @@ def totals_of(
             GPUTotals.of(gpu, holdings[gpu.uuid], samples.get(gpu.uuid, ())) for gpu in history.gpus_of_run
         ),
         phase_s=phases,
-        calls=len({one.call for one in tries if not one.is_copy}),
+        calls=len({one.call for one in tries}),
         workers=processes(one for one in tries if one.client != SERVER),
         server_workers=processes(one for one in tries if one.client == SERVER),
         unfinished=sum(not one.outcome for one in tries),

@@ -316,7 +316,7 @@ def _under_way(history: History) -> dict[str, int]:
     def is_of_it(call: WorkerSpan | LeaseSpan) -> bool:
         return call.round in (one.round, None) and call.client != "server"
 
-    running = sum(is_of_it(worker) and not worker.is_copy for worker in history.running)
+    running = sum(map(is_of_it, history.running))
     waiting = sum(map(is_of_it, history.waiting))
     return {
         "messages_running": running,

@@ -1,0 +1,149 @@
+"""Whether an app depends on what earlier clients left in their worker: asked for, in a run of its own.
+
+A used worker handles a message, and then a new one does, whose reply counts. Where the two differ, a second
+new worker tells what the app gives other values of each time: that says nothing about used workers.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from logging import WARNING
+from math import inf
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
+from flwr.common.logger import log
+
+#: What is said when such a run begins.
+NOTE: Final = (
+    "this run is a check: what a used worker handles, a new one handles as well, to compare the results. "
+    "What the app writes by itself, it writes more than once"
+)
+_MOST_NAMES: Final = 3
+
+#: What differs between two results, and how much relative to the largest value; infinity without a size.
+Differences = dict[str, float]
+
+
+@dataclass
+class Handled:
+    """What came of a message: the reply, or why there is none, and the client's context."""
+
+    context: Context
+    reply: Message | None = None
+    error: BaseException | None = None
+
+
+class Verifier:
+    """Takes note of what was compared. Methods may be called by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compared = 0
+        self._clients: set[str] = set()
+        self._different: set[str] = set()
+        self._noisy: set[str] = set()
+        self._largest = 0.0
+
+    def compared(self, kind: str, client: str, used: Differences, noise: Differences) -> None:
+        """Take note of a message, and say what was different.
+
+        Parameters
+        ----------
+        kind : str
+            The message's type.
+        client : str
+            Whose it is.
+        used : dict
+            What was different between a new worker and a used one.
+        noise : dict
+            The same between two new ones.
+        """
+        different = {name: size for name, size in used.items() if name not in noise}
+        with self._lock:
+            is_first = bool(different) and client not in self._different
+            self._compared += 1
+            self._clients.add(client)
+            if different:
+                self._different.add(client)
+                self._largest = max(self._largest, *different.values())
+            if noise:
+                self._noisy.add(client)
+        if is_first:
+            log(
+                WARNING,
+                "Client %s, %s: a used worker gave another %s than a new one (by %.3g of the largest value). "
+                "The app keeps something from one call to the next; --calls-per-worker 1 gives each message "
+                "a process of its own",
+                *(client, kind, _listed(list(different)), max(different.values())),
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was found, for the summary."""
+        return {
+            "compared": self._compared,
+            "compared_clients": len(self._clients),
+            "different_clients": sorted(self._different),
+            "noisy_clients": sorted(self._noisy),
+            "largest_relative_difference": self._largest,
+        }
+
+
+def text(facts: dict[str, Any]) -> str:
+    """Say in one sentence what :meth:`Verifier.facts` has."""
+    found = f"{facts['compared']} messages of {facts['compared_clients']} clients compared"
+    if facts["noisy_clients"]:
+        found += f"; new workers give other values each time: {_listed(facts['noisy_clients'])}"
+    different = facts["different_clients"]
+    return f"{found}; {f'used workers give others: {_listed(different)}' if different else 'the same'}"
+
+
+def differences(one: Handled, other: Handled) -> Differences:
+    """Return what is different between two results of one message, bit for bit: in reply and state."""
+    if one.error is not None or other.error is not None:
+        error = one.error or other.error
+        return {} if type(one.error) is type(other.error) else {f"result, {type(error).__name__}": inf}
+    assert one.reply is not None and other.reply is not None
+    if one.reply.has_content() != other.reply.has_content():
+        return {"reply": inf}
+    found = _of_records(one.context.state, other.context.state, "state ")
+    if one.reply.has_content():
+        found |= _of_records(one.reply.content, other.reply.content, "metric ")
+    return found
+
+
+def _of_records(one: RecordDict, other: RecordDict, kind: str) -> Differences:
+    found: Differences = {}
+    for name in dict.fromkeys([*one, *other]):
+        a: Any = one.get(name, {})
+        b: Any = other.get(name, {})
+        for key in dict.fromkeys([*a, *b]):
+            if size := difference(a.get(key), b.get(key)):
+                is_array = isinstance(a, ArrayRecord) and kind != "state "
+                found[f"{'array ' if is_array else kind}{name}.{key}"] = size
+    return found
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return how much two values of records differ, relative to the largest; 0: not in a single bit."""
+    if type(one) is not type(other):
+        return inf
+    a, b = (each.numpy() if isinstance(each, Array) else np.asarray(each) for each in (one, other))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return inf
+    if a.tobytes() == b.tobytes():
+        return 0.0
+    if a.dtype.kind not in "biuf":
+        return inf
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    scale = max(*(float(np.max(np.abs(each), initial=0.0)) for each in (a, b)), np.finfo(np.float64).tiny)
+    relative = float(np.max(np.abs(a - b), initial=0.0)) / scale
+    # Also of NaN, and of zeros with another sign, which are as large.
+    return relative if relative > 0 else inf
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
