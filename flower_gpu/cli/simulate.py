@@ -76,7 +76,7 @@ _OPTIONS: Final = {
         group="federation",
     ),
     "deterministic": Option(
-        "the same seed gives the same final model, bit for bit, with any number of workers, used or new, "
+        "the same seed gives the same final model, bit for bit, with any number of workers, "
         "after crashes and --resume; what would change it ends the run",
         SWITCH,
         group="federation",

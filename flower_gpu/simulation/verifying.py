@@ -22,6 +22,7 @@ NOTE: Final = (
     "What the app writes by itself, it writes more than once"
 )
 _MOST_NAMES: Final = 3
+_ARRAY: Final = "array "
 
 #: What differs between two results, and how much relative to the largest value; infinity without a size.
 Differences = dict[str, float]
@@ -69,7 +70,7 @@ class Verifier:
             if different:
                 self._different.add(client)
                 self._largest = max(self._largest, *different.values())
-            if noise:
+            if any(name.startswith(_ARRAY) for name in noise):
                 self._noisy.add(client)
         if is_first:
             log(
@@ -122,7 +123,7 @@ def _of_records(one: RecordDict, other: RecordDict, kind: str) -> Differences:
         for key in dict.fromkeys([*a, *b]):
             if size := difference(a.get(key), b.get(key)):
                 is_array = isinstance(a, ArrayRecord) and kind != "state "
-                found[f"{'array ' if is_array else kind}{name}.{key}"] = size
+                found[f"{_ARRAY if is_array else kind}{name}.{key}"] = size
     return found
 
 

@@ -182,9 +182,9 @@ def refusal(
         (["--num-supernodes", "3", "--max-workers", "0"], "must be a whole number, 1 or more, not '0'"),
         (
             ["--num-supernodes", "3", "--calls-per-worker", "some"],
-            "must be a whole number, 1 or more, or auto, not 'some'",
+            "must be a whole number, 1 or more, not 'some'",
         ),
-        (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "compares nothing"),
+        (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "nothing to verify"),
         (
             ["--num-supernodes", "3", "--timeout-s", "0"],
             "seconds above 0, at most 1e+09, not '0'",

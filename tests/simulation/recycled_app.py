@@ -33,8 +33,9 @@ def train(message: Message, context: Context) -> Message:
         task = "die"
     if task == "die":
         os._exit(3)
-    if task == "load" and calls == 1:  # what a used worker has
-        time.sleep(0.3)
+    if task == "append":
+        with Path(str(config["file"])).open("a") as file:
+            file.write(f"{context.node_config['partition-id']}\n")
     drawn = random.random() + float(np.random.rand())
     more = {"remember": calls, "own": int.from_bytes(os.urandom(4), "little")}.get(task, 0)
     arrays = [np.full(4, drawn + more, np.float64)]

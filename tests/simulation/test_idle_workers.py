@@ -26,7 +26,6 @@ from flower_gpu.leases.ledger import State
 pytestmark = pytest.mark.timeout(240)
 
 OPTIONS = ("--gpu", "require", "--num-gpus", "0.25", "--max-workers", "4")
-USED_AGAIN = ("--calls-per-worker", "100")
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def until(host: StubHost, condition: Callable[[State], Any]) -> State:
 @contextmanager
 def pausing(host: StubHost, *options: str, **env: str) -> Iterator[tuple[Running, list[int]]]:
     """Run a simulation of four clients until its four workers have waited for a while; yield their pids."""
-    options = (*OPTIONS, *USED_AGAIN, *options, "--run-config", "pauses=true seconds=0.3")
+    options = (*OPTIONS, *options, "--run-config", "pauses=true seconds=0.3")
     with host.simulating(4, *options, app="leased", name="first", **env) as run:
         state = until(host, lambda state: sum(entry.is_idle() for entry in state.holders) == 4)
         yield run, [entry.reported()[0] for entry in state.holders]
@@ -56,13 +55,11 @@ def pids(done: Simulation) -> set[int]:
     return {event["pid"] for event in events(done, "worker_started")}
 
 
-@pytest.mark.parametrize(("options", "most"), [(USED_AGAIN, 4), ((), 4 + 2 + 2)])
-def test_workers_stay_from_round_to_round(one_gpu: StubHost, options: tuple[str, ...], most: int) -> None:
-    """By default two messages are compared, and then one in each round, in a new worker each."""
+def test_workers_stay_from_round_to_round(one_gpu: StubHost) -> None:
     config = "num-server-rounds=4 seconds=0.3"
-    done = one_gpu.simulate(4, *OPTIONS, *options, "--run-config", config, app="leased")
+    done = one_gpu.simulate(4, *OPTIONS, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert 4 <= len(pids(done)) == done.summary["workers_started"] <= most
+    assert len(pids(done)) == done.summary["workers_started"] == 4
     assert done.summary["recycling"]["is_used_again"]
     assert one_gpu.status().holders == ()
 
@@ -76,29 +73,15 @@ def test_no_worker_is_used_again_where_each_handles_one_message(one_gpu: StubHos
 
 
 def test_that_workers_may_be_used_again_is_not_that_they_were(one_gpu: StubHost) -> None:
-    done = one_gpu.simulate(2, *OPTIONS, *USED_AGAIN, "--run-config", "seconds=1.0", app="leased")
+    done = one_gpu.simulate(2, *OPTIONS, "--run-config", "seconds=1.0", app="leased")
     assert done.status == 0, done.output
     assert done.summary["workers_started"] == 2
     assert not done.summary["recycling"]["is_used_again"]
 
 
-@pytest.mark.parametrize("share", ["0.25", "1"])
-def test_a_used_worker_that_remembers_is_found_where_idle_ones_have_all_room(
-    one_gpu: StubHost, share: str
-) -> None:
-    """New workers compute what is compared, and all that follows: idle ones make room for them."""
-    config = "num-server-rounds=4 remembers=true"
-    options = ("--gpu", "require", "--num-gpus", share, "--max-workers", "4")
-    done = one_gpu.simulate(4, *options, "--run-config", config, app="leased")
-    assert done.status == 0 and done.summary["failed"] == 0, done.output
-    assert done.summary["recycling"]["different_clients"]
-    last = [call for call in done.calls if call["round"] == 4]
-    assert len({call["pid"] for call in last}) == 4, "a process each"
-
-
 def test_messages_that_wait_for_a_lease_get_the_workers_of_others(one_gpu: StubHost) -> None:
     """Of eight threads four have a lease; the others do not start workers when these have no message."""
-    options = ["--gpu", "require", "--gpu-memory", "3GiB", "--max-workers", "8", *USED_AGAIN]
+    options = ["--gpu", "require", "--gpu-memory", "3GiB", "--max-workers", "8"]
     config = "num-server-rounds=3 seconds=0.2"
     done = one_gpu.simulate(12, *options, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
@@ -107,7 +90,7 @@ def test_messages_that_wait_for_a_lease_get_the_workers_of_others(one_gpu: StubH
 
 def test_the_servers_evaluation_ends_as_many_as_stand_in_its_way(one_gpu: StubHost) -> None:
     config = "num-server-rounds=3 seconds=0.3 evaluates=true"
-    done = one_gpu.simulate(4, *OPTIONS, *USED_AGAIN, "--run-config", config, app="leased")
+    done = one_gpu.simulate(4, *OPTIONS, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     of_server = [
         event
@@ -144,7 +127,7 @@ def test_only_as_many_workers_end_as_another_run_needs(one_gpu: StubHost) -> Non
 def test_a_second_try_of_the_run_itself_gets_the_whole_gpu(one_gpu: StubHost) -> None:
     """Client 3 needs more than its lease, while the workers of the other three have no message."""
     config = "seconds=0.3 too-much='3'"
-    options = ["--gpu", "require", "--gpu-memory", "4GiB", "--max-workers", "4", *USED_AGAIN]
+    options = ["--gpu", "require", "--gpu-memory", "4GiB", "--max-workers", "4"]
     done = one_gpu.simulate(4, *options, "--run-config", config, app="leased")
     assert done.status == 0 and done.summary["failed"] == 0, done.output
     assert [note["partition"] for note in one_gpu.notes() if note["alone"]] == [3]

@@ -30,7 +30,6 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.simulation import grid as grid_module
 from flower_gpu.simulation.duration_file import DurationFile, Known
 from flower_gpu.simulation.durations import CPU, Durations, Figures, device_text, fit
-from flower_gpu.simulation.recycling import Comparison, Recycling, Role
 from flower_gpu.simulation.run import _identity, simulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -143,29 +142,6 @@ def test_the_estimate_is_for_each_model_of_gpu() -> None:
     # No numbers of examples: the other GPU's seconds, by what the two take on the average.
     assert only_fast.expected_s([("train", 0), ("train", 1)]) == [10 * 4 / 15, 20 * 4 / 15]
     assert device_text([slow]) == slow and device_text([slow, fast, slow]) == "NVIDIA H100, 2 x NVIDIA T4"
-
-
-def test_no_copy_of_a_long_message_is_handled() -> None:
-    durations = Durations()
-    for client, seconds in enumerate([1.0, 1.0, 1.0, 9.0]):
-        durations.learn("train", client, seconds)
-    assert [durations.is_long("train", client) for client in range(5)] == [False, False, False, True, False]
-    for client, seconds in enumerate([0.01, 0.9]):
-        durations.learn("evaluate", client, seconds)
-    assert not durations.is_long("evaluate", 1)  # a copy of it costs a round little
-    recycling = Recycling()
-    assert recycling.role("train", 1, is_used=False, is_long=True) is Role.NEW
-    assert recycling.role("train", 1, is_used=False) is Role.TRIED
-    recycling.tried("train", 3.0, 0.1)
-    assert recycling.role("train", 1, is_used=True, is_long=True) is Role.NEW  # not before two were compared
-    for _ in range(2):
-        assert recycling.role("train", 1, is_used=True) is Role.COMPARED
-        recycling.compared("train", Role.COMPARED, Comparison("0", {}, {}, []))
-    assert recycling.role("train", 2, is_used=True, is_long=True) is Role.KEPT
-    assert recycling.role("train", 2, is_used=True) is Role.COMPARED
-    verifying = Recycling(10, verifies=True)
-    assert verifying.role("train", 1, is_used=True, is_long=True) is Role.KEPT
-    assert verifying.role("train", 1, is_used=True) is Role.COMPARED
 
 
 # What follows for a round

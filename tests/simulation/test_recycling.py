@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +15,15 @@ from flwr.app import Message
 from grid_handlers import until
 
 from flower_gpu.errors import ClientCallError, FlowerGPUError, NotDeterministicError, WorkerDiedError
+from flower_gpu.simulation import verifying
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
-from flower_gpu.simulation.messages import MessageHandler, Seeds
+from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
-from flower_gpu.simulation.recycling import CHECKS, Comparison, Recycling, Role, difference
 from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import Slot
+from flower_gpu.simulation.verifying import Verifier, difference
 from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver.line import Line
@@ -115,7 +115,7 @@ class Handler:
     def __init__(
         self,
         run_server: RunServer,
-        calls_per_worker: int | None = None,
+        calls_per_worker: int = MANY,
         seed: int = 3,
         *,
         verifies: bool = False,
@@ -130,8 +130,9 @@ class Handler:
             "recycled",
             Seeds(seed),
             lambda: Slot(run_server, LeaseTurns()),
-            Recycling(calls_per_worker, verifies=verifies, is_strict=is_strict),
+            calls_per_worker,
             self.durations,
+            verifier=Verifier() if verifies else None,
             is_deterministic=is_strict,
             is_strict=is_strict,
         )
@@ -269,111 +270,17 @@ def test_given_up_before_its_worker_is_there(used: bool, new_handler: Callable[.
     assert handler(1)["times"] == 1
 
 
-# What a run finds out by itself
-
-
-def test_used_workers_that_save_time_and_change_nothing(new_handler: Callable[..., Handler]) -> None:
-    """The pid, a metric, is another one in each new worker: that says nothing."""
-    handler = new_handler()
-    found = [handler(number % 4, "load") for number in range(10)]
-    facts = handler.handler.facts()
-    assert facts["recycling"]["is_used_again"], facts
-    assert facts["recycling"]["reason"].startswith("train: a message takes 0.0")
-    # The same client again, then two times another one; all in the first round.
-    assert facts["recycling"]["compared"] == 3
-    assert len({one["pid"] for one in found[:4]}) == 4
-    assert len({one["pid"] for one in found[-6:]}) == 1
-    assert [handler.times(node) for node in range(4)] == [3, 3, 2, 2], "copies leave no state"
-    assert [client for client, _ in handler.durations.learned] == [number % 4 for number in range(10)]
-    assert sum(not is_usual for _, is_usual in handler.durations.learned) >= 2, "the two that were compared"
-    for _ in range(3):  # one message of each round is compared
-        handler(0, "load", "2")
-    assert handler.handler.facts()["recycling"]["compared"] == 4
-    assert handler.handler.facts()["recycling"]["different_clients"] == []
-
-
-@pytest.mark.parametrize(
-    ("pairs", "saves"),
-    [
-        ([(3.0, 2.9)], False),  # of a long message one is enough
-        ([(3.0, 2.6)], True),
-        ([(0.3, 0.1)], True),  # or where so much is saved
-        ([(0.3, 0.2), (0.3, 0.29), (0.3, 0.29)], False),
-        ([(0.3, 0.2), (0.3, 0.2), (0.3, 0.9)], True),
-    ],
-)
-def test_used_workers_that_save_more_than_a_tenth(pairs: list[tuple[float, float]], saves: bool) -> None:
-    recycling = Recycling()
-    for new_s, used_s in pairs:
-        assert recycling.role("train", 1, is_used=False) is Role.TRIED
-        assert recycling.role("train", 1, is_used=False) is Role.NEW, "one at a time"
-        recycling.tried("train", new_s, used_s)
-    assert recycling.role("train", 1, is_used=False) is (Role.KEPT if saves else Role.NEW)
-    assert recycling.role("evaluate", 1, is_used=True) is Role.TRIED, "each kind by itself"
-    assert recycling.facts()["is_used_again"] is saves
-
-
-def test_imports_that_later_workers_do_without_are_not_saved() -> None:
-    recycling = Recycling()
-    for new_s, import_s in [(0.9, 0.8), (0.1, None), (0.1, None), (0.1, None)]:
-        assert recycling.role("train", 1, is_used=False) is Role.TRIED
-        recycling.tried("train", new_s, 0.095, import_s)
-    assert recycling.role("train", 1, is_used=False) is Role.NEW
-    recycling.role("evaluate", 1, is_used=False)
-    recycling.tried("evaluate", 0.9, 0.04, 0.8)
-    assert recycling.role("evaluate", 1, is_used=False) is Role.KEPT, "by more than half, also without them"
-
-
-def test_nothing_is_tried_with_the_first_messages() -> None:
-    recycling = Recycling(first=2)
-    roles = [recycling.role("train", 1, is_used=False) for _ in range(3)]
-    assert roles == [Role.NEW, Role.NEW, Role.TRIED]
-
-
-@pytest.mark.parametrize(("on_gpu", "role"), [(False, Role.NEW), (True, Role.KEPT)])
-def test_what_cannot_be_compared_is_as_before(on_gpu: bool, role: Role) -> None:
-    """A new CUDA context for each message takes long."""
-    recycling = Recycling(on_gpu=on_gpu)
-    recycling.role("train", 1, is_used=False)
-    recycling.compared("train", Role.TRIED, Comparison("0", {"array a": 1.0}, {"array b": 1.0}, []))
-    recycling.tried("train", 3.0, 0.1)
-    assert recycling.role("train", 1, is_used=True) is role
-    assert recycling.calls(role) == (16 if on_gpu else 1)
-    recycling.compared("train", Role.COMPARED, Comparison("0", {"metric a": 1.0}, {}, []))
-    assert recycling.role("train", 1, is_used=True) is Role.NEW
-
-
-def test_a_used_worker_that_changes_weights(
-    new_handler: Callable[..., Handler], caplog: pytest.LogCaptureFixture
+def test_each_message_is_handled_once_by_workers_that_are_used_again(
+    new_handler: Callable[..., Handler], tmp_path: Path
 ) -> None:
-    caplog.set_level("WARNING", "flwr")
     handler = new_handler()
-    found = [handler(number % 4, "remember") for number in range(4)]
-    assert len({one["pid"] for one in found}) == 4
-    facts = handler.handler.facts()["recycling"]
-    assert facts["reason"] == "used workers give array arrays.0 of client 0 another value"
-    assert (facts["is_used_again"], facts["different_clients"]) == (False, ["0"])
-    assert facts["largest_relative_difference"] > 0
-    (warning,) = caplog.messages
-    assert "Client 0, train: a used worker gave another array arrays.0" in warning
-    assert "A call changes recycled_app.calls." in warning
-
-
-@pytest.mark.parametrize(
-    ("task", "calls", "text"),
-    [
-        ("remember", None, "A call changes recycled_app.calls. Use --calls-per-worker 1"),
-        ("remember", 5, "client 1: a used worker gave another array arrays.0"),
-        ("own", None, "client 0: two new workers give other values of array arrays.0"),
-    ],
-)
-def test_other_weights_end_a_strict_run(
-    task: str, calls: int | None, text: str, new_handler: Callable[..., Handler]
-) -> None:
-    handler = new_handler(calls, verifies=calls is not None, is_strict=True)
-    with pytest.raises(NotDeterministicError, match=re.escape(text)):
-        for number in range(4):
-            handler(number, task)
+    log = tmp_path / "handled"
+    found = [handler(number % 4, "append", file=str(log)) for number in range(12)]
+    assert log.read_text().split() == [str(number % 4) for number in range(12)]
+    assert len({one["pid"] for one in found}) == 1
+    assert [handler.times(node) for node in range(4)] == [3] * 4
+    assert handler.handler.facts()["recycling"] == {"calls_per_worker": MANY, "is_used_again": True}
+    assert [client for client, _ in handler.durations.learned] == [number % 4 for number in range(12)]
 
 
 def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(
@@ -401,35 +308,34 @@ def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
     assert found["is_deterministic"] and found["seed"] != torch.Generator().initial_seed()
 
 
-def test_weights_that_two_new_workers_do_not_share(new_handler: Callable[..., Handler]) -> None:
-    handler = new_handler()
-    found = [handler(number % 4, "own") for number in range(3)]
-    assert len({one["pid"] for one in found}) == 3
-    facts = handler.handler.facts()["recycling"]
-    assert (facts["is_used_again"], facts["different_clients"]) == (False, [])
-    assert "of client 0 other values each time" in facts["reason"]
+# Whether used workers change anything, where somebody asks
 
 
-def test_a_number_of_calls_that_is_given_stays(
-    new_handler: Callable[..., Handler], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("task", "different", "noisy"),
+    [("append", [], []), ("remember", ["1", "2", "3"], []), ("own", [], ["0", "1", "2", "3"])],
+)
+def test_used_workers_are_verified(
+    task: str,
+    different: list[str],
+    noisy: list[str],
+    new_handler: Callable[..., Handler],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The pid, a metric, is another one in each new worker: that says nothing of weights."""
     caplog.set_level("WARNING", "flwr")
-    handler = new_handler(10, verifies=True)
-    for number in range(8):
-        handler(number % 4, "remember")
+    handler = new_handler(verifies=True)
+    for number in range(5):
+        handler(number % 4, task, file="/dev/null")
     facts = handler.handler.facts()["recycling"]
-    assert (facts["is_used_again"], facts["compared"]) == (True, CHECKS)
-    assert facts["different_clients"] == ["1", "2", "3"]
-    assert len(caplog.messages) == CHECKS
-    assert [handler.times(node) for node in range(4)] == [2] * 4, "copies leave no state"
-
-
-def test_a_trial_whose_message_fails_is_made_again(new_handler: Callable[..., Handler]) -> None:
-    handler = new_handler()
-    with pytest.raises(ClientCallError):
-        handler(0, "fail")
-    assert handler(1, "load")["times"] == 1
-    assert handler.handler.facts()["recycling"]["compared"] == 1
+    assert (facts["compared"], facts["compared_clients"]) == (4, 4)
+    assert [client for client in facts["different_clients"] if client != "0"] == different
+    assert facts["noisy_clients"] == noisy
+    assert (facts["largest_relative_difference"] > 0) == bool(different)
+    said = [line for line in caplog.messages if "a used worker gave another array arrays.0" in line]
+    assert [line.partition(",")[0] for line in said][:3] == [f"Client {client}" for client in different]
+    assert [handler.times(node) for node in range(4)] == [2, 1, 1, 1], "what is compared leaves no state"
+    assert verifying.text(facts).startswith("4 messages of 4 clients compared")
 
 
 @pytest.mark.parametrize(

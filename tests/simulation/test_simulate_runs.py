@@ -106,7 +106,7 @@ def test_workers_that_are_used_again_give_the_same_model(complete: Simulation, t
     done = run("plain", 4, tmp_path, *options)
     assert done.status == 0, done.output
     assert max(Counter(call["pid"] for call in done.calls).values()) > 1
-    assert done.summary["recycling"]["compared"] == 3
+    assert done.summary["recycling"]["compared"] > 3
     assert done.summary["recycling"]["different_clients"] == []
     assert model(done.folder).tobytes() == model(complete.folder).tobytes()
 
