@@ -355,14 +355,3 @@ def test_no_trace_ends_the_view(tmp_path: Path, events: list[dict[str, object]],
     )
     json.dumps(shown.as_json())
     assert all(line.isprintable() for line in plain_lines(Frame(shown), width))
-
-
-def test_a_message_that_is_handled_once_more_is_counted_once(trace: Trace) -> None:
-    started(trace)
-    trace.write("round_started", round=1, task="train", messages=1)
-    for call, more in (("a", {}), ("b", {"copy": True})):
-        told = {"call": call, "pid": 7, "client": "1", "task": "train", "round": 1, **more}
-        trace.write("worker_started", start_method="run-forkserver", **told)
-        trace.write("worker_finished", start_method="run-forkserver", outcome="ok", seconds=1.0, **told)
-    row = row_of(read(trace.path.parent), time.time())
-    assert (row.messages_done, row.messages_to_come, row.calls_done) == (1, 0, {"train": 1})
