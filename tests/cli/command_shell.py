@@ -19,8 +19,11 @@ USER = Path(__file__).with_name("lease_user.py")
 TIMEOUT_S = 100
 
 COMMAND = """
-import argparse, importlib, sys
+import argparse, importlib, os, sys
 command = importlib.import_module(f"flower_gpu.cli.{sys.argv.pop(1)}")
+if only := os.environ.pop("ONLY", None):
+    checks = command.checks
+    command.checks = lambda confine: {name: checks(confine)[name] for name in only.split(",")}
 parser = argparse.ArgumentParser()
 command.add_arguments(parser)
 code = command.run(parser.parse_args())
@@ -79,10 +82,10 @@ class Shell:
         )
 
     def doctor(
-        self, *arguments: str, env: dict[str, str] | None = None, **options: Any
+        self, *arguments: str, only: str = "", env: dict[str, str] | None = None, **options: Any
     ) -> list[dict[str, str]]:
-        """Return the doctor's findings."""
-        done = self.run("doctor", "--json", *arguments, env=env, **options)
+        """Return the doctor's findings; ``only`` names the checks, of which some start Python or a worker."""
+        done = self.run("doctor", "--json", *arguments, env={**(env or {}), "ONLY": only}, **options)
         assert done.stderr == ""
         told = json.loads(done.stdout)
         findings: list[dict[str, str]] = told["findings"]
