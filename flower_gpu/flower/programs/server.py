@@ -226,7 +226,12 @@ class _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not request.is_adopted:
             request = replace(request, log=os.dup(request.streams[2]))
-        pid = _fork_twice() if request.is_adopted else os.fork()
+        try:
+            pid = _fork_twice() if request.is_adopted else os.fork()
+        except OSError:
+            if request.log >= 0:
+                os.close(request.log)
+            raise
         if pid == 0:
             ours.close()
             if request.log >= 0:

@@ -23,6 +23,9 @@ from flower_gpu.workers.threads import ONE_THREAD
 #: Environment variable with the descriptor of a server's first connection.
 CONNECTION_VARIABLE: Final = "FLOWER_GPU_PROGRAMS"
 
+#: The exit status of a program of which nobody can tell how it has ended: no success.
+UNKNOWN: Final = 255
+
 # Its forks write what they are where their arguments were, and may have more of them.
 _TITLE: Final = " " * 4000
 _PROGRAM: Final = (
@@ -79,8 +82,8 @@ class Program:
 
     def _look(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._answer], [], [], timeout_s)[0]:
-            # Nothing, where the server has ended: as Popen's where somebody else has taken the status.
-            self.returncode = int(_read(self._answer).get("status", 0))
+            # Nothing, where the server has ended.
+            self.returncode = int(_read(self._answer).get("status", UNKNOWN))
             os.close(self._answer)
         return self.returncode
 
@@ -102,7 +105,7 @@ class AdoptedProgram:
             try:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # somebody else has taken its status
-                self.returncode = 0
+                self.returncode = UNKNOWN
             else:
                 if ended:
                     self.returncode = os.waitstatus_to_exitcode(status)

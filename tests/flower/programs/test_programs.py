@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 import pytest
 from waiting import until
 
-from flower_gpu.flower.programs import starter
-from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Program, Programs
+from flower_gpu.flower.programs import server, starter
+from flower_gpu.flower.programs.entry import Entry
+from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, UNKNOWN, Program, Programs
 from flower_gpu.workers.life import adopt_orphans
 
 pytestmark = [
@@ -219,6 +221,21 @@ def test_what_nobody_waits_for_is_not_started(tmp_path: Path, monkeypatch: pytes
     assert not probe.told.exists()
 
 
+def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", fork)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        forks = server._Server(theirs, {})
+        request = server._Request(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=-1)
+        before = os.listdir("/proc/self/fd")  # noqa: PTH208
+        with pytest.raises(BlockingIOError):
+            forks._fork(request, Entry("flwr", "os", "getpid"))
+        assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+
+
 def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
     probe = Probe(tmp_path)
     program = probe.start("wait")
@@ -229,4 +246,4 @@ def test_a_server_that_is_killed_ends_nothing(tmp_path: Path) -> None:
     assert program.poll() is None
     assert probe.start("0") is None
     program.kill()
-    assert program.wait(30) == 0, "as Popen says where somebody else has taken the status"
+    assert program.wait(30) == UNKNOWN != 0, "nobody knows how it has ended"
