@@ -308,6 +308,7 @@ def test_a_run_has_what_was_asked_for(shell: Shell, app: Path) -> None:
 def test_data_are_loaded_once_and_each_worker_has_them(shell: Shell, app: Path) -> None:
     here = app.parent
     options = ["--num-supernodes", "4", "--gpu", "never", "--no-progress", "-c", f"folder='{here}'"]
+    options += ["--calls-per-worker", "1"]  # a call changes what it finds
     preload = f"counting.app:load folder='{here}' size=3"
     done = simulate(shell, here, "app", *options, "--preload", preload)
     assert done.returncode == 0, done.stderr
