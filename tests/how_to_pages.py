@@ -1,4 +1,4 @@
-"""The commands of the pages below docs/how-to."""
+"""The commands and code of pages, above all of those below docs/how-to, and an app for them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,53 @@ from pathlib import Path
 
 PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 
+_PYPROJECT = """
+[project]
+name = "my-app"
+version = "1"
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "my_app.app:server"
+clientapp = "my_app.app:client"
+
+[tool.flwr.app.config]
+num-server-rounds = 1
+learning-rate = 0.5
+"""
+_IMPORTS = """
+import numpy as np
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu import FedAvg
+
+server, client = ServerApp(), ClientApp()
+"""
+
+
+def write_app(folder: Path, code: str) -> Path:
+    """Write the app my-app with this code after its imports; return the folder of its package."""
+    package = folder / "my-app" / "my_app"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "app.py").write_text(f"{_IMPORTS}{code}")
+    (folder / "my-app" / "pyproject.toml").write_text(_PYPROJECT)
+    return package
+
+
+def blocks(page: str | Path, language: str) -> list[str]:
+    """Return the blocks of code in a language: of a page, or of one below docs/how-to by its name."""
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
+    return found
+
 
 def commands(page: str) -> list[str]:
     """Return the lines of the first block of commands of a page, without comments."""
-    block = re.search(r"```bash\n(.*?)```", (PAGES / page).read_text(), re.DOTALL)
-    lines = block[1].splitlines() if block else []
+    lines = next(iter(blocks(page, "bash")), "").splitlines()
     return [command for line in lines if (command := re.sub(r"(^|\s)# ?.*", "", line).rstrip())]
 
 

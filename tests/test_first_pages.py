@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from how_to_pages import PAGES, blocks
 
 from flower_gpu.launch import ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[1]
-TUTORIAL = (REPOSITORY / "docs/tutorial/first-federation.md").read_text()
-START_CLIENT = (REPOSITORY / "docs/how-to/from-start-client.md").read_text()
+TUTORIAL = REPOSITORY / "docs/tutorial/first-federation.md"
+START_CLIENT = PAGES / "from-start-client.md"
 
 # Instead of the numbers in the pages.
 SMALL = ((r"--clients \d+", "--clients 2"), (r"--rounds \d+", "--rounds 3"))
@@ -35,11 +36,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
-
-
-def commands(page: str, name: str) -> list[list[str]]:
+def commands(page: Path, name: str) -> list[list[str]]:
     """Return the words of a page's commands of this program, with small numbers."""
     found = []
     for line in "".join(blocks(page, "bash")).splitlines():
@@ -50,7 +47,7 @@ def commands(page: str, name: str) -> list[list[str]]:
     return found
 
 
-def write_app(here: Path, page: str) -> Path:
+def write_app(here: Path, page: Path) -> Path:
     """Write the app of a page, whose module is the last example in Python."""
     app = here / "my-app"
     app.mkdir()

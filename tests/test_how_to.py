@@ -1,17 +1,19 @@
-"""The first command of each page below docs/how-to runs: here, or in the test that is named."""
+"""The first command of each page below docs/how-to runs, here or in a test that is named; and recipes do."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from how_to_pages import PAGES, commands
-from launched import StubHost
-from test_recipes import APP, PYPROJECT, environment
+from how_to_pages import PAGES, blocks, commands, write_app
+from launched import StubHost, events_of
 
 from flower_gpu.apps.app import parse_pairs
 from flower_gpu.calls.settings import GPUSettings
@@ -24,14 +26,15 @@ ELSEWHERE = {
     "confine.md": "tests/flower/supernode/test_supernode_pages.py",
     "from-start-client.md": "tests/test_first_pages.py",
     "keys.md": "tests/launch/keyed_superlink.py",
-    "lab-server.md": "tests/test_recipes.py",
     "simulate.md": "tests/test_simulate_docs.py",
     "supernodes.md": "tests/flower/supernode/test_supernode_pages.py",
-    "sweeps.md": "tests/test_recipes.py",
 }
 #: Flower's own command, with options of ours: they are read here.
 READ = {"existing-app.md"}
 HERE = {"debug.md", "from-ray.md", "share-gpus.md", "slurm.md", "trackers.md", "watch.md"}
+#: Whose commands are run by tests of their own, at the end.
+RECIPES = {"lab-server.md", "sweeps.md"}
+RATES = ["0.01", "0.1", "1.0"]
 
 # Instead of what a page has: fewer clients, the run that is there, and commands that end by themselves.
 SMALL = (
@@ -42,6 +45,23 @@ SMALL = (
     (r"flower-gpu doctor", "flower-gpu doctor || [ $? = 1 ]"),  # of problems of this host
 )
 
+APP = """
+@server.main()
+def main(grid, context):
+    arrays = ArrayRecord({"w": Array(np.zeros(1, np.float32))})
+    FedAvg().start(grid, arrays, num_rounds=1, evaluate_fn=evaluate)
+
+
+def evaluate(server_round, arrays):
+    return MetricRecord({"w": float(arrays["w"].numpy()[0])})
+
+
+@client.train()
+def train(message, context):
+    w = message.content["arrays"]["w"].numpy() + np.float32(context.run_config["learning-rate"])
+    content = {"arrays": ArrayRecord({"w": Array(w)}), "metrics": MetricRecord({"num-examples": 1})}
+    return Message(RecordDict(content), reply_to=message)
+"""
 TASK = """
 def train(weights, config, partition_id):
     return [weight + config["server-round"] for weight in weights], 1, {}
@@ -50,7 +70,7 @@ def train(weights, config, partition_id):
 
 def test_the_first_command_of_every_page_is_run_by_a_test() -> None:
     with_commands = {page.name for page in PAGES.glob("*.md") if commands(page.name)}
-    assert with_commands == INSTALL | ELSEWHERE.keys() | READ | HERE
+    assert with_commands == INSTALL | ELSEWHERE.keys() | READ | HERE | RECIPES
     for page, test in ELSEWHERE.items():
         assert page in (REPOSITORY / test).read_text(), test
 
@@ -72,16 +92,23 @@ def test_what_a_node_is_told_in_its_config_is_read() -> None:
     assert request.memory_bytes == 4 << 30
 
 
+def environment(host: StubHost, folder: Path) -> dict[str, str]:
+    state = folder / "state"
+    state.mkdir(mode=0o700, exist_ok=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return {**os.environ, **host.env, "PATH": path, "FLOWER_GPU_STATE_DIR": str(state)}
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
 def test_first_commands_one_after_the_other(tmp_path: Path) -> None:
     """On a host with a stub GPU; what needs no GPU, cluster or account of others runs as it stands."""
-    (tmp_path / "my-app").mkdir()
-    (tmp_path / "my-app" / "pyproject.toml").write_text(PYPROJECT)
-    (tmp_path / "my-app" / "my_app.py").write_text(APP)
+    write_app(tmp_path, APP)
     (tmp_path / "task.py").write_text(TASK)
-    example = re.findall(r"```python\n(.*?)```", (PAGES / "debug.md").read_text(), re.DOTALL)[0]
-    script = example.replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1) + "print('trained')\n"
+    script = (
+        blocks("debug.md", "python")[0].replace("\nclient", "\nweights = [np.zeros(2)]\nclient", 1)
+        + "print('trained')\n"
+    )
     (tmp_path / "my_script.py").write_text(script)
 
     lines = [commands("from-ray.md")[1], commands("trackers.md")[1]]
@@ -103,3 +130,54 @@ def test_first_commands_one_after_the_other(tmp_path: Path) -> None:
     for said in ("trained", "2 messages, 0 failed", "GPU 0", "#SBATCH --gpus-per-node=2", "tensorboard"):
         assert said in done.stdout, said
     assert list(tmp_path.glob("runs/*/tensorboard/*")) and list(tmp_path.glob("runs/*/report.html"))
+
+
+def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+    )
+    logs = "".join(path.read_text() for path in folder.glob("sweep/*.log"))
+    assert done.returncode == 0, done.stdout + logs
+    return done.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("number", "rates"), [(0, RATES[1:2]), (1, RATES)], ids=["loop", "xargs"])
+def test_a_sweep_shares_the_gpu(number: int, rates: list[str], tmp_path: Path) -> None:
+    write_app(tmp_path, APP)
+    command = blocks("sweeps.md", "bash")[number]
+    assert " ".join(RATES) in command and "--clients 20" in command
+    small = command.replace(" ".join(RATES), " ".join(rates)).replace("--clients 20", "--clients 2")
+    env = environment(StubHost(tmp_path / "host", gpus=1), tmp_path)
+    run(["bash", "-ec", small], tmp_path, {**env, "FLOWER_GPU_NUM_GPUS": "0.25"})
+
+    found = run([sys.executable, "-c", blocks("sweeps.md", "python")[0]], tmp_path, env)
+    assert [line.split()[:2] for line in found.splitlines()] == [[rate, "completed"] for rate in rates]
+    used = set()
+    for rate, line in zip(rates, found.splitlines(), strict=True):
+        assert float(re.search(r"'w': ([\d.e-]+)", line)[1]) == pytest.approx(float(rate))  # type: ignore[index]
+        (folder,) = (path for path in (tmp_path / "sweep" / rate).iterdir() if path.is_dir())
+        granted = events_of(folder, "lease_granted")
+        assert granted
+        used |= {gpu["uuid"] for event in granted for gpu in event["gpus"]}
+    assert len(used) == 1, "all runs on the one GPU"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(400)
+def test_the_ledger_of_a_lab_is_for_all_accounts(tmp_path: Path) -> None:
+    command = blocks("lab-server.md", "bash")[1]
+    assert command.count("/var/tmp/leases") == 2
+    script = (
+        command.replace("/var/tmp/leases", str(tmp_path / "leases")) + "flower-gpu doctor --json || true\n"
+    )
+    env = environment(StubHost(tmp_path / "host", gpus=1), tmp_path)
+    findings = json.loads(run(["bash", "-ec", script], tmp_path, env))["findings"]
+    (ledger,) = (one for one in findings if one["check"] == "ledger")
+    assert (ledger["level"], ledger["text"]) == (
+        "ok",
+        f"{tmp_path / 'leases'}, for all accounts of this host",
+    )
+    quoted = re.search(r'"ok  ledger  /tmp, (.+)"', blocks("lab-server.md", "bash")[0])
+    assert quoted and ledger["text"].endswith(quoted[1])

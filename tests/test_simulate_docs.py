@@ -13,45 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_programs
+from how_to_pages import PAGES, blocks, write_app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "how-to" / "simulate.md").read_text()
-REFERENCE = (DOCS / "reference" / "simulate.md").read_text()
+REFERENCE = (PAGES.parent / "reference" / "simulate.md").read_text()
 
 # Instead of the numbers of clients, rounds and megabytes in the page.
 SMALL = ((r"\b1000\b", "3"), (r"num-server-rounds=\d+", "num-server-rounds=1"), (r"\d+MiB", "1MiB"))
 A_RUN = "runs/2026-01-31_12-00-00"
 RUN_TIMEOUT_S = 150  # what a run of a second may take on a busy machine
 
-PYPROJECT = """
-[project]
-name = "my-app"
-version = "1"
-
-[tool.flwr.app]
-publisher = "nobody"
-
-[tool.flwr.app.components]
-serverapp = "my_app.app:server"
-clientapp = "my_app.app:client"
-
-[tool.flwr.app.config]
-num-server-rounds = 1
-learning-rate = 0.5
-"""
 APP = """
-import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import ServerApp
-
-from flower_gpu import FedAvg
-
-server, client = ServerApp(), ClientApp()
-
-
 @server.main()
 def main(grid, context):
     arrays = ArrayRecord({"w": Array(np.zeros(3, np.float32))})
@@ -97,14 +71,10 @@ for number, (variables, words) in enumerate(json.loads(sys.argv[1])):
 Run = Callable[[list[str]], "subprocess.CompletedProcess[str]"]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def commands() -> list[str]:
     return [
         line.partition("  #")[0].strip()
-        for block in blocks("bash")
+        for block in blocks("simulate.md", "bash")
         for line in block.splitlines()
         if "flower-gpu" in line
     ]
@@ -120,12 +90,7 @@ def small(text: str) -> str:
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an app and a file of values."""
     here = tmp_path_factory.mktemp("simulate")
-    package = here / "my-app" / "my_app"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "app.py").write_text(APP)
-    (package / "task.py").write_text(TASK)
-    (here / "my-app" / "pyproject.toml").write_text(PYPROJECT)
+    (write_app(here, APP) / "task.py").write_text(TASK)
     (here / "values.toml").write_text("learning-rate = 0.25\n")
     return here
 
@@ -136,14 +101,7 @@ def run(here: Path) -> Run:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLWR_", "CUDA_"))}
 
     def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=here,
-            env=kept,
-            capture_output=True,
-            text=True,
-            timeout=RUN_TIMEOUT_S,
-        )
+        done = run_programs.run([sys.executable, *words], cwd=here, env=kept, timeout_s=RUN_TIMEOUT_S)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -176,7 +134,7 @@ def test_each_command_of_the_page_runs(command: str, summaries: dict[str, dict[s
 
 
 def test_the_examples_in_python_run_one_after_the_other(here: Path, run: Run) -> None:
-    examples = [small(example) for example in blocks("python")]
+    examples = [small(example) for example in blocks("simulate.md", "python")]
     (of_script,) = (example for example in examples if "client_app)," in example)
     examples.remove(of_script)
     (here / "of_script.py").write_text(of_script)

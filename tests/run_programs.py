@@ -1,0 +1,27 @@
+"""Programs that run to their end, for what they print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+TIMEOUT_S = 150  # more than enough; the machine may be busy
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def run(command: Sequence[object], timeout_s: float = TIMEOUT_S, **options: Any) -> Ended:
+    """Run a command; `options` are those of subprocess.run."""
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout_s, **options)
+
+
+def run_python(code: str, *arguments: object, **options: Any) -> Ended:
+    """Run code in a Python of its own."""
+    return run([sys.executable, "-c", code, *arguments], **options)
+
+
+def run_cli(*arguments: object, **options: Any) -> Ended:
+    """Run `flower-gpu` with these arguments."""
+    return run([sys.executable, "-m", "flower_gpu.cli", *arguments], **options)
