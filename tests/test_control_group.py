@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from run_programs import run
 
 from flower_gpu import control_group
 from flower_gpu.workers import threads
@@ -205,7 +205,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[Path]:
 def run_in(group: Path, code: str, *arguments: str) -> str:
     program = "import os, sys\nopen(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n" + code
     command = [sys.executable, "-c", program, str(group), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=ENVIRON)
+    done = run(command, env=ENVIRON)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_programs import run
 
 import flower_gpu
 
@@ -53,7 +53,7 @@ FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def run_python(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run(command)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

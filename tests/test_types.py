@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
 from typing import get_args, get_overloads, get_type_hints
 
 import pytest
+from run_programs import run
 
 from flower_gpu import CallOptions, distributed, gpu_client, run_in_worker, simulate
 from flower_gpu.options import CALL
@@ -41,9 +41,7 @@ def test_wrong_options_are_found(checker: str, tmp_path: Path) -> None:
         command = ["mypy", "--config-file", "mypy.ini", "--cache-dir", str(tmp_path / "cache")]
 
     shutil.copy(USER_FILE, tmp_path / "user.py")
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "user.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run([sys.executable, "-m", *command, "user.py"], cwd=tmp_path, timeout_s=175)
 
     found = {int(line) for line in re.findall(r"user\.py:(\d+):.*\berror\b", done.stdout)}
     lines = USER_FILE.read_text().splitlines()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from run_programs import run_python
 
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 
@@ -113,13 +112,7 @@ def test_source_that_cannot_be_imported_names_nothing(tmp_path: Path, text: str)
 
 def test_it_is_what_python_asks_for() -> None:
     folder, _, package = (REPOSITORY / "examples/scaffold/scaffold").as_posix().rpartition("/")
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED, folder, f"{package}.client_app"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_python(ASKED, folder, f"{package}.client_app", check=True)
     asked = {each for each in done.stdout.split() if each.split(".")[0] != package}
     assert asked
     assert asked <= set(libraries_of(Path(folder), f"{package}.client_app"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nvml_stub import Host
+from run_programs import run_python
 
 TESTS = Path(__file__).parents[1]
 USER = Path(__file__).with_name("lease_user.py")
@@ -72,13 +73,8 @@ class Shell:
         self, command: str, *arguments: str, env: dict[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
-        return subprocess.run(
-            [sys.executable, "-c", COMMAND, command, *arguments],
-            env={**self.env, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            **options,
+        return run_python(
+            COMMAND, command, *arguments, env={**self.env, **(env or {})}, timeout_s=TIMEOUT_S, **options
         )
 
     def doctor(

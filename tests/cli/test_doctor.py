@@ -22,6 +22,7 @@ import cuda_stub
 import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
+from run_programs import run_python
 
 from flower_gpu.calls import runner
 from flower_gpu.cli import doctor
@@ -440,7 +441,7 @@ def test_a_state_folder_that_others_can_write_to_is_a_problem(here: Shell) -> No
 def test_a_fork_server_answers_or_does_not(here: Shell) -> None:
     code = "import flower_gpu as f; print(f.run_in_worker('os:getppid', start_method='forkserver'))"
     env = {**here.env, "FLOWER_GPU_POLICY": "never"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=90)
+    done = run_python(code, env=env)
     assert done.returncode == 0, done.stderr
     pid = int(done.stdout)
     try:

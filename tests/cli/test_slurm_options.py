@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import run_programs
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import simulate
@@ -218,7 +218,7 @@ def test_options_of_sbatch_have_their_values_on_their_lines() -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_bash_can_read_the_script(tmp_path: Path, nodes: int) -> None:
     script = batch_script(plan(tmp_path, nodes=nodes, gpus_per_node="2"))
-    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+    done = run_programs.run(["bash", "-n"], input=script)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("ray" in script.lower()) == (nodes > 1)
 
@@ -253,9 +253,7 @@ def test_a_job_that_is_started_again_goes_on_with_its_newest_run(
     env = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17"}
     if restarts is not None:
         env["SLURM_RESTART_COUNT"] = str(restarts)
-    done = subprocess.run(
-        ["bash"], input=batch_script(made), env=env, capture_output=True, text=True, cwd="/"
-    )
+    done = run_programs.run(["bash"], input=batch_script(made), env=env, cwd="/")
     assert done.stderr == ""
     option, value = expected
     value = value if resume else f"{here}/{value}"

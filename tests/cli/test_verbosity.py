@@ -7,13 +7,13 @@ import logging
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from command_shell import Shell
 from nvml_stub import GIB, Host
+from run_programs import run_cli, run_python
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import verbosity
@@ -47,14 +47,7 @@ PARSERS = dict(parsers(build_parser()))
 
 
 def run(shell: Shell, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", *arguments],
-        env=shell.env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return run_cli(*arguments, env=shell.env, stdin=subprocess.DEVNULL)
 
 
 def test_the_parsers_are_those_of_all_commands() -> None:
@@ -157,13 +150,7 @@ logging.getLogger("flwr").debug("<after>")
     [(1, "never", 0), (1, "later", 0), (0, "never", 2), (-1, "never", 3), (-1, "before", 3)],
 )
 def test_lines_are_shown_once_by_level(value: int, flwr: str, first: int, shell: Shell) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEVELS, str(value), flwr, "to children"],
-        env=shell.env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_python(LEVELS, str(value), flwr, "to children", env=shell.env)
     assert done.returncode == 0, done.stderr
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")  # Python's own handler begins at warnings
     expected = [f"{name} {level}" for name in ("flwr", "flwr.flower_gpu") for level in levels[first:]]
@@ -216,13 +203,7 @@ with applied(1):
 
 
 def test_debug_lines_tell_of_leases(shell: Shell, host: Host) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEASED],
-        env=shell.on(host).env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = run_python(LEASED, env=shell.on(host).env)
     assert done.stdout == "2.0\n", done.stderr
     assert re.search(
         r"^math:sqrt of client 3 has a lease on 2\.0 GiB of GPU \d after \d+\.\d\d s$", done.stderr, re.M

@@ -6,8 +6,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import array_tasks
@@ -18,6 +16,7 @@ from flwr.common import Array, ArrayRecord, ConfigRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from run_programs import run_python
 
 from flower_gpu import run_in_worker
 from flower_gpu.flower import arrays
@@ -261,5 +260,5 @@ reply = transport.create("test")
 transport.write_reply(Array(np.ones(300_000)), reply)
 array = transport.read_reply(reply)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0 1.0 2400128\n", "")

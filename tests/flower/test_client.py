@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import flower_tasks  # the folder of this file is on sys.path (pytest rootdir/co
 import numpy as np
 import pytest
 from flwr.common import Code, FitIns, GetParametersIns, ndarrays_to_parameters, parameters_to_ndarrays
+from run_programs import run
 
 from flower_gpu import (
     ConfigError,
@@ -175,13 +175,7 @@ def test_torch_results_do_not_bring_torch_into_the_client(tmp_path: Path) -> Non
         "assert 'torch' not in sys.modules\n"
     )
     folder = str(Path(__file__).parent)
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": folder},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run([sys.executable, script], env={**os.environ, "PYTHONPATH": folder})
     assert done.returncode == 0, done.stderr
     assert "array([1., 1.], dtype=float32)], 3, {'loss': 0.5}" in done.stdout
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from run_programs import run_python
 
 from flower_gpu.errors import WorkerTaskError
 from flower_gpu.frameworks.out_of_memory import out_of_memory_in
@@ -27,7 +25,7 @@ except WorkerTaskError as error:
 
 @pytest.mark.timeout(180)
 def test_a_caller_without_torch_knows_a_workers_error() -> None:
-    done = subprocess.run([sys.executable, "-c", CALLER], capture_output=True, text=True, timeout=120)
+    done = run_python(CALLER)
     assert done.stdout == "full\n", done.stderr
 
 

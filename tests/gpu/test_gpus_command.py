@@ -6,14 +6,13 @@ import argparse
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import nvml_stub
 import pytest
 from nvml_stub import GIB, Host
+from run_programs import run_python
 
 from flower_gpu.cli import gpus
 
@@ -38,9 +37,7 @@ sys.exit(code)
 def output(env: dict[str, str], *arguments: str) -> str:
     """Run the command and return what it prints; it never fails and says nothing on stderr."""
     plain = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *arguments], env={**plain, **env}, capture_output=True, text=True
-    )
+    done = run_python(COMMAND, *arguments, env={**plain, **env})
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

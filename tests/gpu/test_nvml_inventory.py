@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +15,7 @@ import nvml_stub
 import pytest
 from forked import TESTS
 from nvml_stub import GIB, Host
+from run_programs import run
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -408,7 +408,7 @@ def taken_with_library_in(folder: Path) -> dict[str, Any]:
         pytest.skip("this machine has NVIDIA's library")
     command = [sys.executable, str(Path(__file__).with_name("taker.py")), "--alone"]
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(TESTS)}
-    done = subprocess.run(command, env=env, input="take\n", capture_output=True, text=True, check=True)
+    done = run(command, env=env, input="take\n", check=True)
     found: dict[str, Any] = json.loads(done.stdout)["answer"]
     return found
 

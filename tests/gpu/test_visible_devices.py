@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nvml_stub import Host
+from run_programs import run
 
 from flower_gpu.gpu.inventory import GPU, Inventory, visible
 
@@ -181,7 +181,7 @@ def test_pytorch_counts_as_many(host: Host) -> None:
     env = {**os.environ, **host.env, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, "-c", COUNTED, json.dumps(values)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = run(command, env=env, check=True)
     found = inventory(gpu(0, first), gpu(1, second))
     ours = {value: len(visible(found, value)) for value in values}
     assert ours == dict(zip(values, json.loads(done.stdout), strict=True))

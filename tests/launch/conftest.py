@@ -7,13 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from launch_helpers import COMMAND, PlanOn, processes_of
 from nvml_stub import Host
+from run_programs import run_python
 from waiting import until
 
 Launch = Callable[..., "subprocess.Popen[str]"]
@@ -76,13 +76,8 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
         none = Host(tmp_path / "no-gpus", gpus=0)
         here = {"FLOWER_GPU_STATE_DIR": str(tmp_path / "state"), "FLOWER_GPU_LEDGER_DIR": str(tmp_path)}
         pairs = [(line, variables) if isinstance(line, str) else line for line in lines]
-        done = subprocess.run(
-            [sys.executable, "-c", PLANS],
-            input=json.dumps([str(tiny_app), each, pairs]),
-            env={**kept, **here, **(host or none).env},
-            capture_output=True,
-            text=True,
-            timeout=60,
+        done = run_python(
+            PLANS, input=json.dumps([str(tiny_app), each, pairs]), env={**kept, **here, **(host or none).env}
         )
         assert done.returncode == 0, done.stderr
         answers = json.loads(done.stdout)

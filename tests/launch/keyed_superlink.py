@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from how_to_pages import first_command
+from run_programs import run
 from waiting import until
 
 from flower_gpu.launch import ports
@@ -32,9 +33,7 @@ class SuperLink:
 
     def flwr(self, line: str) -> str:
         """Run a command line of Flower's, as it was printed."""
-        done = subprocess.run(
-            shlex.split(line), env=self.env, capture_output=True, text=True, timeout=60, check=False
-        )
+        done = run(shlex.split(line), env=self.env)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from run_programs import run
 from waiting import until
 
 from flower_gpu.launch.ports import HOST, free_ports
@@ -67,9 +68,7 @@ class Cluster:
 
     def __call__(self, *command: str) -> str:
         """Return what one of Slurm's commands prints."""
-        done = subprocess.run(
-            command, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
-        )
+        done = run(command, env={**os.environ, **self.env})
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
@@ -122,7 +121,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 def _idle(found: Cluster) -> int:
     command = ["sinfo", "--noheader", "--Node", "--format=%T"]
-    done = subprocess.run(command, env={**os.environ, **found.env}, capture_output=True, text=True)
+    done = run(command, env={**os.environ, **found.env})
     return done.stdout.split().count("idle")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_helpers import processes_of
+from run_programs import run
 from waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -34,8 +34,9 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_launch_runs_an_app(interpreter: Path, tiny_app: Path, tmp_path: Path) -> None:
     log_dir = tmp_path / "runs"
-    command = [interpreter, "-m", "flower_gpu.cli", "launch", tiny_app, "--log-dir", log_dir]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    options = ("--clients", "1", "--rounds", "1", "--log-dir", log_dir)
+    command = [interpreter, "-m", "flower_gpu.cli", "launch", tiny_app, *options]
+    done = run(command, timeout_s=240, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = log_dir.iterdir()
     assert json.loads((folder / "result.json").read_text())["rounds"]
@@ -45,7 +46,7 @@ def test_launch_runs_an_app(interpreter: Path, tiny_app: Path, tmp_path: Path) -
 
 def test_supernode_becomes_flowers(interpreter: Path, tmp_path: Path) -> None:
     command = [interpreter, "-m", "flower_gpu.cli", "supernode", "--", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--superlink" in done.stdout and "flower-supernode" in done.stdout
 
@@ -60,20 +61,14 @@ def test_doctor_names_the_folder_of_the_commands(interpreter: Path, tmp_path: Pa
     for name in ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp"):
         (target / "bin" / name).write_text("#!/bin/sh\n")
         (target / "bin" / name).chmod(0o755)
-    python_path = f"{target}{os.pathsep}{os.environ['PYTHONPATH']}"
-
-    def flower(path: str) -> dict[str, str]:
-        done = subprocess.run(
-            [interpreter, "-m", "flower_gpu.cli", "doctor", "--json"],
-            env={**os.environ, "PYTHONPATH": python_path, "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        told = [each for each in json.loads(done.stdout)["findings"] if each["check"] == "flower"]
-        commands: dict[str, str] = told[-1]
-        return commands
-
-    told = flower("/usr/bin:/bin")
-    assert (told["level"], told["todo"]) == ("note", f'export PATH="{target}/bin:$PATH"')
-    assert flower(f"{target}/bin:/usr/bin:/bin")["level"] == "ok"
+    program = (
+        "import json, os, sys; from flower_gpu.doctor.environment import _commands\n"
+        "for os.environ['PATH'] in sys.argv[1:]: print(json.dumps(list(_commands())[-1]))"
+    )
+    done = run(
+        [interpreter, "-c", program, "/usr/bin:/bin", f"{target}/bin:/usr/bin:/bin"],
+        env={**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{os.environ['PYTHONPATH']}"},
+    )
+    told, on_path = map(json.loads, done.stdout.splitlines())
+    assert (told[0], told[2]) == ("note", f'export PATH="{target}/bin:$PATH"')
+    assert on_path[0] == "ok"

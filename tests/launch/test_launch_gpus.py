@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from launch_helpers import PlanOn
 from nvml_stub import GIB, Host
+from run_programs import run
 
 from flower_gpu import options
 from flower_gpu.apps.folder import RunFolder
@@ -37,60 +37,38 @@ REFUSED = [
 ]
 
 BOTH = "calls run on GPU 0 (NVIDIA Stub 16GB), GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"
-POSSIBLE = [
-    ("", [BOTH]),
-    ("--gpu require", [BOTH]),
-    ("--gpu force --num-gpus 2", [BOTH]),
-    ("--num-gpus 2 --node-config gpu-ids='0,1'", []),
-    (
-        "--gpu-memory 4GiB",
-        [
-            "leases: 4.0 GiB of one GPU for a call; GPU 0 (NVIDIA Stub 16GB) has room for 3 at a time, "
-            "GPU 1 (NVIDIA Stub 16GB) has room for 3 at a time"
-        ],
-    ),
-    (
-        "--gpu-memory 16128MiB --gpu-ids 1",
-        [
-            "leases: 15.8 GiB of one GPU for a call; GPU 1 (NVIDIA Stub 16GB) has room for 1 at a time",
-        ],
-    ),
-    (
-        "--num-gpus 0.05 --gpu-ids 0",
-        [
-            "leases: 0.05 of one GPU for a call; GPU 0 (NVIDIA Stub 16GB) has room for 20 at a time",
-        ],
-    ),
-    (
-        "--gpu-ids 0,7",
-        [
-            "note: client 1: there is no GPU 7; used instead: all that there are, GPU 0 (NVIDIA Stub 16GB), "
-            "GPU 1 (NVIDIA Stub 16GB)",
-            "note: the server: there is no GPU 7; used instead: the others that were named, GPU 0 (NVIDIA "
-            "Stub 16GB)",
-        ],
-    ),
-    (
-        "--gpu never --gpu-memory 100GiB",
-        [
-            "note: --gpu-memory 100GiB has no effect: all calls run on the CPU, the device policy is never",
-        ],
-    ),
-    (
-        "--use-gpu false --num-gpus 4",
-        [
-            "note: --num-gpus 4 has no effect but for distributed functions, which run in 4 ranks: all "
-            "calls run on the CPU, use-gpu is false",
-        ],
-    ),
-    (
-        "--gpu force --use-gpu false",
-        [
-            "note: this node's policy is force: a GPU is used though the server does not want one",
-            BOTH,
-        ],
-    ),
-]
+GPU_0, GPU_1 = "GPU 0 (NVIDIA Stub 16GB)", "GPU 1 (NVIDIA Stub 16GB)"
+NO_EFFECT = "all calls run on the CPU"
+POSSIBLE = {
+    "": [BOTH],
+    "--gpu require": [BOTH],
+    "--gpu force --num-gpus 2": [BOTH],
+    "--num-gpus 2 --node-config gpu-ids='0,1'": [],
+    "--gpu-memory 4GiB": [
+        f"leases: 4.0 GiB of one GPU for a call; {GPU_0} has room for 3 at a time, "
+        f"{GPU_1} has room for 3 at a time"
+    ],
+    "--gpu-memory 16128MiB --gpu-ids 1": [
+        f"leases: 15.8 GiB of one GPU for a call; {GPU_1} has room for 1 at a time"
+    ],
+    "--num-gpus 0.05 --gpu-ids 0": [
+        f"leases: 0.05 of one GPU for a call; {GPU_0} has room for 20 at a time"
+    ],
+    "--gpu-ids 0,7": [
+        f"note: client 1: there is no GPU 7; used instead: all that there are, {GPU_0}, {GPU_1}",
+        f"note: the server: there is no GPU 7; used instead: the others that were named, {GPU_0}",
+    ],
+    "--gpu never --gpu-memory 100GiB": [
+        f"note: --gpu-memory 100GiB has no effect: {NO_EFFECT}, the device policy is never"
+    ],
+    "--use-gpu false --num-gpus 4": [
+        "note: --num-gpus 4 has no effect but for distributed functions, which run in 4 ranks: "
+        f"{NO_EFFECT}, use-gpu is false"
+    ],
+    "--gpu force --use-gpu false": [
+        "note: this node's policy is force: a GPU is used though the server does not want one", BOTH
+    ],
+}  # fmt: skip
 
 
 def test_what_no_gpu_can_ever_give_is_refused(plan_on: PlanOn, host: Host) -> None:
@@ -101,8 +79,8 @@ def test_what_no_gpu_can_ever_give_is_refused(plan_on: PlanOn, host: Host) -> No
 
 
 def test_what_can_be_given_is_not(plan_on: PlanOn, host: Host) -> None:
-    answers = plan_on(host, *(line for line, _ in POSSIBLE))
-    assert answers == [(remarks, None) for _, remarks in POSSIBLE]
+    answers = plan_on(host, *POSSIBLE)
+    assert answers == [(remarks, None) for remarks in POSSIBLE.values()]
 
 
 def test_only_usable_and_visible_gpus_count(plan_on: PlanOn, host: Host) -> None:
@@ -182,13 +160,7 @@ def test_without_a_gpu(plan_on: PlanOn) -> None:
 def test_a_refused_plan_ends_the_launcher_with_2_and_leaves_nothing(tiny_app: Path, host: Host) -> None:
     runs = tiny_app.parent / "runs"
     command = [sys.executable, "-m", "flower_gpu.cli", "launch", str(tiny_app), "--log-dir", str(runs)]
-    done = subprocess.run(
-        [*command, "--gpu-memory", "100GiB"],
-        env={**os.environ, **host.env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run([*command, "--gpu-memory", "100GiB"], env={**os.environ, **host.env})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("flower-gpu launch: --gpu-memory 100GiB: ")
     assert not runs.exists()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_programs import run
 
 from flower_gpu.cli import main as cli
 from flower_gpu.flower import commands
@@ -253,12 +253,8 @@ def test_clients_share_the_cores(tiny_app: Path) -> None:
 )
 def test_answers_without_dependencies(line: str) -> None:
     """-S: no installed package can be imported, as in a fresh clone."""
-    result = subprocess.run(
-        [sys.executable, "-S", "-m", "flower_gpu.cli", *line.split()],
-        cwd=Path(cli.__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
+    result = run(
+        [sys.executable, "-S", "-m", "flower_gpu.cli", *line.split()], cwd=Path(cli.__file__).parents[2]
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "flower-gpu" in result.stdout

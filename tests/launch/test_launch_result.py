@@ -43,36 +43,22 @@ EVENTS = [
 NUMBERS = {name: value for name, value in METRICS.items() if name != "num_examples"}
 NOTHING = dict.fromkeys(("loss", "accuracy", "precision", "recall", "f1"))
 NO_MESSAGES = {"messages": 0, "failed": 0}
+
+
+def row(number: int, seconds: float | None, told: dict[str, Any], **figures: float) -> dict[str, Any]:
+    counted = {**NO_MESSAGES, "metrics": {"server-evaluate": told}}
+    return {"round": number, **NOTHING, **figures, "seconds": seconds, **counted}
+
+
+def ran(pid: int, seconds: float | None) -> dict[str, Any]:
+    return {"pid": pid, "client": "0", "task": "fit", "start_method": "spawn", "seconds": seconds}
+
+
 RESULT = {
-    "initial": {
-        "round": 0,
-        **{**NOTHING, "loss": 2.5},
-        "seconds": None,
-        **NO_MESSAGES,
-        "metrics": {"server-evaluate": {"loss": 2.5}},
-    },
-    "rounds": [
-        {
-            "round": 1,
-            **NUMBERS,
-            "seconds": 2.25,
-            **NO_MESSAGES,
-            "metrics": {"server-evaluate": METRICS},
-        },
-        {
-            "round": 2,
-            **NOTHING,
-            "seconds": 1.75,
-            **NO_MESSAGES,
-            "metrics": {"server-evaluate": {"loss": None}},
-        },
-    ],
+    "initial": row(0, None, {"loss": 2.5}, loss=2.5),
+    "rounds": [row(1, 2.25, METRICS, **NUMBERS), row(2, 1.75, {"loss": None})],
     **NO_MESSAGES,
-    "workers": [
-        {"pid": 11, "client": "0", "task": "fit", "start_method": "spawn", "seconds": 0.5},
-        {"pid": 12, "client": "0", "task": "fit", "start_method": "spawn", "seconds": None},
-        {"pid": 11, "client": "0", "task": "fit", "start_method": "spawn", "seconds": 0.25},
-    ],
+    "workers": [ran(11, 0.5), ran(12, None), ran(11, 0.25)],
 }
 
 

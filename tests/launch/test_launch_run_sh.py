@@ -7,10 +7,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import run_programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,9 +79,7 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 
 def run(script: Path, *arguments: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(script), *arguments], env=env, cwd=cwd, capture_output=True, text=True, timeout=150
-    )
+    return run_programs.run([str(script), *arguments], env=env, cwd=cwd)
 
 
 def expected(clone: Path, *arguments: str) -> str:
@@ -149,8 +147,12 @@ def without_ensurepip(folder: Path) -> None:
     lacking.mkdir()
     (lacking / "ensurepip.py").write_text("raise ModuleNotFoundError('ensurepip')\n")
     python = (folder / "python3").resolve()
+    replace_python(folder, f'PYTHONPATH="{lacking}" exec "{python}" "$@"')
+
+
+def replace_python(folder: Path, line: str) -> None:
     (folder / "python3").unlink()
-    (folder / "python3").write_text(f'#!/bin/sh\nPYTHONPATH="{lacking}" exec "{python}" "$@"\n')
+    (folder / "python3").write_text(f"#!/bin/sh\n{line}\n")
     (folder / "python3").chmod(0o755)
 
 
@@ -208,9 +210,7 @@ def test_an_environment_keeps_its_python(clone: Path, env: dict[str, str], tmp_p
     (clone / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "run.sh", clone / "tests")
     (clone / ".venv" / "mine").touch()
-    (tmp_path / "bin" / "python3").unlink()
-    (tmp_path / "bin" / "python3").write_text("#!/bin/sh\necho another python >&2\nexit 0\n")
-    (tmp_path / "bin" / "python3").chmod(0o755)
+    replace_python(tmp_path / "bin", "echo another python >&2\nexit 0")
     result = run(clone / "tests" / "run.sh", env=env, cwd=tmp_path)
     assert "another python" not in result.stderr and "No module named pytest" in result.stderr
     assert (clone / ".venv" / ".flower-gpu-dev").exists() and (clone / ".venv" / "mine").exists()
@@ -241,22 +241,11 @@ def test_an_existing_environment_without_the_package(
     ]  # fmt: skip
 
 
-@pytest.fixture
-def no_python(env: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment with the programs run.sh uses, but no Python that is new enough."""
-    folder = tmp_path / "no-python"
-    folder.mkdir()
-    for name in ("bash", "cat", "cksum", "dirname", "env", "flock", "mkdir", "readlink", "rm", "touch"):
-        if found := shutil.which(name):
-            (folder / name).symlink_to(found)
-    (folder / "python3").write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.8.1 || exit 1\n")
-    (folder / "python3").chmod(0o755)
-    yield {**env, "PATH": str(folder)}
-
-
-def test_no_python(clone: Path, no_python: dict[str, str], tmp_path: Path) -> None:
+def test_no_python(clone: Path, env: dict[str, str], tmp_path: Path) -> None:
+    env = only(env, tmp_path)
+    replace_python(tmp_path / "bin", "[ $1 = --version ] && echo Python 3.8.1 || exit 1")
     for arguments in ([], ["--help"]):
-        result = run(clone / "run.sh", *arguments, env=no_python, cwd=tmp_path)
+        result = run(clone / "run.sh", *arguments, env=env, cwd=tmp_path)
         assert (result.returncode, result.stdout) == (1, "")
         assert result.stderr == ("run.sh: needs Python 3.11 or newer; python3 here is Python 3.8.1\n")
     assert not (clone / ".venv").exists()

@@ -17,6 +17,7 @@ import pytest
 from file_tables import files_in, files_in_table
 from launch_helpers import COMMAND, processes_of
 from live_processes import is_running
+from run_programs import run
 from waiting import until
 
 from flower_gpu import trace
@@ -128,7 +129,7 @@ def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int,
         Of each run its folder, exit status, stdout, and stderr.
     """
     options = (
-        ["evaluate-fails-on='1'", "--tracker", "wandb", "--tracker=tensorboard"],
+        ["evaluate-fails-on='1'", "--report", "--tracker", "wandb", "--tracker=tensorboard"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
     environment = {
@@ -177,7 +178,7 @@ def test_trackers_get_what_the_trace_tells(ordinary_run: tuple[Path, str, str]) 
     # The supervisor has ended all processes of the run, and left the one of W&B until all was sent.
     [sent] = folder.glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(sent)]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    shown = run(command).stdout
     assert re.search(r"^  app +ordinary$", shown, re.M), shown
     assert re.search(r"^  outcome +completed$", shown, re.M) and "finished (exit code 0)" in shown, shown
 
@@ -199,7 +200,9 @@ def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, s
         {"train": {"train_loss": 0.5}, "evaluate": {"eval_acc": accuracy}} for accuracy in (0.25, 0.5)
     ]
     assert (result["messages"], result["failed"]) == (8, 2)
-    assert "2 of 2" in write_report(folder).read_text()
+    assert re.findall(r"(?m)^report +(.+)$", out) == [str(folder / "report.html")]
+    report = (folder / "report.html").read_text()
+    assert "flower-gpu launch" in report and "completed, 2 of 8 messages failed" in report
     failures = (folder / "failures.log").read_text()
     assert failures.count("evaluate of client 1 failed in round") == 2
 
@@ -209,9 +212,9 @@ def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
     there = files_in(folder)
     reference = files_in_table("reference/launch.md", "## The folder of a run")
     assert there <= reference
-    # What this run has no reason for. The report is another test's.
+    # What this run has no reason for.
     none = {"server.log", "register.log", "app/", "model.safetensors"}
-    assert reference - there - {"report.html"} == none
+    assert reference - there == none
     assert files_in_table("tutorial/first-federation.md") - there == {"model.safetensors"}
 
 

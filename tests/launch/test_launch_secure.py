@@ -19,15 +19,16 @@ from typing import TypeVar
 
 import psutil
 import pytest
+import run_programs
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from launch_helpers import COMMAND, processes_of
-from live_processes import is_running
+from run_programs import run_python
 from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.flower.mutual_tls import Identity
-from flower_gpu.launch import guard, ports
+from flower_gpu.launch import ports
 from flower_gpu.launch.authority import Authority
 from flower_gpu.launch.node_keys import NodeKey, node_keys
 from flower_gpu.launch.run_keys import made_for_run
@@ -266,12 +267,9 @@ def test_a_node_without_a_registered_key_is_turned_away(live: SecureRun, tmp_pat
 def flwr(run: SecureRun, command: Sequence[str], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run Flower's command line with the run's configuration, as its operator if ``command`` is ours."""
     shown = Identity(run.keys / "operator.pem").variables
-    return subprocess.run(
+    return run_programs.run(
         [*command, *arguments],
         env={**own_environment(run.folder), **shown, "FLWR_HOME": str(run.run_folder / "flwr")},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
 
 
@@ -301,6 +299,14 @@ def test_keys_are_for_this_account_alone_and_that_of_the_authority_is_in_no_file
     assert not [text for text in environments if "PRIVATE KEY" in text]
 
 
+def test_a_run_that_is_interrupted_leaves_no_key(live: SecureRun) -> None:
+    """The last of the tests of this run."""
+    assert len(live.key_folders()) == 1
+    live.process.send_signal(signal.SIGINT)
+    assert live.finish()[0] == 130
+    assert live.key_folders() == []
+
+
 def test_a_run_completes_and_leaves_no_key(tmp_path: Path) -> None:
     run = SecureRun.start(tmp_path, "--rounds=2")
     code, out, err = run.finish()
@@ -315,28 +321,14 @@ def test_a_run_completes_and_leaves_no_key(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_fails_leaves_no_key(tmp_path: Path) -> None:
-    run = SecureRun.start(tmp_path, "--run-config", "fail='evaluate'")
-    code, _, err = run.finish()
-    assert code == 1
-    assert "RuntimeError: the evaluation fails on purpose" in err
-    assert list(tmp_path.glob("state/*/run-keys")) != []
-    assert run.key_folders() == []
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name)
-def test_a_run_that_is_ended_leaves_no_key(signum: signal.Signals, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_leaves_no_key(tmp_path: Path) -> None:
     run = SecureRun.start(tmp_path, "--run-config", "seconds=1000.0")
     try:
         run.wait_for_training()
         assert len(run.key_folders()) == 1
-        run.process.send_signal(signum)
-        code, _, _ = run.finish()
-        assert code == (130 if signum == signal.SIGINT else -9)
-        if signum == signal.SIGINT:
-            assert run.key_folders() == []
-        else:
-            until(lambda: run.key_folders() == [], "the guard has removed them", 30)
+        run.process.kill()
+        assert run.finish()[0] == -9
+        until(lambda: run.key_folders() == [], "the guard has removed them", 30)
     finally:
         run.end()
 
@@ -344,29 +336,29 @@ def test_a_run_that_is_ended_leaves_no_key(signum: signal.Signals, tmp_path: Pat
 def test_keys_of_a_run_that_was_killed_with_its_guard_go_with_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = SecureRun.start(tmp_path, "--run-config", "seconds=1000.0")
-    try:
-        run.wait_for_training()
-        left = run.keys
-        guards = []
-        for child in psutil.Process(run.process.pid).children():
-            with suppress(psutil.ZombieProcess):
-                guards += [child] if guard.__file__ in child.cmdline() else []
-        assert len(guards) == 1
-        monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
-        with made_for_run(1):  # a run beside it takes nothing away
-            assert left.is_dir()
-        for process in (*guards, psutil.Process(run.process.pid)):
-            process.kill()
-        run.finish()
-        until(lambda: not is_running(guards[0].pid), "the guard is gone")
-        assert stat.S_IMODE(left.stat().st_mode) == 0o700
-        with made_for_run(1) as keys:
-            assert run.key_folders() == [keys.folder]
-        assert run.key_folders() == []
-    finally:
-        run.of_processes(lambda process: process.kill())
-        run.end()
+    program = (
+        "from flower_gpu.launch.run_keys import made_for_run\n"
+        "with made_for_run(1) as keys:\n    print(keys.folder, flush=True)\n    input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=own_environment(tmp_path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    left = Path(process.stdout.readline().rstrip())
+    monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(tmp_path / "state"))
+    with made_for_run(1):  # a run beside it takes nothing away
+        assert left.is_dir()
+    process.kill()
+    process.communicate()
+    assert stat.S_IMODE(left.stat().st_mode) == 0o700
+    with pytest.raises(RuntimeError, match="it fails"), made_for_run(1) as keys:
+        assert list(left.parent.iterdir()) == [keys.folder]
+        raise RuntimeError("it fails")
+    assert list(left.parent.iterdir()) == []
 
 
 def test_keys_that_cannot_be_written_leave_none(tmp_path: Path) -> None:
@@ -378,13 +370,7 @@ def test_keys_that_cannot_be_written_leave_none(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600)); "
         "made_for_run(1).__enter__()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=own_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(program, env=own_environment(tmp_path))
     assert re.search(
         r"ConfigError: --secure cannot write .*File too large.*FLOWER_GPU_STATE_DIR", done.stderr
     )
@@ -412,13 +398,7 @@ for what in (
     except ConfigError as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **Identity(tmp_path / "own.pem").variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_python(program, env={**os.environ, **Identity(tmp_path / "own.pem").variables})
     assert re.fullmatch(
         r"a server of Flower's without certificates: .*\nhttp://127.0.0.1:9: .* connects by TLS only\n",
         done.stdout,

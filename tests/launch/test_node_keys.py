@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from flwr.supernode.cli.flower_supernode import _try_setup_client_authentication
+from run_programs import run, run_python
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.launch.node_keys import NodeKey, node_keys
@@ -252,9 +253,7 @@ def test_a_key_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
         "node_keys(Path(sys.argv[1]), 1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "keys")], capture_output=True, text=True, timeout=30
-    )
+    done = run_python(program, str(tmp_path / "keys"))
     assert re.search(r"ConfigError: --keys .*: .*File too large", done.stderr), done.stderr
     assert contents(tmp_path / "keys") == {}
     [key] = node_keys(tmp_path / "keys", 1)
@@ -265,7 +264,5 @@ def test_ssh_keygen_takes_the_key_for_one_of_its_own(tmp_path: Path) -> None:
     if shutil.which("ssh-keygen") is None:
         pytest.skip("needs ssh-keygen")
     [key] = node_keys(tmp_path / "keys", 1)
-    done = subprocess.run(
-        ["ssh-keygen", "-y", "-f", str(key.private)], capture_output=True, text=True, timeout=30
-    )
+    done = run(["ssh-keygen", "-y", "-f", str(key.private)])
     assert done.stdout.split() == key.public_text.split(), done.stderr

@@ -120,14 +120,9 @@ class Run:
         return sorted(self._events, key=lambda event: event["time"])
 
     def _started(self) -> Event:
+        sizes = {"total_bytes": 16 * GIB, "capacity_bytes": int(self.capacity_gib * GIB)}
         gpus = [
-            {
-                "uuid": uuid,
-                "index": number,
-                "name": "NVIDIA A100",
-                "total_bytes": 16 * GIB,
-                "capacity_bytes": int(self.capacity_gib * GIB),
-            }
+            {"uuid": uuid, "index": number, "name": "NVIDIA A100", **sizes}
             for number, uuid in enumerate(self.uuids)
         ]
         return at(
@@ -206,12 +201,6 @@ class Run:
             gpus = []
             for uuid in self.uuids:
                 used = sum(size for when, of, size in self._samples if of == uuid and when <= number * 0.5)
-                gpus.append(
-                    {
-                        "uuid": uuid,
-                        "used_bytes": int(self.base_gib * GIB + used),
-                        "utilization_percent": 90 if used else 0,
-                        "temperature_c": 60 if used else 40,
-                    }
-                )
+                busy = {"utilization_percent": 90 if used else 0, "temperature_c": 60 if used else 40}
+                gpus.append({"uuid": uuid, "used_bytes": int(self.base_gib * GIB + used), **busy})
             self._add(number * 0.5, "gpu_sample", gpus=gpus)

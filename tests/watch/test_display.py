@@ -13,6 +13,7 @@ from fcntl import ioctl
 from typing import Any
 
 import pytest
+from run_programs import run_python
 
 from flower_gpu import trace
 from flower_gpu.watch import display as display_module
@@ -270,9 +271,7 @@ tell("round_finished", round=1, task="train", messages=1, failed=1, seconds=1.0,
 display.close()
 print("fine")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = run_python(code, check=True)
     assert (done.stdout, done.stderr) == ("fine\n", "")
 
 

@@ -8,8 +8,6 @@ import os
 import random
 import re
 import stat
-import subprocess
-import sys
 import xml.etree.ElementTree
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -21,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_traces import Run, at, history_of, on_hosts, write
+from run_programs import run_cli, run_python
 
 from flower_gpu import trace
 from flower_gpu.apps.recording import recorded_run
@@ -344,13 +343,7 @@ assert "matplotlib" not in sys.modules
 assert cli.main(["report", sys.argv[1]]) == 0
 assert "matplotlib.pyplot" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        env={**kept, "HOME": str(home), "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python(code, str(tmp_path / "run"), env={**kept, "HOME": str(home), "TMPDIR": str(temporary)})
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"flower-gpu: no report: ConfigError: .*\n", done.stderr)
     assert list(home.iterdir()) == list(temporary.iterdir()) == []
@@ -380,12 +373,8 @@ def test_the_settings_of_a_program_stay_as_they_are(tmp_path: Path) -> None:
 def test_a_run_ends_with_the_command_for_its_report(tmp_path: Path) -> None:
     app = Path(__file__).parents[1] / "simulation" / "apps" / "plain"
     command = ["simulate", str(app), "--num-supernodes", "2", "--log-dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "flower_gpu.cli", *command],
-        env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"},
-        capture_output=True,
-        text=True,
-        timeout=120,
+    done = run_cli(
+        *command, env={name: value for name, value in os.environ.items() if name != "FLOWER_GPU_RUN_DIR"}
     )
     assert done.returncode == 0, done.stderr
     [folder] = tmp_path.iterdir()

@@ -313,16 +313,8 @@ ODD = st.one_of(
 NAMES = [
     *("run_started", "run_finished", "gpu_sample", "strategy_started", "round_started", "round_finished"),
     *("round", "lease_requested", "lease_granted", "lease_not_granted", "lease_released", "worker_started"),
-    *(
-        "host_joined",
-        "host_lost",
-        "task_started",
-        "cuda_started",
-        "progress",
-        "worker_result",
-        "worker_finished",
-        "out_of_memory",
-    ),
+    *("host_joined", "host_lost", "task_started", "cuda_started", "progress", "worker_result"),
+    *("worker_finished", "out_of_memory"),
 ]
 FIELDS = [
     *("call", "client", "task", "round", "pid", "lease", "gpus", "memory_bytes", "count", "share", "alone"),

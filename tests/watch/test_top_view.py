@@ -136,20 +136,8 @@ def test_nothing_is_wider_or_higher_than_the_terminal(
     assert texts(shown, width, height, keys="q quits")
 
 
-KEYS = [
-    b"\t",
-    b"\x1b[Z",
-    b"\x1b[A",
-    b"\x1bOB",
-    b"\x1b[5~",
-    b"\x1b[6~",
-    b"\x1b[H",
-    b"\x1b[F",
-    b"<",
-    b">",
-    b"r",
-    b"\x1b",
-]
+ARROWS = [b"\x1b[A", b"\x1bOB", b"\x1b[5~", b"\x1b[6~", b"\x1b[H", b"\x1b[F"]
+KEYS = [b"\t", b"\x1b[Z", *ARROWS, b"<", b">", b"r", b"\x1b"]
 
 
 @settings(max_examples=50, deadline=None)

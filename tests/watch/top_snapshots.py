@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from nvml_stub import GIB
 
@@ -28,20 +29,10 @@ WORKER = WorkerRow(
     progress_done=12,
     progress_total=40,
 )
-HELD = replace(
-    WORKER,
-    run="",
-    client="",
-    task="",
-    round=None,
-    lease="2f",
-    used_bytes=None,
-    peak_bytes=None,
-    phase="held",
-    progress="",
-    progress_done=None,
-    progress_total=None,
-)
+#: What is not known of a worker that holds a lease, starts, or is on the CPU.
+UNTOLD: dict[str, Any] = {"used_bytes": None, "peak_bytes": None}
+UNTOLD |= {"progress": "", "progress_done": None, "progress_total": None}
+HELD = replace(WORKER, run="", client="", task="", round=None, lease="2f", phase="held", **UNTOLD)
 WAITING = WaitingRow(
     lease="3f",
     run="quickstart",
@@ -103,12 +94,8 @@ ON_CPU = replace(
     gpus=(),
     lease="",
     lease_bytes=None,
-    used_bytes=None,
-    peak_bytes=None,
     seconds=1.0,
-    progress="",
-    progress_done=None,
-    progress_total=None,
+    **UNTOLD,
 )
 
 
@@ -137,18 +124,8 @@ HOST = RunHostRow(
     utilization_percent=80.5,
     lost=None,
 )
-LOST = replace(
-    HOST,
-    host="node3",
-    messages=0,
-    concurrency=0,
-    calls_done=340,
-    calls_failed=0,
-    used_bytes=None,
-    leased_bytes=None,
-    utilization_percent=None,
-    lost="its agent died",
-)
+LOST = replace(HOST, host="node3", messages=0, concurrency=0, calls_done=340, calls_failed=0)
+LOST = replace(LOST, used_bytes=None, leased_bytes=None, utilization_percent=None, lost="its agent died")
 
 
 def gpu(index: int = 0) -> GPURow:
@@ -210,17 +187,7 @@ def snapshot(**changes: object) -> Snapshot:
         runs=(RUN, SIMULATION),
         workers=(
             WORKER,
-            replace(
-                WORKER,
-                client="5",
-                seconds=3.0,
-                phase="starting",
-                used_bytes=None,
-                peak_bytes=None,
-                progress="",
-                progress_done=None,
-                progress_total=None,
-            ),
+            replace(WORKER, client="5", seconds=3.0, phase="starting", **UNTOLD),
             ON_CPU,
             replace(HELD, label="evaluate of client 1", lease_bytes=GIB, seconds=600.0),
             replace(HELD, user="alice", lease_bytes=2 * GIB, seconds=7200.0),

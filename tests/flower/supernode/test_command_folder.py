@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from run_programs import run
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import commands
@@ -132,7 +133,7 @@ def test_another_environment_has_another_folder(monkeypatch: pytest.MonkeyPatch,
     assert len(set(folders)) == 3
     flags = [sys.executable, "-O", "-W", "error::UserWarning", "-c"]
     make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
-    done = subprocess.run([*flags, make], capture_output=True, text=True, timeout=60, check=True)
+    done = run([*flags, make], check=True)
     optimised = Path(done.stdout.strip())
     assert optimised not in folders
     assert "-O" in (optimised / COMMAND).read_text()
@@ -148,14 +149,11 @@ def test_the_command_of_a_virtual_environment_with_an_odd_name_starts(state: Pat
     (site / "ours.pth").write_text("\n".join(paths))
     make = "from flower_gpu.flower import commands; print(commands.CommandFolder().make())"
     python = str(folder / "bin" / "python")
-    made = subprocess.run([python, "-c", make], capture_output=True, text=True, timeout=60, check=True)
+    made = run([python, "-c", make], check=True)
     command = f"{made.stdout.strip()}/{COMMAND}"
     # Flower's own help, from that interpreter: nothing of the name was taken apart.
-    done = subprocess.run(
+    done = run(
         [command, "--allow-runtime-dependency-installation", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=100,
         cwd="/",
         env={**os.environ, "FLWR_HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"},
     )
@@ -215,12 +213,9 @@ def test_a_folder_from_which_nothing_can_be_started_is_refused(tmp_path: Path) -
     state.mkdir()
     make = "from flower_gpu.flower import commands; commands.fast_start({}, with_lease=True)"
     mount = f"mount -t tmpfs -o noexec,mode=0700 none {shlex.quote(str(state))} || exit 77"
-    done = subprocess.run(
+    done = run(
         ["unshare", "-m", "sh", "-c", f'{mount}; exec "$0" "$@"', sys.executable, "-c", make],
         env={**os.environ, "FLOWER_GPU_STATE_DIR": str(state)},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     if done.returncode == 77:
         pytest.skip("file systems cannot be mounted here")

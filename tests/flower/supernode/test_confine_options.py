@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from flwr.cli import install
+from run_programs import run_python
 
 from flower_gpu import seccomp
 from flower_gpu.cli import supernode
@@ -167,9 +168,7 @@ sys.exit(main(sys.argv[2:]))
 
 def on_kernel_without_landlock(*line: str) -> subprocess.CompletedProcess[str]:
     no_such_call = "38"  # ENOSYS
-    return subprocess.run(
-        [sys.executable, "-c", _OLDER, no_such_call, *line], capture_output=True, text=True, timeout=60
-    )
+    return run_python(_OLDER, no_such_call, *line)
 
 
 @pytest.mark.parametrize("option", ["--confine", "--confine=strict"])
@@ -245,12 +244,10 @@ def test_an_app_is_installed_where_apps_are(home: Path, monkeypatch: pytest.Monk
 
 def test_packages_of_an_apps_choice_are_not_installed(tmp_path: Path) -> None:
     program = "from flower_gpu.flower.flwr_clientapp import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--allow-runtime-dependency-installation"],
+    done = run_python(
+        program,
+        "--allow-runtime-dependency-installation",
         env={**os.environ, **Allowed().environment(), RULE_VARIABLE: "lease"},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert done.returncode == 1
     assert "--allow-runtime-dependency-installation cannot be had together" in done.stderr

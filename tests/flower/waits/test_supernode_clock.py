@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_programs import run_python
 
 from flower_gpu.flower.supernode import Clock, Loop, is_on_this_host
 from flower_gpu.flower.waits import pace, wakeup
@@ -170,8 +170,6 @@ for module in (inflatable_utils, start_client_internal):
 answer_for_many(SUPERLINK + SUPERNODE)
 print(router.fleet_handlers.pull_object.__module__, router.fleet_handlers.push_object.__module__)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = run_python(code, check=True)
     waits = ["60", "60", "10", "True", "True", "time", "3", "0.02", "0.02"]
     assert done.stdout.split() == [*waits, *["flower_gpu.flower.objects"] * 7]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import pytest
+from run_programs import run_python
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,7 +56,7 @@ second.run()
 
 
 def test_a_server_looks_seldom_and_ends_when_it_is_told() -> None:
-    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, timeout=50)
+    done = run_python(SERVE)
     here, line = done.stdout.splitlines()
     assert here == "here True", done.stderr
     looks, seconds = map(float, line.split())

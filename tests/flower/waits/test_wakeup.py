@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from run_programs import run_python
 
 from flower_gpu.flower.superexec import Clock
 from flower_gpu.flower.waits import wakeup
@@ -151,7 +152,5 @@ wait_for_reply(1000)
 
 
 def test_a_supernode_wakes_when_the_message_is_complete_and_is_woken_by_the_reply() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SUPERNODE], capture_output=True, text=True, timeout=50, check=True
-    )
+    done = run_python(SUPERNODE, check=True)
     assert done.stdout.split() == ["False", "True", "False", "True"]
