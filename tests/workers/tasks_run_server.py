@@ -121,6 +121,13 @@ def say_pid_and_hang(file: str) -> NoReturn:
         time.sleep(600)
 
 
+def leave_semaphore(file: str, hangs: bool) -> None:
+    """Have a semaphore as that of a DataLoader that spawns its workers: it has a file."""
+    kept.append(multiprocessing.get_context("spawn").Semaphore())
+    Path(file).write_text(kept[-1]._semlock.name)
+    time.sleep(600 * hangs)
+
+
 def say_family_and_hang() -> None:
     """Start a program and fork a child, say who they are, and hang."""
     children = [leave_group_of_children(program) for program in (True, False)]

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import is_running, wait_until, zombies_of
+from processes import SHARED_MEMORY, is_running, wait_until, zombies_of
 from run_server_lines import Caller, left_of
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerStartError, WorkerTimeoutError
+from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 
 pytestmark = [
@@ -218,6 +219,27 @@ def test_workers_that_die_between_calls_are_never_waited_for(caller: Caller) -> 
     errors = waits_for(use, 60)
     assert [error for error in errors if not isinstance(error, WorkerDiedError)] == []
     assert caller.run("tasks_run_server:count", timeout_s=60)[1] == 1
+
+
+@pytest.mark.parametrize("way", ["cancel", "time limit", "close", "close the server"])
+def test_semaphores_of_a_worker_that_is_ended_go_with_it(way: str, caller: Caller, tmp_path: Path) -> None:
+    """As at a Ctrl-C: its resource tracker, which is in its group, removes their files."""
+    file = tmp_path / "name"
+    line, hangs = caller.lines[0], not way.startswith("close")
+    line.run(Call("tasks_run_server:count"), calls=5)
+    call = Call("tasks_run_server:leave_semaphore", (str(file), hangs))
+    if hangs:
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(line.run, call, timeout_s=5 if way == "time limit" else 60, calls=5)
+            assert wait_until(lambda: file.exists() and file.read_text() != "")
+            if way == "cancel":
+                line.cancel()
+            assert isinstance(running.exception(), WorkerDiedError | WorkerTimeoutError)
+    else:
+        line.run(call, calls=5)
+        (line if way == "close" else caller.server).close()
+    name = file.read_text().removeprefix("/")
+    assert wait_until(lambda: not (SHARED_MEMORY / f"sem.{name}").exists())
 
 
 def test_children_end_with_their_worker(caller: Caller) -> None:

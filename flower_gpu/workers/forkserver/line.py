@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from flower_gpu.errors import WorkerDiedError, WorkerStartError
@@ -28,6 +28,7 @@ _LOOK_S = 1.0  # between two looks at a run's fork server that is waited for
 _MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
 _END_S = 10.0
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
+_KILLED_S = 2.0  # from its SIGKILL to the end of its group
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 
 
@@ -57,6 +58,7 @@ class Watch:
         self._process = process
         self._on_event = on_event
         self._on_start = on_start
+        self.has_ended = False
         self._is_over = False
         self._is_cancelled = False
 
@@ -140,6 +142,7 @@ class Watch:
         elif event == "exited":
             # Of the worker before, that ended after its result: nobody has waited for it.
             if self.pid in (-1, message["pid"]):
+                self.has_ended = self.pid >= 0
                 self.status, self.peak_bytes = message["status"], message["peak_bytes"]
                 self._is_over = self.pid >= 0
         elif event == "importing":
@@ -153,6 +156,19 @@ class Watch:
             self._is_over = True
         elif self._on_event is not None:
             self._on_event(message)
+
+
+def _wait_for_end(connection: socket.socket, pid: int) -> None:
+    """Wait until a worker that was killed is gone, with its group; not for ever."""
+    deadline = time.monotonic() + _KILLED_S
+    with suppress(sockets.Gone):
+        while (left_s := deadline - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            message, descriptors = sockets.receive(connection)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if message.get("event") == "exited" and message["pid"] == pid:
+                return
 
 
 class Line:
@@ -267,9 +283,17 @@ class Line:
 
     def close(self) -> None:
         """Let go of the line; a worker on it is ended."""
-        self._calls, self._idle_pid = 0, -1
-        self._connection = None
-        self._ends.close()
+        pid = self._idle_pid
+        if pid < 0 and self._watch is not None and not self._watch.has_ended:
+            pid = self._watch.pid
+        connection, self._connection = self._connection, None
+        self._calls, self._idle_pid, self._watch = 0, -1, None
+        with self._ends:
+            if connection is not None and self._process is not None and pid >= 0:
+                # Before the life pipe is closed: that would kill its resource tracker as well, which has
+                # files to remove.
+                self._process.signal(pid, signal.SIGKILL)
+                _wait_for_end(connection, pid)
 
     def _watched(
         self,

@@ -157,7 +157,7 @@ class _RunServer:
         if any(line.pid == message["pid"] for line in self._lines):
             with suppress(ProcessLookupError):
                 if message["signal"] == signal.SIGKILL:
-                    os.killpg(message["pid"], signal.SIGKILL)
+                    end_group(message["pid"])  # its resource tracker has files to remove
                 else:
                     os.kill(message["pid"], message["signal"])
 
@@ -251,8 +251,7 @@ class _RunServer:
     def _end_all(self) -> None:
         for line in self._lines:
             if line.pid >= 0:
-                with suppress(ProcessLookupError):
-                    os.killpg(line.pid, signal.SIGKILL)
+                end_group(line.pid)
         for line in self._lines:
             if line.pid >= 0 and line not in self._ended:
                 with suppress(ChildProcessError):
