@@ -29,7 +29,7 @@ _IN_FILE = {"in_file": True}
 _encode = json.JSONEncoder(default=str).encode  # made once: json.dumps makes a new one for each message
 _SPACE = socket.CMSG_SPACE(16 * 4)  # for so many descriptors
 # As numbers: each operation on the flags themselves takes a microsecond, and each message has some.
-_CLOEXEC, _CUT = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CLOEXEC, _CUT = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0)), int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 #: Callers that the kernel may keep until they are accepted; it keeps no more than net.core.somaxconn.
 QUEUE = 4096
 _PAUSES_S = (0.02, 0.25)  # between two tries to get a lock: the first, the longest
