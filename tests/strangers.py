@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from run_programs import run
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
@@ -66,7 +66,7 @@ def reached_by_a_stranger(sockets: Iterable[tuple[int, str]], folders: Iterable[
     asked = json.dumps({"sockets": list(sockets), "folders": list(map(str, folders))})
     program = [sys.executable, "-S", "-c", _STRANGER, asked]
     # Not from a folder that the stranger cannot enter, which would be a reason of its own.
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True, cwd="/")
+    done = run(program, check=True, cwd="/")
     reached: list[str] = json.loads(done.stdout)
     return reached
 

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from launched import REPOSITORY, Launch
+from run_programs import run_python
 from torch.utils.data import DataLoader, TensorDataset
 
 from flower_gpu import RankError, distributed, run_in_worker, simulate
@@ -94,9 +94,7 @@ def test_client_and_server_processes_never_import_torch() -> None:
         "from multi_gpu import client_app, server_app\n"
         "print(sorted({'torch', 'torchvision', 'sklearn'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=APP, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python(script, cwd=APP)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import pickle
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_programs import run_python
 from safetensors.torch import load_file
 
 from flower_gpu.pytorch.weights import get_weights
@@ -71,9 +71,7 @@ def test_client_and_server_processes_never_import_torch():
         "client_app.client_fn(context)\n"
         "print(sorted({'torch', 'torchvision', 'sklearn', 'datasets'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=APP, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_python(script, cwd=APP)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
@@ -132,14 +130,10 @@ def test_partitioning_needs_no_files_and_no_network(tmp_path):
         "for kind in ('iid', 'dirichlet'):\n"
         "    print(len(task.partition(torch.arange(90) % 10, {**config, 'partition': kind})))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
+    done = run_python(
+        script,
         cwd=APP,
         env={**os.environ, "HOME": str(tmp_path), "MPLCONFIGDIR": str(tmp_path / "matplotlib")},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert all(0 < int(size) < 90 for size in done.stdout.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 import framework_launch
 import pytest
 from launched import REPOSITORY, Launch
+from run_programs import run_python
 
 pytestmark = [
     pytest.mark.e2e,
@@ -32,7 +33,7 @@ def test_a_federation_learns_the_digits(launch: Launch, tmp_path: Path) -> None:
     # What is preloaded is kept by the fork server, also where a client is otherwise forked.
     framework_launch.check(done, "fit", "keras_digits.task:initial_weights", "forkserver")
     model = str(done.folder / "model.keras")
-    loaded = subprocess.run([sys.executable, "-c", LOAD, model], capture_output=True, text=True, timeout=120)
+    loaded = run_python(LOAD, model)
     assert loaded.stdout == "[0, 1, 2]\n", loaded.stderr
 
 

@@ -51,9 +51,9 @@ def test_nodes_are_let_in_once_their_keys_are_registered_as_is_said(
             assert text.count(command) == 2  # also where it is turned away
             assert public.split() == keys[f"supernode-{number}.pub"].decode().split()
             superlink.flwr(command)
-        until(lambda: statuses(superlink) == ["online"] * 2, "both are let in", 120)
         told = [*(f"\nSuperNode {number} is let in\n" for number in range(2)), "2 of 2 SuperNodes\n"]
-        until(lambda: [said.read_text().count(text) for text in told] == [1] * 3, "which is said", 60)
+        until(lambda: [said.read_text().count(text) for text in told] == [1] * 3, "both are let in", 180)
+        until(lambda: statuses(superlink) == ["online"] * 2, "which the SuperLink says, too", 60)
 
         # The SuperLink takes one that was killed for connected still; it comes back as the same node.
         before = {node["node-id"] for node in superlink.nodes()}
@@ -65,10 +65,9 @@ def test_nodes_are_let_in_once_their_keys_are_registered_as_is_said(
         until(lambda: said.read_text().count("SuperNode 1 is not let in") == 2, "it is turned away", 60)
         # Between the two it is offline, for less than a look at the SuperLink may take.
         until(lambda: entries(tmp_path, "supernode-1") > entered, "the SuperLink lets it in again", 240)
+        until(lambda: said.read_text().count(told[1]) == 2, "which is said again", 60)
         until(lambda: statuses(superlink) == ["online"] * 2, "both are there", 120)
         assert {node["node-id"] for node in superlink.nodes()} == before
-
-        until(lambda: said.read_text().count(told[1]) == 2, "which is said again", 60)
 
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_programs
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common import ndarrays_to_parameters
 from flwr.server import ServerAppComponents, ServerConfig
@@ -212,7 +212,7 @@ for reason in summary["failures"]:
 def test_what_is_no_reply_fails_that_client_only(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ODD_REPLIES)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_programs.run([sys.executable, str(script)])
     assert done.returncode == 0, done.stderr
     rest = "return Message(content, reply_to=message), with the message that the function was given"
     end = "end it with return Message(content, reply_to=message)"
@@ -274,9 +274,7 @@ simulate((server, client), 5, log_dir=sys.argv[1])
 def test_long_texts_are_cut_wherever_they_are_kept(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LONG_TEXTS)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "runs")], capture_output=True, text=True, timeout=120
-    )
+    done = run_programs.run([sys.executable, str(script), str(tmp_path / "runs")])
     assert done.returncode == 0, done.stderr[-5000:]
     (folder,) = (tmp_path / "runs").iterdir()
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

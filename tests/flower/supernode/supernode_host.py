@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import run_programs
 from launched import StubHost
 from live_processes import processes_with
 from waiting import until
@@ -116,7 +117,7 @@ class Federation:
     def users_of_fork_servers(self) -> int:
         """Return how many processes the fork servers of this host stay for."""
         command = [*_COMMAND, "server", "status"]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        done = run_programs.run(command, env=self.env)
         return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
 
     def run(self, app: Path = APP, **config: bool | float | str) -> Process:

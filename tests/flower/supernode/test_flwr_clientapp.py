@@ -90,10 +90,7 @@ def test_the_small_start_imports_nothing_heavy(commands: Commands, node: SuperNo
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--help",),
-        ("--token", "a", "--parent-pid", "first"),
-    ],
+    [("--help",), ("--token", "a", "--parent-pid", "first")],
     ids=" ".join,
 )
 def test_help_and_wrong_arguments_are_answered_as_by_flower(
