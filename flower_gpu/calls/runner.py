@@ -306,7 +306,8 @@ class _Run:
             elif kind in _TIMES:
                 times[_TIMES[kind]] = time.time()
                 times.update({name: event[name] for name in times if name in event})
-                trace.write(kind, call=record["call"], pid=record.get("pid"), client=record["client"])
+                if not event.get("stays"):  # else the call is over: the line of its end has all of it
+                    trace.write(kind, call=record["call"], pid=record.get("pid"), client=record["client"])
             else:
                 display.on_event(event)
 

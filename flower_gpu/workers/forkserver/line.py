@@ -137,7 +137,7 @@ class Watch:
             self.peak_bytes = message["peak_bytes"]
             self._is_over = self.stays
             if self._on_event is not None:
-                told = {name: message[name] for name in ("task_at", "cpu_s")}
+                told = {name: message[name] for name in ("task_at", "cpu_s", "stays")}
                 self._on_event({"event": "worker_result", **told})
         elif event == "exited":
             # Of the worker before, that ended after its result: nobody has waited for it.
