@@ -64,7 +64,7 @@ WAYS: dict[str, Command] = {
     "supernodes --confine": supernodes("--confine"),
     "supernodes --confine strict": supernodes("--confine", "strict"),
 }
-_QUICK_WAYS = "launch", "supernodes --confine"
+_QUICK_WAYS = ("supernodes --confine",)
 
 
 def measure(setting: Setting) -> dict[str, Any]:

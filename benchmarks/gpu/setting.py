@@ -62,8 +62,8 @@ class Sizes:
 
 
 QUICK = Sizes(
-    clients=3, batch=2, steps=1, images=16, side=8, fit=2, hold_s=0.5, neighbour_s=1.0, round_clients=2,
-    runs=1, concurrency=(1, 2),
+    clients=2, batch=2, steps=1, images=16, side=8, fit=2, times=2, hold_s=0.5, neighbour_s=1.0,
+    round_clients=2, runs=1, concurrency=(2,),
 )  # fmt: skip
 
 

@@ -8,20 +8,19 @@ from benchmarks.shared import table
 from benchmarks.shared.processes import BenchmarkError
 from benchmarks.simulation.engines import Run, perform
 
-#: Clients and rounds.
-SIZE, QUICK_SIZE = (9, 2), (5, 1)
+#: Clients and rounds, and the seconds after which one hangs.
+SIZE, QUICK_SIZE = (9, 2, 10.0), (5, 1, 3.0)
 
-_TIMEOUT_S = 10.0
 _SHOWN = 60  # of an error's characters
 # Which partitions fail in each way, and what their error is to tell.
 _FAILURES = {
     "raise": (range(0, 1000, 3), "no data for partition"),
     "kill": ([1], "SIGKILL"),
-    "hang": ([2], "timeout_s=10"),
+    "hang": ([2], "no result within timeout_s="),
 }
 
 
-def measure(clients: int, rounds: int) -> list[dict[str, Any]]:
+def measure(clients: int, rounds: int, timeout_s: float) -> list[dict[str, Any]]:
     """Return a row per way to fail: who did, and who was named.
 
     Raises
@@ -30,7 +29,7 @@ def measure(clients: int, rounds: int) -> list[dict[str, Any]]:
         If the run did not end well, or somebody else was named.
     """
     config = {"num-server-rounds": rounds}
-    done = perform(Run("ours", "failures", clients, config, options=("--timeout-s", str(_TIMEOUT_S))))
+    done = perform(Run("ours", "failures", clients, config, options=("--timeout-s", str(timeout_s))))
     named = [message for found in done.summary["failures"] for message in found["messages"]]
     rows = []
     for failure, (partitions, text) in _FAILURES.items():

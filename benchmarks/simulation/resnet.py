@@ -22,6 +22,7 @@ _ROUNDS, _STEPS, _BATCH = 5, 10, 32
 _LIMIT_S = 240.0  # of a run: what hangs must not take the time of the others
 #: How many of Ray's actors share the GPU. Who uses Ray has to know how many fit.
 _SHARED, _QUICK_SHARED = (16, 8, 4, 2, 1), (2, 1)
+_SINGLE = "ours, one call per worker"
 
 Rows = list[dict[str, Any]]
 
@@ -53,6 +54,8 @@ def measure(
         }
         for clients in QUICK_CLIENTS if quick else CLIENTS:
             ways = _ways(clients, config, engines, _QUICK_SHARED if quick else _SHARED)
+            if quick:
+                ways.pop(_SINGLE, None)
             finished += _measured(ways, images, runs, failed, partial(_tell_more, tell, finished))
             title = f"{model} on {device}, {clients} clients, {config['num-server-rounds']} rounds ({images})"
             rows = [row for row in finished if row["clients"] == clients]
@@ -103,7 +106,7 @@ def _ways(
         ways["loop"] = way("loop")
     if "ours" in engines:  # of how much each client takes nothing is said
         ways["ours"] = way("ours", *gpu)
-        ways["ours, one call per worker"] = way("ours", "--calls-per-worker", "1", *gpu)
+        ways[_SINGLE] = way("ours", "--calls-per-worker", "1", *gpu)
     if "ray" in engines:
         parts = {f"ray, 1/{count} of the GPU": 1 / count for count in shared} if is_on_gpu else {"ray": 0.0}
         ways |= {name: way("ray", num_gpus=part) for name, part in parts.items()}

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.shared import memory, table
 from benchmarks.shared.driver import Figures, Options, Parser, chosen, in_turn, positive, positives, run
+from benchmarks.shared.member import QUICK
 from benchmarks.shared.processes import ROOT, BenchmarkError, new_state_folder
 from benchmarks.supernode.federation import MessageTime, environment, federation, fork_servers, settled_mb
 from flower_gpu.apps.app import format_pairs
@@ -183,7 +184,8 @@ def _run_in_federation(
     with federation(way, count, env, folder) as found:
         of_messages = MessageTime(found.nodes)
         measured = {"registered_s": found.registered_s, "total_s": timed(config)}
-        if way == "ours":  # beside the first run, libraries are imported for all messages to come
+        # Beside the first run, libraries are imported for all messages to come.
+        if way == "ours" and QUICK not in os.environ:
             of_messages = MessageTime(found.nodes)
             again = folder / "again.json"
             measured["again_total_s"] = timed({**config, "figures": str(again)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
@@ -55,44 +54,28 @@ def test_the_gpu_benchmark_runs_and_draws_its_parts(
     assert list(row) == ["way", "runs", *(f"{part}_s" for part in steps)]
     assert row["way"] == "ours-spawn" and all(row[f"{part}_s"] > 0 for part in steps)
     article, ours = result["memory"]["ways"]
-    assert (article["trained"], ours["trained"]) == (3, 3)
+    assert (article["trained"], ours["trained"]) == (2, 2)
     assert article["kept_per_client_mb"] > 400 and ours["back_at_start"]  # contexts
     leases, bare = result["oversubscribe"]["ways"]
-    assert (leases["finished"], leases["out_of_memory_in_workers"]) == (6, 0)
+    assert (leases["finished"], leases["out_of_memory_in_workers"]) == (4, 0)
     assert leases["most_at_a_time"] <= result["oversubscribe"]["fit"]
-    assert bare["other_failures"] == 0 and bare["finished"] + bare["out_of_memory"] == 6
+    assert bare["other_failures"] == 0 and bare["finished"] + bare["out_of_memory"] == 4
     assert result["cap"]["greedy"]["error"] == "GPUOutOfMemoryError" and result["cap"]["neighbour"]["same"]
     ways = [(row["way"], row["concurrency"]) for row in result["throughput"]["rows"]]
-    assert sorted(ways) == [("article", 1), ("article", 2), ("ours", 1), ("ours", 2)]
+    assert sorted(ways) == [("article", 2), ("ours", 2)]
 
 
-def test_an_app_is_tried_on_the_gpu_by_each_command(figures: Figures, stand_in: dict[str, str]) -> None:
+def test_an_app_is_tried_on_the_gpu_and_confined(figures: Figures, stand_in: dict[str, str]) -> None:
     options = "--model", "elementwise", "--quick", "--only", "example"
-    for row in figures("gpu", *options, env=stand_in)["example"]["ways"]:
-        assert row["status"] == 0 and row["calls_on_a_gpu"] >= 6 and row["said"] == "", row
-
-
-def test_a_client_without_a_lease_that_finds_the_gpu_full_is_told_apart(stand_in: dict[str, str]) -> None:
-    code = """
-from benchmarks.gpu.clients import ask, clients
-from benchmarks.gpu.setting import gpu
-import time
-with gpu(), clients("bare", 1) as (client,):
-    request = {"do": "hold", "args": [20 << 30, 0.1], "options": {}}
-    print(ask(client, request, time.monotonic() + 120)["out_of_memory"])
-"""
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, **stand_in}, capture_output=True, text=True, timeout=200
-    )
-    assert done.stdout == "True\n", done.stderr
+    (row,) = figures("gpu", *options, env=stand_in)["example"]["ways"]
+    assert row["status"] == 0 and row["calls_on_a_gpu"] >= 6 and row["said"] == "", row
 
 
 def test_simulations_beside_a_loop_on_the_gpu(figures: Figures, stand_in: dict[str, str]) -> None:
     options = "--only", "resnet", "--model", "elementwise", "--quick", "--engines", "ours,loop"
     rows = figures("simulation", *options, env=stand_in)["resnet"]
     calls = [(row["way"], row["calls_per_worker"]) for row in rows]
-    assert calls == [("loop", None), ("ours", None), ("ours, one call per worker", 1)]
+    assert calls == [("loop", None), ("ours", None)]
     assert all(row["rounds"] == 2 and len(row["all_rounds_s"][0]) == 2 for row in rows)
 
 
@@ -139,8 +122,8 @@ def test_wheels_are_packed_without_what_is_not_needed(tmp_path: Path) -> None:
 
 
 def test_clients_that_nobody_has_sized_fill_a_gpu_and_none_runs_out(figures: Figures) -> None:
-    result = figures("footprint", "--clients", 9, "--seconds", 0.3)
-    assert (result["finished"], result["out_of_memory"]) == (9, 0)
+    result = figures("footprint", "--clients", 7, "--seconds", 0.3)
+    assert (result["finished"], result["out_of_memory"]) == (7, 0)
     assert (result["calls_alone"], result["most_at_a_time"]) == (1, 5)
 
 

@@ -194,8 +194,13 @@ def test_visible_devices(cuda_host: MakeHost, program: Start) -> None:
     host = cuda_host(gpus=3)
     (_, mig) = host.mig(2, [4 * GIB, 8 * GIB])
     text = """
-    tell(uuids=[str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())],
-         sizes=[torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())])
+    for visible in json.loads(os.environ["CASES"]):
+        if os.fork() == 0:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+            found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            tell(uuids=[str(one.uuid) for one in found], sizes=[one.total_memory for one in found])
+            os._exit(0)
+        os.wait()
     """
     uuids = [uuid.removeprefix("GPU-") for uuid in host.uuids]
     cases = {
@@ -207,11 +212,8 @@ def test_visible_devices(cuda_host: MakeHost, program: Start) -> None:
         "": [],
     }
     # PyTorch's look at NVML knows no beginnings of UUIDs of MIG devices; here CUDA is asked.
-    programs = {
-        visible: program(host, text, CUDA_VISIBLE_DEVICES=visible, PYTORCH_NVML_BASED_CUDA_CHECK="0")
-        for visible in cases
-    }
-    told = {visible: one.tells() for visible, one in programs.items()}
+    forking = program(host, text, CASES=json.dumps([*cases]), PYTORCH_NVML_BASED_CUDA_CHECK="0")
+    told = {visible: forking.tells() for visible in cases}
     assert {visible: found["uuids"] for visible, found in told.items()} == cases
     assert told[mig]["sizes"] == [8 * GIB]
 
