@@ -177,6 +177,7 @@ class MessageHandler:
             return self._run_and_learn(message, seed, slot)
         used = self._handled_more(message, seed, slot)
         was_used = slot.is_used_again
+        self._has_used = self._has_used or was_used
         if slot.has_lease:
             slot.retire()  # its room may be all that there is
             slot.go_on(1)

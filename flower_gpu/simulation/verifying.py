@@ -97,8 +97,9 @@ def text(facts: dict[str, Any]) -> str:
     found = f"{facts['compared']} messages of {facts['compared_clients']} clients compared"
     if facts["noisy_clients"]:
         found += f"; new workers give other values each time: {_listed(facts['noisy_clients'])}"
-    different = facts["different_clients"]
-    return f"{found}; {f'used workers give others: {_listed(different)}' if different else 'the same'}"
+    if facts["different_clients"]:
+        return f"{found}; used workers give others: {_listed(facts['different_clients'])}"
+    return found if facts["noisy_clients"] else f"{found}; the same"
 
 
 def differences(one: Handled, other: Handled) -> Differences:

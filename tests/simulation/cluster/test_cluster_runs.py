@@ -27,7 +27,9 @@ pytestmark = [
 
 NODES = 200
 ROUNDS = "num-server-rounds=4"
-SAME = ("--seed", "3", "--deterministic", "--gpu", "never", "--run-config", ROUNDS)
+# Many messages of a worker: the app keeps nothing in its modules, and one for each takes far longer.
+MANY = ("--calls-per-worker", "1000")
+SAME = ("--seed", "3", "--deterministic", *MANY, "--gpu", "never", "--run-config", ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
         first.wait()
     assert first.status == 130 and "--resume" in first.output, first.output
     nothing_is_left()
-    resume = ("--gpu", "never", "--resume", str(first.folder))
+    resume = (*MANY, "--gpu", "never", "--resume", str(first.folder))
     with cluster.running("exact", NODES, *resume, name="killed") as second:
         second.says("round 2/4  train")
         second.send(signal.SIGKILL)
