@@ -80,7 +80,8 @@ def _tried(setting: Setting, way: str, app: Path) -> dict[str, Any]:
     status, said = WAYS[way](app, environment(str(folder)), folder, setting.deadline - began)
     seconds = time.monotonic() - began
     events = [event for path in folder.glob(f"**/{trace.FILE_NAME}") for event in trace.read(path)]
-    told = [each for event in events if event["event"] == "worker_finished" for each in event.get("gpus") or ()]
+    finished = [event for event in events if event["event"] == "worker_finished"]
+    told = [each for event in finished for each in event.get("gpus") or ()]
     return {
         "way": way,
         "status": status,
