@@ -27,7 +27,7 @@ from flower_gpu.flower.records import records_of
 #: Nodes whose replies are summed one after the other, before their sum is added to that of the nodes before.
 BLOCK_NODES: Final = 16
 
-# A smaller one is slower: each chunk costs two calls of numpy. A larger one is no faster.
+# A smaller one is slower: each chunk costs three calls of numpy. A larger one is no faster.
 _SCRATCH_BYTES = 1 << 20
 # Sums of small arrays lie together: numpy asks for huge pages from 4 MiB on, which saves faults and time.
 _BLOCK_BYTES = 1 << 24

@@ -200,6 +200,8 @@ def simulate(
             "there is nothing to verify: with calls_per_worker=1, the default of deterministic runs, no "
             "worker is used again"
         )
+    if verify_recycling and ray_address is not None:
+        raise ConfigError("verify_recycling is a check on one machine: leave ray_address out")
     work = Work(
         name,
         client,

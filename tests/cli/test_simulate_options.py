@@ -185,6 +185,7 @@ def refusal(
             "must be a whole number, 1 or more, not 'some'",
         ),
         (["--num-supernodes", "3", "--calls-per-worker", "1", "--verify-recycling"], "nothing to verify"),
+        (["--num-supernodes", "3", "--ray-address", "auto", "--verify-recycling"], "on one machine"),
         (
             ["--num-supernodes", "3", "--timeout-s", "0"],
             "seconds above 0, at most 1e+09, not '0'",

@@ -312,13 +312,18 @@ def test_a_framework_that_a_client_imports_is_seeded_and_deterministic(
 
 
 @pytest.mark.parametrize(
-    ("task", "different", "noisy"),
-    [("append", [], []), ("remember", ["1", "2", "3"], []), ("own", [], ["0", "1", "2", "3"])],
+    ("task", "different", "noisy", "found"),
+    [
+        ("append", [], [], "the same"),
+        ("remember", ["1", "2", "3"], [], "used workers give others: 0, 1, 2 and 1 more"),
+        ("own", [], ["0", "1", "2", "3"], "new workers give other values each time: 0, 1, 2 and 1 more"),
+    ],
 )
 def test_used_workers_are_verified(
     task: str,
     different: list[str],
     noisy: list[str],
+    found: str,
     new_handler: Callable[..., Handler],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -335,7 +340,8 @@ def test_used_workers_are_verified(
     said = [line for line in caplog.messages if "a used worker gave another array arrays.0" in line]
     assert [line.partition(",")[0] for line in said][:3] == [f"Client {client}" for client in different]
     assert [handler.times(node) for node in range(4)] == [2, 1, 1, 1], "what is compared leaves no state"
-    assert verifying.text(facts).startswith("4 messages of 4 clients compared")
+    assert facts["is_used_again"]
+    assert verifying.text(facts) == f"4 messages of 4 clients compared; {found}"
 
 
 @pytest.mark.parametrize(
