@@ -235,6 +235,7 @@ class Hosts:
             raise ConfigError("the Ray cluster has no host")
         # Machines without an agent: when they are asked again, and after how many seconds.
         self._refused: dict[str, tuple[float, float]] = {}
+        self._asked: dict[Host, tuple[Any, int]] = {}  # for news to come, and how often it was looked for
         self._watchers = [
             threading.Thread(target=watch, name=f"flower-gpu-hosts-{number}", daemon=True)
             for number, watch in enumerate((self._hear_all, self._look_for_more))
@@ -323,7 +324,9 @@ class Hosts:
             if thread.is_alive():
                 thread.join(_ANSWER_S)
         hosts = self.there
-        for host, news in self._answers([(host, host.agent.close.remote()) for host in hosts]):
+        # What they have asked for already is told once.
+        asked = [(host, coming) for host, (coming, _) in self._asked.items() if not host.is_gone]
+        for host, news in self._answers(asked + [(host, host.agent.close.remote()) for host in hosts]):
             self._hear(host, news)
         for host in hosts:  # threads that wait for it go on
             _kill(host)
@@ -337,10 +340,9 @@ class Hosts:
 
     def _hear_all(self) -> None:
         """Ask all hosts for news, each again when it has answered."""
-        asked: dict[Host, tuple[Any, int]] = {}  # what is to come, and how often it was looked for
         while not self._is_closed.wait(_NEWS_S):
             there = self.there
-            asked = {host: asked[host] for host in there if host in asked}
+            asked = self._asked = {host: self._asked[host] for host in there if host in self._asked}
             with suppress(ConnectionError):  # the threads that exchange messages tell of that
                 for host in there:
                     if host not in asked:

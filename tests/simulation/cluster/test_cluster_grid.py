@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -610,24 +612,16 @@ def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(cluster_hosts, "_get", lambda coming, timeout_s=None: coming())
     monkeypatch.setattr(cluster_hosts, "_kill", lambda host: killed.append(host.name))
+    monkeypatch.setattr(sys, "path", sys.path.copy())  # Ray adds to it, and fork servers are told apart by it
     asked: list[str] = []
     killed: list[str] = []
 
-    def host(name: str) -> cluster_hosts.Host:
-        def news() -> Any:
-            asked.append(name)
-            return "hangs" if name == "hangs" else lambda: News([], [], False)
+    def news(name: str) -> Any:
+        asked.append(name)
+        return "hangs" if name == "hangs" else lambda: News([], [], False)
 
-        methods = {"news": news, "exchange": lambda visits: "hangs", "clock_s": time.time}
-        agent = {method: SimpleNamespace(remote=answer) for method, answer in methods.items()}
-        about = SimpleNamespace(name=name)
-        return cluster_hosts.Host(name, about, SimpleNamespace(**agent), 0.0)  # type: ignore[arg-type]
-
-    hosts = cluster_hosts.Hosts.__new__(cluster_hosts.Hosts)
-    hosts._all, hosts._kept, hosts._lock = [host("hangs"), host("answers")], [], threading.Lock()
-    hosts._is_closed, hosts._ray = threading.Event(), __import__("ray")
     lost: list[cluster_hosts.Host] = []
-    hosts._listener = Listener(lambda host: None, lost.append, lambda host, is_full: None)
+    hosts = _hosts("hangs", "answers", on_lost=lost.append, news=news, exchange=lambda name, visits: "hangs")
     errors: list[str] = []
     exchanges = threading.Thread(target=lambda: errors.append(_error_of(hosts._all[0])), daemon=True)
     hears = threading.Thread(target=hosts._hear_all, daemon=True)
@@ -640,6 +634,46 @@ def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     hears.join(20)
     assert [each.name for each in lost] == killed == ["hangs"] and asked.count("hangs") == 1
     assert "given up" in errors[0]
+
+
+def _hosts(
+    *names: str, on_lost: Callable[[cluster_hosts.Host], None], **methods: Callable[..., Any]
+) -> cluster_hosts.Hosts:
+    """Return hosts whose agents have methods that get the host's name first."""
+
+    def host(name: str) -> cluster_hosts.Host:
+        agent = {key: SimpleNamespace(remote=partial(method, name)) for key, method in methods.items()}
+        about = SimpleNamespace(name=name)
+        return cluster_hosts.Host(name, about, SimpleNamespace(**agent), 0.0)  # type: ignore[arg-type]
+
+    hosts = cluster_hosts.Hosts.__new__(cluster_hosts.Hosts)
+    hosts._all, hosts._kept, hosts._lock = [host(name) for name in names], [], threading.Lock()
+    hosts._is_closed, hosts._ray, hosts._asked, hosts._watchers = threading.Event(), __import__("ray"), {}, []
+    hosts._listener = Listener(lambda host: None, on_lost, lambda host, is_full: None)
+    return hosts
+
+
+def test_news_that_are_under_way_at_the_end_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_hosts, "_NEWS_S", 0.001)
+    monkeypatch.setattr(cluster_hosts, "_is_there", lambda coming: False)  # not as long as the run goes on
+    monkeypatch.setattr(cluster_hosts, "_get", lambda coming, timeout_s: coming)
+    monkeypatch.setattr(cluster_hosts, "_kill", lambda host: None)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+    def news(name: str) -> News:
+        asked.append(name)
+        return News([{"event": "first", "time": 1.0}], [], False)
+
+    def close(name: str) -> News:
+        return News([{"event": "last", "time": 2.0}], [], False)
+
+    asked: list[str] = []
+    hosts = _hosts("host", on_lost=lambda host: None, news=news, close=close)
+    hosts._watchers = [threading.Thread(target=hosts._hear_all, daemon=True)]
+    hosts._watchers[0].start()
+    until(lambda: asked)
+    hosts.close()
+    assert [event["event"] for event in hosts._kept or ()] == ["first", "last"] and asked == ["host"]
 
 
 def _error_of(host: cluster_hosts.Host) -> str:
