@@ -15,6 +15,6 @@
        │ after each round
        ▼
     checkpoint (index in SQLite, states and models as files: record_files)
-    durations: what messages take; the grid hands out the longest of a round first (duration_file)
+    durations: what messages take; the grid hands out the longest of a round first
     reporting: trace, History, display, summary; results: the files of a run
 """

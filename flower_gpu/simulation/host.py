@@ -113,10 +113,7 @@ class Host:
             How often a message is handled, at most, whose worker dies.
         """
         work, settings = self._work, self._settings
-        self.durations: Durations = workers.durations(
-            work.name, work.num_supernodes, settings, self.gpus, self._decision.uuids
-        )
-        self._opened.callback(self.durations.save)
+        self.durations = Durations()
         of_server = workers.run_server_settings(work.name, work.app, settings, self._variables)
         workers.learn_beside(of_server, settings)
         self._run_server = run_server = RunServer(of_server)

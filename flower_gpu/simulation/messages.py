@@ -7,10 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from logging import WARNING
-from math import inf
 from typing import Any, Final, TypeVar
 
-from flwr.app import Context, Message, MetricRecord
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.common.logger import log
@@ -26,7 +25,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
 )
 from flower_gpu.flower import message_call
-from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.flower.records import round_of
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.host_memory import HostMemory
 from flower_gpu.simulation.in_worker import AppReference, handle, handle_deterministically, seed_of
@@ -39,7 +38,6 @@ T = TypeVar("T")
 #: How many messages a worker handles if nobody says how many: only the kernel and other users end it before.
 MANY: Final = 1000
 #: Metrics in which a reply tells how many examples its client has: of the Message API, and of a NumPyClient.
-_EXAMPLES: Final = ("num-examples", "num_examples")
 # What another run would not have: no client's own error.
 _ACCIDENTS: Final = (WorkerDiedError, WorkerStartError, WorkerTimeoutError, GPUError)
 # Of these, what another try may not have either.
@@ -223,12 +221,10 @@ class MessageHandler:
         """Have a message handled, and learn what that took if it succeeded."""
         reply, context = self._run(message, seed, slot)
         self._has_used = self._has_used or slot.is_used_again
-        if not reply.has_error():
+        # A call with imports was longer than later ones: their workers are forked with these imports.
+        if not reply.has_error() and slot.import_s is None:
             partition = self._nodes.partition_of(context.node_id)
-            told = (slot.call_s, slot.device, _examples_of(reply))
-            # Later workers are forked with what this one had to import.
-            is_usual = slot.import_s is None
-            self._durations.learn(message.metadata.message_type, partition, *told, is_usual=is_usual)
+            self._durations.learn(message.metadata.message_type, partition, slot.call_s)
         return reply, context
 
     def _run(self, message: Message, seed: int, slot: Slot) -> tuple[Message, Context]:
@@ -332,16 +328,6 @@ class MessageHandler:
                 self._slots.append(self._here.slot)
         slot: Slot = self._here.slot
         return slot
-
-
-def _examples_of(reply: Message) -> float | None:
-    """Return how many examples a reply tells of, if it does."""
-    for record in records_in(reply, MetricRecord).values():
-        for name in _EXAMPLES:
-            value = record.get(name)
-            if isinstance(value, int | float) and 0 <= value < inf:
-                return value
-    return None
 
 
 def _end_of_run(error: FlowerGPUError) -> NotDeterministicError | None:

@@ -17,7 +17,6 @@ from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.core_leases import CoreLeases
-from flower_gpu.simulation.durations import CPU, device_of
 from flower_gpu.simulation.lease_turns import LeaseTurns, Place
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods as start
@@ -52,8 +51,6 @@ class Slot(Workers):
         How long the last call took in its worker, with the worker's start if it was new.
     import_s : float, optional
         What of that were imports of libraries, at least, which later workers are forked with.
-    device : str
-        What the last call was on: models of GPUs, or the CPU.
     workers_started : int
         How many workers there were.
     waits_since : float, optional
@@ -75,7 +72,6 @@ class Slot(Workers):
         self.is_used_again = False
         self.call_s = 0.0
         self.import_s: float | None = None
-        self.device = CPU
         self.workers_started = 0
         self.waits_since: float | None = None
 
@@ -118,7 +114,6 @@ class Slot(Workers):
         if call.held < 0 and self.has_lease:
             self.retire()  # it has no use for a GPU
         place = self._place
-        self.device = device_of(place.held[0] if place.held is not None else None)
         self.is_used_again = False
         if not method.from_server:
             place.line.retire()  # not the lease, which is this call's

@@ -22,8 +22,6 @@ from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.options import NUM_CPUS_VARIABLE
 from flower_gpu.simulation.core_leases import CoreLeases
-from flower_gpu.simulation.duration_file import DurationFile
-from flower_gpu.simulation.durations import CPU, Durations, device_text
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers import threads
@@ -132,17 +130,6 @@ def learn_beside(server: RunServerSettings, settings: CallSettings) -> None:
             client.learn(server.modules, server.without, LEARN_FOR_LIMITED_S)
 
     threading.Thread(target=learn, daemon=True).start()
-
-
-def durations(
-    name: str, clients: int, settings: CallSettings, found: Sequence[GPU], uuids: Sequence[str]
-) -> Durations:
-    """Return what is known of how long an app's calls take, on the GPUs that they may be on."""
-    ranks = settings.gpu.request.count
-    models = {gpu.name for gpu in found if gpu.uuid in uuids}
-    return Durations(
-        [device_text([model] * ranks) for model in sorted(models)] or [CPU], DurationFile(name, clients)
-    )
 
 
 def loads_data(settings: CallSettings) -> bool:

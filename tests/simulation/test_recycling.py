@@ -97,16 +97,16 @@ def test_torch_that_comes_late() -> None:
 
 
 class Learning(Durations):
-    """Notes of whom something was learned, and whether it is usual."""
+    """Notes of whom something was learned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.learned: list[tuple[int, bool]] = []
+        self.learned: list[int] = []
 
-    def learn(self, kind: str, client: int, seconds: float, *rest: Any, is_usual: bool = True) -> None:
+    def learn(self, kind: str, client: int, seconds: float) -> None:
         assert (kind, seconds > 0) == ("train", True)
-        self.learned.append((client, is_usual))
-        super().learn(kind, client, seconds, *rest, is_usual=is_usual)
+        self.learned.append(client)
+        super().learn(kind, client, seconds)
 
 
 class Handler:
@@ -280,7 +280,7 @@ def test_each_message_is_handled_once_by_workers_that_are_used_again(
     assert len({one["pid"] for one in found}) == 1
     assert [handler.times(node) for node in range(4)] == [3] * 4
     assert handler.handler.facts()["recycling"] == {"calls_per_worker": MANY, "is_used_again": True}
-    assert [client for client, _ in handler.durations.learned] == [number % 4 for number in range(12)]
+    assert handler.durations.learned == [number % 4 for number in range(12)]
 
 
 def test_a_message_whose_worker_dies_is_tried_again_in_a_deterministic_run(

@@ -30,7 +30,7 @@ from flower_gpu.flower import record_bytes
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import machine
-from flower_gpu.simulation.cluster.visits import FetchedModels, Learned, Part, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.visits import FetchedModels, Part, Sums, Visit, Visited
 from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import reply_of
 from flower_gpu.simulation.host import Host, Work
@@ -290,7 +290,7 @@ class Agent:
     def _handle(self, visit: Visit) -> Visited:
         message = self._models.message(visit)
         message_id = message.metadata.message_id
-        self._here.seed, self._here.learned = visit.seed, None
+        self._here.seed, self._here.call_s = visit.seed, None
         self._nodes.begin(visit.state)
         self._under_way[message_id] = message
         began = time.monotonic()
@@ -301,23 +301,14 @@ class Agent:
         finally:
             del self._under_way[message_id]
         seconds = time.monotonic() - began
-        state, learned = self._nodes.end(), self._here.learned
+        state, call_s = self._nodes.end(), self._here.call_s
         if visit.group is None:
-            return Visited(message_id, reply, state, seconds, learned)
+            return Visited(message_id, reply, state, seconds, call_s)
         self._sums.add(visit.group, self._nodes.place_of(message.metadata.dst_node_id), reply, state)
-        return Visited(message_id, seconds=seconds, learned=learned)
+        return Visited(message_id, seconds=seconds, call_s=call_s)
 
-    def _learned(
-        self,
-        kind: str,
-        client: int,
-        seconds: float,
-        device: str,
-        examples: float | None,
-        *,
-        is_usual: bool,
-    ) -> None:
-        self._here.learned = Learned(kind, client, seconds, device, examples, is_usual)
+    def _learned(self, kind: str, client: int, seconds: float) -> None:
+        self._here.call_s = seconds
 
     def _look_at_gpus(self) -> None:
         while not self._ended.wait(INTERVAL_S):

@@ -9,7 +9,6 @@ from flwr.supercore.run import Run
 
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import Hosts
-from flower_gpu.simulation.duration_file import DurationFile
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.engine import Rounds
 from flower_gpu.simulation.grid import SimulationGrid
@@ -22,8 +21,7 @@ class ClusterEngine:
     def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
         self._work = work
         self._hosts = Hosts(work, run_id, run_config)
-        # Of each device on each host: some hosts are faster than others.
-        self.durations = Durations((), DurationFile(f"{work.name} on hosts", work.num_supernodes))
+        self.durations = Durations()
 
     @property
     def concurrency(self) -> int:
@@ -57,7 +55,6 @@ class ClusterEngine:
             sums_in_order=self._work.is_deterministic,
             is_strict=self._work.is_strict,
         )
-        close_later(self.durations.save)
         close_later(grid.wait)  # last: without its threads Ray can be left
         close_later(self._hosts.close)
         close_later(grid.close)

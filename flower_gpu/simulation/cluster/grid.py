@@ -20,7 +20,7 @@ from flower_gpu.flower.averaging import BLOCK_NODES, SummedElsewhere, SummedRepl
 from flower_gpu.simulation.boxes import Box
 from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, Listener
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
-from flower_gpu.simulation.cluster.visits import Learned, SentModels, Visit, Visited
+from flower_gpu.simulation.cluster.visits import SentModels, Visit, Visited
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.grid import (
     SHORT_S,
@@ -221,8 +221,8 @@ class ClusterGrid(SimulationGrid):
             next_jobs = self._next_jobs([host]).get(host, [])
             self._changed.notify_all()
         for job, visited in zip(jobs, finished, strict=True):
-            if visited.learned is not None:
-                self._learn(host, visited.learned, job.box.expected_s.get(visited.message_id, 0.0))
+            if visited.call_s is not None:
+                self._learn(job, visited.call_s)
         return next_jobs
 
     def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[_Job]]:
@@ -329,7 +329,7 @@ class ClusterGrid(SimulationGrid):
                 host.is_full = True  # until it says something else
             self._again(job)
             return
-        if visited.learned is not None:
+        if visited.call_s is not None:
             mean_s = host.call_s.get(box.kind, visited.seconds)
             host.call_s[box.kind] = (3 * mean_s + visited.seconds) / 4
         if job.held is None:
@@ -396,17 +396,14 @@ class ClusterGrid(SimulationGrid):
         if state or self._states.size_bytes(partition):
             self._states.put_bytes(partition, state)
 
-    def _learn(self, host: Host, learned: Learned, expected_s: float) -> None:
-        if expected_s > 0 and learned.is_usual:
-            host.pace += (learned.seconds / expected_s - host.pace) / _PACE_CALLS
-        self._learned.learn(
-            learned.kind,
-            learned.client,
-            learned.seconds,
-            f"{learned.device} on {host.name}",
-            learned.examples,
-            is_usual=learned.is_usual,
-        )
+    def _learn(self, job: _Job, seconds: float) -> None:
+        metadata, host = job.message.metadata, job.host
+        expected_s = job.box.expected_s.get(metadata.message_id, 0.0)
+        if expected_s > 0:
+            host.pace += (seconds / expected_s - host.pace) / _PACE_CALLS
+        # As on a host of mean pace: some hosts are faster than others.
+        partition = self._nodes.partition_of(metadata.dst_node_id)
+        self._learned.learn(metadata.message_type, partition, seconds / host.pace)
 
     # Sums
 

@@ -72,18 +72,6 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What a call took, for :meth:`flower_gpu.simulation.durations.Durations.learn`."""
-
-    kind: str
-    client: int
-    seconds: float
-    device: str
-    examples: float | None
-    is_usual: bool
-
-
-@dataclass(frozen=True)
 class Visited:
     """What comes back.
 
@@ -97,8 +85,8 @@ class Visited:
         What the client keeps from now on, if that is not with a group.
     seconds : float
         How long the message was handled.
-    learned : Learned, optional
-        What the call took, if it succeeded.
+    call_s : float, optional
+        What the call took in its worker, if that is to be learned.
     is_handled : bool
         Whether the message was handled: else it was given up, or is to be handled elsewhere.
     """
@@ -107,7 +95,7 @@ class Visited:
     reply: Message | None = None
     state: bytes = b""
     seconds: float = 0.0
-    learned: Learned | None = None
+    call_s: float | None = None
     is_handled: bool = True
 
     @classmethod

@@ -35,7 +35,7 @@ from flower_gpu.simulation.cluster.agent import About, News
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox
-from flower_gpu.simulation.cluster.visits import FetchedModels, Learned, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
 from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import SimulationGrid, reply_of
 from flower_gpu.simulation.local_grid import LocalGrid
@@ -134,11 +134,10 @@ class InThread:
         reply = reply_of(handled, message)
         kept = record_bytes.encode(state)
         self._live()
-        learned = Learned("train", 0, 0.0, "", None, False)
         if visit.group is None:
-            return Visited(message_id, reply, kept, learned=learned)
+            return Visited(message_id, reply, kept, call_s=0.0)
         self._sums.add(visit.group, PLACE[message.metadata.dst_node_id], reply, kept)
-        return Visited(message_id, learned=learned)
+        return Visited(message_id, call_s=0.0)
 
     def taking(self, group: int) -> int:
         return group
