@@ -183,10 +183,9 @@ class Option:
     default: Any = None  # with neither code nor variable
     group: str = ""  # its heading in --help
     commands: tuple[str, ...] = ()  # that have it
-    node_keys: tuple[str, ...] = ()  # of a SuperNode's --node-config; the first is the name, others are older
+    node_key: str = ""  # of a SuperNode's --node-config
     is_nodes: bool = False  # the node has the last word: the variable goes before the code
     alone: str = ""  # the value of the option without one
-    old_names: tuple[str, ...] = ()  # keywords and options that mean the same
     synonyms: tuple[str, ...] = ()  # options that mean the same, and that --help lists
     excludes: str = ""  # options with the same word exclude each other
     run_config_key: str = ""  # it stands for this key of the app's run config
@@ -251,8 +250,6 @@ def add_arguments(
     defaults : mapping of str to object
         Values of options that are not given; else None.
     """
-    import argparse
-
     known: dict[str, Any] = {}
     for name, option in table.items():
         if option.group not in known:
@@ -284,8 +281,6 @@ def add_arguments(
         elif option.kind is not None:
             kind |= {"metavar": option.kind.metavar, "type": option.kind}
         target.add_argument(flag(name), *map(flag, option.synonyms), help=help, **kind)
-        for old in option.old_names:
-            target.add_argument(flag(old), **kind, help=argparse.SUPPRESS)
 
 
 def _about(group: str, table: Mapping[str, Option], groups: Mapping[str, str]) -> str | None:

@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, get_args
 
-from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import (
     COUNT,
     CPUS,
@@ -109,8 +108,6 @@ class CallOptions(TypedDict, total=False):
         ``"offer"`` (default), ``"force"`` or ``"require"``.
     gpu_ids : int or str
         This node's GPUs likewise: a number, a UUID, or several of them in one text, ``"0,1"``.
-    gpu_num : int or str
-        The older name of ``gpu_ids``.
     context : flwr.app.Context
         What ``client_fn`` or ``server_fn`` gets: its node config may hold ``gpu``, ``gpu-ids``,
         ``num-gpus``, ``gpu-memory`` and ``num-cpus``, its run config ``use-gpu``.
@@ -153,7 +150,7 @@ class CallOptions(TypedDict, total=False):
             "offer",
             "GPUs",
             _EVERYWHERE,
-            ("gpu",),
+            "gpu",
             is_nodes=True,
         ),
     ]
@@ -166,12 +163,10 @@ class CallOptions(TypedDict, total=False):
             None,
             "GPUs",
             _EVERYWHERE,
-            ("gpu-ids", "gpu-num"),
+            "gpu-ids",
             is_nodes=True,
-            old_names=("gpu_num",),
         ),
     ]
-    gpu_num: int | str | None
     num_gpus: Annotated[
         float | None,
         Option(
@@ -182,7 +177,7 @@ class CallOptions(TypedDict, total=False):
             None,
             "GPUs",
             _EVERYWHERE,
-            ("num-gpus",),
+            "num-gpus",
             excludes="amount",
         ),
     ]
@@ -195,7 +190,7 @@ class CallOptions(TypedDict, total=False):
             None,
             "GPUs",
             _EVERYWHERE,
-            ("gpu-memory",),
+            "gpu-memory",
             excludes="amount",
         ),
     ]
@@ -209,7 +204,7 @@ class CallOptions(TypedDict, total=False):
             None,
             "workers",
             _EVERYWHERE,
-            ("num-cpus",),
+            "num-cpus",
         ),
     ]
     lease_timeout_s: Annotated[
@@ -386,11 +381,8 @@ def find(
     table = {name: CALL[name] for name in names}
     found: dict[str, tuple[Any, str]] = {}
     for name, option in table.items():
-        keys = [key for key in option.node_keys if node_config.get(key) is not None]
-        if len(keys) > 1:
-            raise ConfigError(f"{' and '.join(keys)} in the node config say the same twice")
-        if keys:
-            found[name] = node_config[keys[0]], f"{keys[0]} in the node config"
+        if option.node_key and node_config.get(option.node_key) is not None:
+            found[name] = node_config[option.node_key], f"{option.node_key} in the node config"
     in_code = {name: (code[name], name) for name in names if code.get(name) is not None}
     if found or (in_code and not all(option.is_nodes for option in table.values())):
         return found or in_code
@@ -410,25 +402,6 @@ def checked_value(name: str, code: Mapping[str, Any], environ: Mapping[str, str]
         return option.default
     value, source = found[name]
     return option.kind.check(value, source) if option.kind else value
-
-
-def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords with the names of today for older ones.
-
-    Raises
-    ------
-    ConfigError
-        If both are given.
-    """
-    new = dict(given)
-    for name, option in CALL.items():
-        for old in option.old_names:
-            value = new.pop(old, None)
-            if value is not None and new.get(name) is not None:
-                raise ConfigError(f"{name} and {old}, its older name, say the same twice")
-            if value is not None:
-                new[name] = value
-    return new
 
 
 def options_of(command: str) -> dict[str, Option]:

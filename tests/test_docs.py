@@ -13,7 +13,7 @@ import flower_gpu
 from flower_gpu import errors
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli import metrics
-from flower_gpu.cli.main import OLD_NAMES, build_parser
+from flower_gpu.cli.main import build_parser
 from flower_gpu.kinds import Option
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.options import (
@@ -164,8 +164,6 @@ def test_pages_say_the_same_thing_with_the_same_words() -> None:
     every = "\n".join(texts.values())
     assert set(re.findall(r"FLOWER_GPU_LEDGER_DIR=(\S+)", every)) == {"/var/tmp/leases"}
     assert set(re.findall(r"(?:--port |127\.0\.0\.1:)(9[45]\d\d)\b", every)) == {str(metrics.PORT)}
-    old = [line for line in every.splitlines() if re.search(rf"flower-gpu ({'|'.join(OLD_NAMES)})\b", line)]
-    assert [line for line in old if "older name" not in line] == []
 
 
 def test_what_is_installed_can_be_typed() -> None:

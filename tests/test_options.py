@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from flower_gpu import options, run_in_worker
 from flower_gpu.calls.settings import CallSettings, GPUSettings, HostSettings, WorkerSettings
-from flower_gpu.cli.main import OLD_NAMES, build_parser
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.options import CALL, START_METHODS, VARIABLES
 from flower_gpu.workers.threads import cores
@@ -52,11 +50,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lease_timeout_s": 0}, ConfigError, f"lease_timeout_s {SECONDS} 0"),
     ({"lease_timeout_s": "10"}, TypeError, f"lease_timeout_s {SECONDS} a str: '10'"),
     ({"on_oom": "pray"}, ConfigError, "on_oom='pray' is not one of retry, cpu, fail"),
-    (
-        {"gpu_ids": "0", "gpu_num": "1"},
-        ConfigError,
-        "gpu_ids and gpu_num, its older name, say",
-    ),
     ({"gpus": 1}, TypeError, "no option 'gpus'; there are start_method, timeout_s"),
     ({"env": {1: "a"}}, ConfigError, "env maps names to strings, not 1 to 'a'"),
     ({"env": {"A": None}}, ConfigError, "env maps names to strings, not 'A' to None"),
@@ -128,28 +121,6 @@ def test_empty_variables_are_unset_ones(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, "")
     worker, host = WorkerSettings(threads=cores()), HostSettings(is_leased=True)
     assert CallSettings.resolve({}) == CallSettings(worker, GPUSettings(), host)
-
-
-def test_the_older_name_of_an_option_means_the_same() -> None:
-    """As keyword, on a command line, and in a node config."""
-    assert CallSettings.resolve({"gpu_num": "0,1"}) == CallSettings.resolve({"gpu_ids": "0,1"})
-    for flag in ("--gpu-ids", "--gpu-num"):
-        arguments = build_parser().parse_args(["launch", ".", flag, "0,1"])
-        assert options.given(arguments) == {"gpu_ids": "0,1"}
-    for key in ("gpu-ids", "gpu-num"):
-        assert GPUSettings.resolve(node_config={key: "0,1"}).policy.gpu_ids == (0, 1)
-        assert options.node_environment({}, {key: 3}) == {"FLOWER_GPU_NUM": "3"}
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
-def test_older_names_of_commands_are_accepted_and_not_listed(
-    old: str, new: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = {"supernode": ["--count", "2", "--gpu-ids", "0"], "workers": ["stop", "--if-unused"]}
-    parsed = [vars(build_parser().parse_args([name, *lines[new]])) for name in (old, new)]
-    assert [{**each, "command": None} for each in parsed] == [{**parsed[0], "command": None}] * 2
-    help = build_parser().format_help()
-    assert re.search(rf"(?m)^    {new} ", help) and not re.search(rf"(?m)^    {old}\b", help)
 
 
 def test_every_option_of_the_table_that_has_a_variable_reaches_the_environment() -> None:

@@ -1,4 +1,4 @@
-"""What a message costs a SuperNode: Flower's own, `flower-gpu supernodes`, and `flower-gpu launch`, in turn.
+"""What a message costs a SuperNode: Flower's own, `flower-gpu supernode`, and `flower-gpu launch`, in turn.
 
 A SuperLink and N SuperNodes on this machine run an app for some rounds, with all clients in each. README.md
 says what is measured.

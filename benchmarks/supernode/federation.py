@@ -68,7 +68,7 @@ def federation(
         to_link = [*address, "--superlink", f"127.0.0.1:{port}"]
         if way == "ours":
             # Its working folder is Flower's own: without -P apps that are confined could open it.
-            ours = [sys.executable, "-P", "-m", "flower_gpu.cli", "supernodes", "--count", str(count)]
+            ours = [sys.executable, "-P", "-m", "flower_gpu.cli", "supernode", "--count", str(count)]
             start("supernodes", *ours, *options, "--log-dir", str(folder), "--", *to_link)
         else:
             for number, node_port in enumerate(ports.free_ports(count)):

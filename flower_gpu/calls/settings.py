@@ -25,7 +25,6 @@ from flower_gpu.options import (
     find,
     in_their_words,
     value_of,
-    with_new_names,
 )
 from flower_gpu.workers.call import checked_preload
 from flower_gpu.workers.threads import available_cores, cores, openmp_threads, planned_threads, threads_for
@@ -33,7 +32,7 @@ from flower_gpu.workers.threads import available_cores, cores, openmp_threads, p
 if TYPE_CHECKING:
     from flower_gpu.workers.confinement import Confinement
 
-#: Every keyword that is an option, older names as well.
+#: Every keyword that is an option.
 OPTION_NAMES: Final = tuple(CallOptions.__annotations__)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -216,7 +215,6 @@ class CallSettings:
         """
         if unknown := [option for option in options if option not in OPTION_NAMES]:
             raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(CALL)}")
-        options = with_new_names(options)
         context = options.get("context")
         if context is not None and not (hasattr(context, "node_config") and hasattr(context, "run_config")):
             raise TypeError(f"context must be Flower's Context, not {type(context).__name__}")

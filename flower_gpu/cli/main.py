@@ -65,9 +65,6 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     }
 )
 
-#: Older names of commands, which do the same. ``--help`` does not list them.
-OLD_NAMES: Final = MappingProxyType({supernode.OLD_NAME: "supernode", "server": "workers"})
-
 #: Exit status for input that cannot be used.
 EXIT_USAGE = 2
 #: Exit status where the input was fine and something else was not.
@@ -108,11 +105,10 @@ def build_parser() -> _Parser:
         add_help=False,
     )
     launch_options.add_arguments(launch)
-    for name, command in [*COMMANDS.items(), *((old, COMMANDS[new]) for old, new in OLD_NAMES.items())]:
-        listed: dict[str, Any] = {"help": command.HELP} if name in COMMANDS else {}
+    for name, command in COMMANDS.items():
         added = commands.add_parser(
             name,
-            **listed,
+            help=command.HELP,
             description=command.DESCRIPTION,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -176,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(arguments: argparse.Namespace) -> Command | None:
     """Return the module of a command; ``launch`` has none."""
-    return COMMANDS.get(OLD_NAMES.get(arguments.command, arguments.command))
+    return COMMANDS.get(arguments.command)
 
 
 def _run(arguments: argparse.Namespace) -> int:

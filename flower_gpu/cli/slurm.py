@@ -155,8 +155,7 @@ def given_options(arguments: argparse.Namespace) -> list[str]:
     simulate.add_arguments(parser)
     options = [{1: "--verbose", -1: "--quiet"}.get(verbosity(arguments), "")]
     for action in parser._actions:
-        # An older name of an option has its place in the arguments, and no help.
-        if action.dest not in _OF_THE_SCRIPT and action.help != argparse.SUPPRESS:
+        if action.dest not in _OF_THE_SCRIPT:
             options += _written(action, getattr(arguments, action.dest))
     return [option for option in options if option]
 

@@ -55,7 +55,6 @@ num-partitions in their node configs. A SuperNode that ends is started again.
     flower-gpu supernode --count 20 --gpu-ids 0,1 -- --insecure --superlink 127.0.0.1:9092"""
 COMMAND: Final = "flower-supernode"
 AFTER_DASHES: Final = COMMAND  # whose options stand there
-OLD_NAME: Final = "supernodes"  # of this command with --count
 
 _OPTIONS: Final = {
     "count": Option("how many SuperNodes (default: one, and this process becomes it)", COUNT),
@@ -103,8 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Become the SuperNode, or run several until the user ends them."""
     if arguments.count is not None:
         return _run_several(arguments)
-    if arguments.command == OLD_NAME:
-        raise ConfigError("--count N is missing: how many SuperNodes?")
     if arguments.log_dir is not None:
         raise ConfigError("--log-dir goes with --count: one SuperNode writes its log to this terminal")
     if arguments.keys is not None:

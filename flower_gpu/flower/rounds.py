@@ -124,7 +124,7 @@ def restore_random_state(state: RandomState) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(state["numpy"])
-    of_frameworks = state.get("frameworks", {})  # not in checkpoints of earlier versions
+    of_frameworks = state["frameworks"]
     for each in frameworks.loaded():
         if each.name in of_frameworks:
             each.set_random_state(base64.b64decode(of_frameworks[each.name]))

@@ -247,9 +247,9 @@ def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> Non
         If it does.
     """
     for name in calls:
-        for key in CALL[name].node_keys if CALL[name].is_nodes else ():
-            if key in node_config:
-                raise ConfigError(f"{flag(name)} and --node-config {key} say the same twice")
+        key = CALL[name].node_key
+        if CALL[name].is_nodes and key in node_config:
+            raise ConfigError(f"{flag(name)} and --node-config {key} say the same twice")
 
 
 def node_config_of(calls: CallOptions, client: int) -> dict[str, ConfigValue]:

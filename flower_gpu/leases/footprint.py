@@ -85,9 +85,8 @@ class Contexts(Sizes):
 
     @property
     def context_bytes(self) -> int:
-        """The smallest of the recent ones that can be a context: others had something else counted in."""
-        plausible = [one for one in self.recent_bytes if is_context(one)]
-        return min(plausible, default=DEFAULT_CONTEXT_BYTES)
+        """The smallest of the recent ones: others may have had something else counted in."""
+        return min(self.recent_bytes, default=DEFAULT_CONTEXT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -332,8 +331,7 @@ def _parse_key(one: dict[str, Any]) -> Key:
 
 
 def _parse_peaks(one: dict[str, Any]) -> Peaks:
-    # Entries of earlier versions have neither: what they hold are peaks of reserved memory, which is enough.
-    spare, outside_bytes = float(one.get("spare", LEAST_SPARE)), _a(int, one.get("outside_bytes", 0))
+    spare, outside_bytes = float(one["spare"]), _a(int, one["outside_bytes"])
     if not (LEAST_SPARE <= spare <= MOST_SPARE and 0 <= outside_bytes <= _MOST_BYTES):
         raise ValueError("a share or a size that cannot be")
     return Peaks(*_parse_sizes(one), spare, outside_bytes)

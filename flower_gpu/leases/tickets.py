@@ -170,12 +170,12 @@ class Entry:
                 return 0, {}, 0, False
             told = json.loads(text)
             used = {uuid: ticket_checks.whole(nbytes) for uuid, nbytes in told["used"].items()}
-            base_bytes = ticket_checks.whole(told.get("base_bytes", 0))
+            base_bytes = ticket_checks.whole(told["base_bytes"])
             return (
                 ticket_checks.whole(told["pid"], ticket_checks.MOST_PID),
                 used,
                 base_bytes,
-                told.get("idle") is True,
+                told["idle"] is True,
             )
         except (OSError, *_NOT_OURS):
             return 0, {}, 0, False
@@ -224,7 +224,6 @@ class Ticket:
             "pack": entry.pack,
             "options": [asdict(option) for option in entry.options],
             "parts": [asdict(part) for part in entry.parts],
-            # Other versions know no needs. They see cores and memory that are held as GPUs of another host.
             "needs": [asdict(need) for need in entry.needs],
         }
         data = json.dumps(fields).encode() + b"\n"
@@ -456,7 +455,7 @@ def _read(path: Path, user: int) -> Entry | None:
         count=max(1, ticket_checks.whole(fields["count"], len(options))) if options else 0,
         pack=ticket_checks.exactly(bool, fields["pack"]),
         parts=tuple(ticket_checks.part(user, **part) for part in fields["parts"]),
-        needs=tuple(ticket_checks.need(user, **need) for need in fields.get("needs", ())),
+        needs=tuple(ticket_checks.need(user, **need) for need in fields["needs"]),
     )
     for names in (
         [option.uuid for option in options],

@@ -36,16 +36,12 @@ from flower_gpu.flower import record_bytes
 from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.rounds import RoundState
-from flower_gpu.flower.strategy_state import OURS
 from flower_gpu.printable import path_text
 from flower_gpu.simulation.record_files import Place, disk_error
 from flower_gpu.simulation.states import StateStore
 
 INDEX_NAME: Final = "checkpoint.sqlite"
-#: Version 3 has the strategy's state; 2 is read as well, and was written by flower_gpu's FedAvg only.
 FORMAT_VERSION: Final = 3
-#: By what a folder is known to have a checkpoint, of this format or of the one before.
-INDEX_NAMES: Final = (INDEX_NAME, "checkpoint.json")
 
 _APPLICATION: Final = 0x46475043  # in the database's header: it is one of these
 _TABLES: Final = (
@@ -121,13 +117,6 @@ class Checkpoints:
         """
         self.close()
         if not self._index.exists():
-            earlier = self._folder / INDEX_NAMES[1]
-            if earlier.exists():
-                raise ConfigError(
-                    f"{path_text(earlier)} was written by an earlier flower-gpu: its format is version 1, "
-                    f"and this one reads version {FORMAT_VERSION}. Continue the run with the version that "
-                    "began it, or start it anew without --resume"
-                )
             return None
         try:
             with contextlib.closing(_connect(self._index)) as database:
@@ -273,11 +262,11 @@ class Checkpoints:
         if _pragma(database, "application_id") != _APPLICATION:
             raise ValueError("it is no checkpoint of flower-gpu")
         version = _pragma(database, "user_version")
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise ConfigError(
-                f"{path_text(self._index)} was written by a newer flower-gpu: its format is version "
+                f"{path_text(self._index)} was written by another flower-gpu: its format is version "
                 f"{version}, and this one reads version {FORMAT_VERSION}. Continue the run with the version "
-                "that began it"
+                "that began it, or start it anew without --resume"
             )
         found = database.execute("SELECT sql FROM sqlite_master").fetchall()
         if found != [(table,) for table in _TABLES]:
@@ -370,7 +359,7 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
         evaluate_metrics=metrics(_EVALUATE),
         random_state=content["random_state"],
         client_metrics=metrics(_CLIENTS),
-        strategy=content.get("strategy", OURS),
+        strategy=content["strategy"],
         strategy_state=RecordDict(kept),
     )
 

@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
-    """Check that a run goes on where it began; what one of the two does not know is left out.
+    """Check that a run goes on where it began; what ``before`` does not have is left out.
 
     Raises
     ------

@@ -25,7 +25,7 @@ from flower_gpu.apps.folder import RunFolder, write_json
 from flower_gpu.errors import ConfigError, shortened
 from flower_gpu.flower.recording.recorder import Metrics, finite
 from flower_gpu.printable import path_text
-from flower_gpu.simulation.checkpoint import INDEX_NAMES
+from flower_gpu.simulation.checkpoint import INDEX_NAME
 from flower_gpu.simulation.record_files import disk_error
 from flower_gpu.trace import Event
 from flower_gpu.watch.fields import first_line, whole
@@ -124,7 +124,7 @@ class ResultFolder:
     @property
     def can_resume(self) -> bool:
         """Whether there is a checkpoint."""
-        return any((self.checkpoint / name).is_file() for name in INDEX_NAMES)
+        return (self.checkpoint / INDEX_NAME).is_file()
 
     def read_config(self) -> dict[str, Any]:
         """Return what the run was started with."""

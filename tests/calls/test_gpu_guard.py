@@ -227,7 +227,7 @@ def test_where_the_kernel_cannot(
     assert guard.describe().startswith("no GPU guard: apps can use any GPU of this host")
     for command in (
         ["supernode", "--gpu-guard", "require", "--", "--insecure"],
-        ["supernodes", "--count", "2", "--gpu-guard", "require", "--", "--insecure"],
+        ["supernode", "--count", "2", "--gpu-guard", "require", "--", "--insecure"],
     ):
         assert cli.main(command) == 2
         assert "--gpu-guard require" in capsys.readouterr().err

@@ -54,7 +54,6 @@ def test_the_parsers_are_those_of_all_commands() -> None:
     assert {f"flower-gpu {name}" for name in ("launch", *COMMANDS)} <= PARSERS.keys()
     assert {
         "flower-gpu workers stop",
-        "flower-gpu server stop",
         "flower-gpu footprint clear",
     } <= PARSERS.keys()
 

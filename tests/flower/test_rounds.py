@@ -152,7 +152,6 @@ def test_the_state_of_pytorchs_generator_survives_json() -> None:
     wanted = torch.randn(20)
     rounds.restore_random_state(state)
     assert torch.equal(torch.randn(20), wanted)
-    rounds.restore_random_state({name: state[name] for name in ("python", "numpy")})  # an earlier version's
 
 
 class Listing(FedAvg):

@@ -59,9 +59,6 @@ BAD_OPTIONS = [
     ("--gpu-ids first", "--gpu-ids 'first' number UUID nvidia-smi"),
     ("--gpu force --node-config gpu='never'", "--gpu --node-config gpu twice"),
     ("--gpu-ids 0 --node-config gpu-ids=1", "--gpu-ids --node-config gpu-ids twice"),
-    ("--gpu-ids 0 --node-config gpu-num=1", "--gpu-ids --node-config gpu-num twice"),
-    ("--node-config gpu-ids=0 --node-config gpu-num=1", "gpu-ids gpu-num node config twice"),
-    ("--gpu-num first", "--gpu-ids 'first' number UUID nvidia-smi"),
     ("--node-config gpu='sometimes'", "gpu node config 'sometimes' never offer force require"),
     ("--node-config gpu=true", "gpu node config words bool"),
     ("--node-config gpu-ids=1.5", "gpu-ids node config number float"),
@@ -249,7 +246,7 @@ def test_clients_share_the_cores(tiny_app: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "launch --help", "workers --help", "server --help", "supernodes --help", "--version"]
+    "line", ["--help", "launch --help", "workers --help", "supernode --help", "--version"]
 )
 def test_answers_without_dependencies(line: str) -> None:
     """-S: no installed package can be imported, as in a fresh clone."""

@@ -1,4 +1,4 @@
-"""`flower-gpu supernodes --keys`, with a SuperLink of Flower's own that asks for keys, and `flwr`."""
+"""`flower-gpu supernode --keys`, with a SuperLink of Flower's own that asks for keys, and `flwr`."""
 
 from __future__ import annotations
 

@@ -220,29 +220,6 @@ def test_what_cannot_be_a_context_is_not_kept(path: Path, size: int) -> None:
     assert footprints.context("gpu") == DEFAULT_CONTEXT_BYTES and not path.exists()
 
 
-def test_a_wrong_context_in_an_older_file_heals(path: Path) -> None:
-    path.write_bytes(with_context(recent_bytes=[10 * GIB + 400 * MIB]))
-    footprints = Footprints(path)
-    assert footprints.context("a") == DEFAULT_CONTEXT_BYTES
-    footprints.learn_context("a", 410 * MIB)
-    assert footprints.context("a") == 410 * MIB
-
-
-def test_entries_of_an_older_file_stay_valid_and_are_replaced_call_by_call(path: Path) -> None:
-    fields = {**vars(KEY), "recent_bytes": [9 * GIB, 10 * GIB], "measured": 2, "updated_s": 1.0}
-    path.write_bytes(json.dumps({"v": 1, "peaks": [fields], "contexts": []}).encode())
-    footprints = Footprints(path)
-    assert footprints.get(KEY) == 10 * GIB and footprints.outside(KEY) == 0
-    call = Measured(9 * GIB, GIB, 8 * GIB, 2 * GIB, 10 * GIB)
-    for _ in range(REMEMBERED - 1):
-        footprints.learn_call(KEY, call)
-        assert footprints.get(KEY) == 10 * GIB
-    footprints.learn_call(KEY, call)
-    assert abs(Footprints.needed_bytes(footprints.get(KEY) or 0) - (GIB + 0.85 * 8 * GIB)) <= 1
-    assert Footprints(path).entries()[KEY] == footprints.entries()[KEY]
-    assert footprints.outside(KEY) == GIB
-
-
 def test_a_call_that_failed_teaches_only_more(path: Path) -> None:
     footprints = Footprints(path)
     footprints.learn_call(KEY, Measured(5 * GIB), is_done=False)
@@ -314,7 +291,8 @@ def with_context(**fields: Any) -> bytes:
 
 def with_peaks(**fields: Any) -> bytes:
     """A file of one footprint whose fields are not what they should be."""
-    peaks = {**vars(KEY), "recent_bytes": [1], "measured": 1, "updated_s": 1.0, **fields}
+    whole = {"recent_bytes": [1], "measured": 1, "updated_s": 1.0, "spare": 2.0, "outside_bytes": 0}
+    peaks = {**vars(KEY), **whole, **fields}
     return json.dumps({"v": 1, "peaks": [peaks], "contexts": []}).encode()
 
 
@@ -339,7 +317,8 @@ BROKEN = {
     "no name": with_context(gpu=None),
     "no count": with_context(measured="often"),
     "list as a size": b'{"v": 1, "peaks": [{"task": "t", "weights": "w", "gpu": "g", "sizes": [["a", []]], '
-    b'"recent_bytes": [1], "measured": 1, "updated_s": 1}], "contexts": []}',
+    b'"recent_bytes": [1], "measured": 1, "updated_s": 1, "spare": 2.0, "outside_bytes": 0}], '
+    b'"contexts": []}',
 }
 
 

@@ -113,7 +113,7 @@ files = st.tuples(
 
 def ticket_of(**more: Any) -> bytes:
     said = {"v": 1, "pid": 1, "pid_namespace": 1, "since": 0, "count": 0, "pack": False}
-    return in_bytes(said | {"options": [], "parts": [], **more})
+    return in_bytes(said | {"options": [], "parts": [], "needs": [], **more})
 
 
 def holds(name: str, amount: int, budget: int) -> bytes:

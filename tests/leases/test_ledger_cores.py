@@ -91,18 +91,3 @@ def test_calls_of_a_task_that_wait_for_each_other_begin_one_after_the_other(ledg
         file.write(earlier + b"\n")
     assert two.answer()
     assert sorted(ledger_host.status()["holders"]) == sorted([one.pid, two.pid])
-
-
-def test_tickets_of_other_versions_count_as_they_are(ledger_host: LedgerHost) -> None:
-    """They have no needs, and are granted beside requests for cores."""
-    [old, new] = ledger_host.start(2)
-    old("acquire", memory=4 * GIB)
-    [path] = ledger_host.own.glob("*.ticket")
-    text = path.read_bytes().partition(b"\n")[0]
-    shorter = text.replace(b', "needs": []', b"")
-    assert shorter != text
-    with path.open("r+b") as file:
-        file.write(shorter + b"\n")
-    assert new("acquire", **cores(ALL)) == {"cores": ALL}
-    state = ledger_host.status()
-    assert sorted(state["holders"]) == sorted([old.pid, new.pid])

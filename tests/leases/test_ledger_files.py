@@ -34,6 +34,7 @@ def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
         "pack": False,
         "options": [option],
         "parts": [part],
+        "needs": [],
         **changes,
     }
 

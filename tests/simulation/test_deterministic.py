@@ -87,7 +87,7 @@ def test_another_number_of_threads_is_another_promise(alone: Simulation, tmp_pat
 def test_a_run_that_goes_on_elsewhere_is_told(caplog: pytest.LogCaptureFixture) -> None:
     here = machine.described([])
     machine.check_same(here, here, is_strict=True)
-    machine.check_same({"seed": 1}, here, is_strict=True)  # of an earlier version, which did not note it
+    machine.check_same({"seed": 1}, here, is_strict=True)  # of a run that noted nothing of it
     before = {**here, "cpu": "Z80", "versions": {**here["versions"], "numpy": "1.0"}}
     with pytest.raises(ConfigError, match=r"cpu was Z80 and is .+; versions was .*numpy 1\.0.* and is "):
         machine.check_same(before, here, is_strict=True)

@@ -116,7 +116,7 @@ class Federation:
 
     def users_of_fork_servers(self) -> int:
         """Return how many processes the fork servers of this host stay for."""
-        command = [*_COMMAND, "server", "status"]
+        command = [*_COMMAND, "workers", "status"]
         done = run_programs.run(command, env=self.env)
         return sum(map(int, re.findall(r"used by (\d+) process", done.stdout)))
 
