@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from inspect import signature
 from pathlib import Path
-from typing import get_args, get_overloads, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from run_programs import run
 
-from flower_gpu import CallOptions, distributed, gpu_client, run_in_worker, simulate
+from flower_gpu import CallOptions, gpu_client, run_in_worker, simulate
 from flower_gpu.options import CALL
-from flower_gpu.pytorch.rank_settings import RankSettings
 
 USER_FILE = Path(__file__).parent / "typed_user.py"
 
@@ -71,10 +69,3 @@ def test_functions_name_words_as_the_options_do() -> None:
         named = {name: hint for name, hint in get_type_hints(takes_options).items() if name in options}
         assert named == {name: options[name] for name in ("start_method", "gpu", "on_oom")}
     assert get_type_hints(simulate)["options"].__args__ == (CallOptions,)
-
-
-def test_distributed_names_what_ranks_have() -> None:
-    fields = RankSettings.__dataclass_fields__
-    for overload in get_overloads(distributed):
-        named = signature(overload).parameters
-        assert {name: named[name].default for name in fields} == {n: f.default for n, f in fields.items()}

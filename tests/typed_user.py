@@ -27,7 +27,7 @@ class Client(NumPyClient):
 def train(weights: Any, config: Any) -> Any: ...
 
 
-@distributed(num_gpus=2, strategy="fsdp")
+@distributed(num_gpus=2, timeout_s=60)
 def train_large(weights: Any, config: Any) -> Any: ...
 
 
@@ -67,4 +67,4 @@ wrong: CallOptions = {"gpu": "on"}  # wrong
 run_in_worker(train, [], {}, seed=3, num_gpus=0.5, start_method="spawn")
 run_in_worker("task:train", start_method="spwan")  # wrong
 run_in_worker("task:train", gpu="no", seed=3)  # wrong
-distributed(train, strategy="dpp")  # wrong
+distributed(train, timeout_s="long")  # wrong

@@ -20,7 +20,12 @@ from benchmarks.shared.processes import BenchmarkError
 
 _UNTIMED = 2  # the first calls start the fork server and teach it
 _START = {"plain": ("nothing", 1), "one": ("nothing_in_ranks", 1), "ranks": ("nothing_in_ranks", 0)}
-_TRAIN = {"plain": ("train", 1), "one": ("one", 1), "ddp": ("ddp", 0), "fsdp": ("fsdp", 0)}
+_TRAIN = {
+    "plain": ("train", 1),
+    "one": ("train_in_ranks", 1),
+    "ddp": ("train_in_ranks", 0),
+    "fsdp": ("train_in_ranks", 0),
+}
 _PARTS = {"start": _START, "train": _TRAIN}
 
 
@@ -72,7 +77,7 @@ def _measure(part: str, options: Options, figures: Figures) -> None:
     for number in range(0 if options.quick else -_UNTIMED, options.runs):
         for name, client in clients.items() if number % 2 == 0 else reversed(clients.items()):
             began = time.perf_counter()
-            learned[name], _, metrics = client.fit(weights, config)
+            learned[name], _, metrics = client.fit(weights, {**config, "way": name})
             if number >= 0:
                 taken[name].append((time.perf_counter() - began, metrics["step_s"]))
     if options.model == "resnet18":  # BatchNorm: each rank has statistics of its own part

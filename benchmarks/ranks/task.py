@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from flower_gpu import device, distributed
-from flower_gpu.pytorch.distributed import mean, prepare_loader, prepare_model, prepare_optimizer
+from flower_gpu import device, distributed, to_device
+from flower_gpu.pytorch.distributed import mean, rank, world_size
 from flower_gpu.pytorch.weights import get_weights, set_weights
 
 _SIDE = 32
@@ -38,13 +40,17 @@ def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, d
     torch.manual_seed(1)
     model = model_of(config["model"])
     set_weights(model, weights)
-    model = prepare_model(model)
+    model = to_device(model)
+    if world_size() > 1:
+        model = in_ranks(model, config["way"])
     count = config["batch"] * config["steps"]
     # The same few images again and again: what is measured is not the making of data.
     images = torch.randn(config["batch"], 3, _SIDE, _SIDE).repeat(config["steps"], 1, 1, 1)
     labels = torch.arange(count) % _CLASSES
-    loader = prepare_loader(DataLoader(TensorDataset(images, labels), config["batch"]))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.01, momentum=0.9))
+    data = TensorDataset(images, labels)
+    sampler = DistributedSampler(data, world_size(), rank(), shuffle=False)
+    loader = DataLoader(data, config["batch"] // world_size(), sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     seconds = []
     for x, y in loader:
         began = time.perf_counter()
@@ -59,9 +65,16 @@ def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, d
     return get_weights(model), count, {"step_s": mean(later[len(later) // 2])}
 
 
-one = distributed(train)
-ddp = distributed(train)
-fsdp = distributed(train, strategy="fsdp")
+def in_ranks(model: nn.Module, way: str) -> nn.Module:
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    for part in model.children():
+        if any(True for _ in part.parameters()):
+            fully_shard(part)
+    return fully_shard(model)
+
+
+train_in_ranks = distributed(train)
 
 
 def nothing(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:

@@ -54,7 +54,7 @@ def main(
     """Run the function among the other ranks; runs in a worker of its own."""
     for key, value in rest["identity"].items():
         setattr(TaskIdentity, key, value)
-    value = rank.run(rendezvous, function, args, rest["kwargs"], _part_of)
+    value = rank.run(rendezvous, function, args, rest["kwargs"])
     return (value, _context_in(args).state) if rendezvous.rank == 0 else _part_of(value)
 
 

@@ -4,7 +4,7 @@ Numbers and arrays travel between client and worker; modules and tensors stay in
 
     list of numpy arrays ── set_weights ──> model ── to_device ──> GPU
                          <─ get_weights ──        <── training, classification_metrics
-    several ranks: prepare_model, prepare_loader, prepare_optimizer, mean, total, save_checkpoint
+    several ranks: rank, world_size, mean, total
 
 Importing this package does not import torch; the first use of a name does. The function ``device`` is
 ``flower_gpu.device``; ``flower_gpu.pytorch.device`` is a module.
@@ -18,13 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flower_gpu.pytorch.device import to_device as to_device
     from flower_gpu.pytorch.device import to_numpy as to_numpy
-    from flower_gpu.pytorch.distributed import load_checkpoint as load_checkpoint
     from flower_gpu.pytorch.distributed import mean as mean
-    from flower_gpu.pytorch.distributed import prepare_loader as prepare_loader
-    from flower_gpu.pytorch.distributed import prepare_model as prepare_model
-    from flower_gpu.pytorch.distributed import prepare_optimizer as prepare_optimizer
     from flower_gpu.pytorch.distributed import rank as rank
-    from flower_gpu.pytorch.distributed import save_checkpoint as save_checkpoint
     from flower_gpu.pytorch.distributed import total as total
     from flower_gpu.pytorch.distributed import world_size as world_size
     from flower_gpu.pytorch.evaluation import classification_metrics as classification_metrics
@@ -38,13 +33,8 @@ _HOME = {
     "classification_metrics": "evaluation",
     "get_state": "weights",
     "get_weights": "weights",
-    "load_checkpoint": "distributed",
     "mean": "distributed",
-    "prepare_loader": "distributed",
-    "prepare_model": "distributed",
-    "prepare_optimizer": "distributed",
     "rank": "distributed",
-    "save_checkpoint": "distributed",
     "save_model": "weights",
     "set_state": "weights",
     "set_weights": "weights",

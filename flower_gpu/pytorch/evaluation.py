@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DistributedSampler
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.pytorch import distributed, group
+from flower_gpu.pytorch import group
 from flower_gpu.pytorch.device import device as worker_device
 
 
@@ -92,7 +93,7 @@ def _count(
     the confusion matrix, which for many classes would be large.
     """
     num_examples = 0
-    left = distributed.own_examples(loader)
+    left = _own_examples(loader)
     counts: torch.Tensor | None = None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in loader:
@@ -128,6 +129,18 @@ def _count(
         figures = group.summed_tensor(figures)
     values = figures.cpu().numpy()
     return int(values[0]), values[1:3], values[3:].reshape(3, -1)
+
+
+def _own_examples(loader: Any) -> int | None:
+    """Return how many examples of a loader with a ``DistributedSampler`` count for its rank; else None.
+
+    The sampler repeats some, so that all ranks have as many; these come last.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    whole = min(len(cast(Sized, sampler.dataset)), sampler.total_size)
+    return len(range(sampler.rank, whole, sampler.num_replicas))
 
 
 def _pair(batch: Any, keys: tuple[str, str]) -> tuple[Any, Any]:

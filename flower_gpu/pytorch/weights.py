@@ -31,9 +31,9 @@ def get_weights(model: nn.Module) -> list[NDArray[Any]]:
     Parameters
     ----------
     model : torch.nn.Module
-        The model, on any device. Of what :func:`flower_gpu.pytorch.distributed.prepare_model` has made of a
-        model these are the model's own; one that is divided over ranks is put together on the CPU of rank 0,
-        all ranks have to call this, and the others get an empty list.
+        The model, on any device. In a ``DistributedDataParallel`` these are the model's own. One that
+        ``fully_shard`` has divided over ranks is put together on the CPU of rank 0; all ranks have to call
+        this, and the others get an empty list.
 
     Returns
     -------

@@ -10,8 +10,8 @@ from typing import Any, overload
 
 from flower_gpu.calls import leasing
 from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import is_duration, too_long
 from flower_gpu.leases.request import Request
-from flower_gpu.pytorch.rank_settings import LrScalingWord, RankSettings, StrategyWord
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
@@ -26,15 +26,15 @@ class Distributed:
     ----------
     task : callable or str
         The function it was made of.
-    settings : RankSettings
-        How its ranks work together.
+    timeout_s : float
+        Seconds that its ranks wait for each other at one point.
     num_gpus : int or None
         How many GPUs a call of it asks for where its client leaves that to it.
     """
 
     task: Task
 
-    def __init__(self, task: Task, settings: RankSettings, num_gpus: int | None) -> None:
+    def __init__(self, task: Task, timeout_s: float, num_gpus: int | None) -> None:
         check_task(task)
         if isinstance(task, Distributed):
             task = task.task  # its options are those that are given last
@@ -42,7 +42,7 @@ class Distributed:
         if not isinstance(task, str):
             functools.update_wrapper(self, task)
         self.task = task
-        self.settings = settings
+        self.timeout_s = timeout_s
         self.num_gpus = num_gpus
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class Distributed:
                 found = getattr(found, name, None)
             if found is self:
                 return self.__qualname__
-        return Distributed, (self.task, self.settings, self.num_gpus)
+        return Distributed, (self.task, self.timeout_s, self.num_gpus)
 
 
 def _is_context(value: Any) -> bool:
@@ -80,31 +80,16 @@ def _is_context(value: Any) -> bool:
 
 
 @overload
-def distributed(
-    task: Task,
-    *,
-    num_gpus: int | None = None,
-    strategy: StrategyWord = "ddp",
-    lr_scaling: LrScalingWord | None = None,
-    warmup_steps: int = 0,
-    sync_batchnorm: bool = False,
-    timeout_s: float = 600.0,
-) -> Distributed: ...
+def distributed(task: Task, *, num_gpus: int | None = None, timeout_s: float = 600.0) -> Distributed: ...
 @overload
 def distributed(
-    *,
-    num_gpus: int | None = None,
-    strategy: StrategyWord = "ddp",
-    lr_scaling: LrScalingWord | None = None,
-    warmup_steps: int = 0,
-    sync_batchnorm: bool = False,
-    timeout_s: float = 600.0,
+    *, num_gpus: int | None = None, timeout_s: float = 600.0
 ) -> Callable[[Callable[..., Any]], Distributed]: ...
-def distributed(task: Task | None = None, *, num_gpus: int | None = None, **options: Any) -> Any:
+def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeout_s: float = 600.0) -> Any:
     """Run a function with one process (rank) for each GPU that its call has leased.
 
     Around a function, or as a decorator with or without options. The function is called in every rank with
-    the same arguments; :mod:`flower_gpu.pytorch.distributed` brings model, data and optimizer to the ranks.
+    the same arguments, in a process group of ``torch.distributed``, on the device of its rank.
     On one GPU, or none where one was asked for, it is simply called.
 
     Parameters
@@ -115,17 +100,6 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
         How many GPUs a :class:`flower_gpu.GPUClient` asks for when it calls this function; in place of the
         client's own ``num_gpus``. A client that is given the function as text does not see this: give the
         number to the client. On a node without GPUs as many ranks run on the CPU.
-    strategy : str
-        ``"ddp"`` (default): each rank has the whole model (``DistributedDataParallel``). ``"fsdp"``: each has
-        a part of every tensor (``fully_shard``), for models that do not fit one GPU.
-    lr_scaling : str, optional
-        None or ``"none"`` (default): the batch size is that of all ranks together, so that a client learns
-        the same on however many GPUs. ``"linear"`` or ``"sqrt"``: it is that of each rank, and the learning
-        rate is multiplied by the number of ranks, or the root of that.
-    warmup_steps : int
-        Steps, in each call anew, in which the learning rate grows from the optimizer's own to the scaled one.
-    sync_batchnorm : bool
-        Whether BatchNorm layers normalise over the batches of all ranks (on GPUs).
     timeout_s : float
         Seconds that ranks wait for each other at one point; then the one that is not there is named.
 
@@ -146,21 +120,18 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
     -----
     Where a function returns the number of examples, it is that of all of its data, not of one rank's part.
 
-    References
-    ----------
-    Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, on scaling the learning
-    rate and warm-up.
-
     Examples
     --------
     >>> @distributed(num_gpus=2)
     ... def train(weights, config): ...
     >>> client = GPUClient(train, context=context)
     """
-    known = RankSettings.__dataclass_fields__
-    if unknown := [option for option in options if option not in known]:
-        raise TypeError(f"distributed has no option {unknown[0]!r}; there are num_gpus, {', '.join(known)}")
-    settings = RankSettings(**options)
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (is_number and is_duration(timeout_s)):
+        raise ConfigError(
+            f"timeout_s={timeout_s!r} of a distributed function is no positive number of seconds"
+            f"{too_long(timeout_s)}"
+        )
     if num_gpus is not None:
         request = Request(num_gpus=num_gpus)
         if request.num_gpus != request.count:
@@ -169,5 +140,5 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, **opti
             )
         num_gpus = request.count
     if task is None:
-        return lambda function: Distributed(function, settings, num_gpus)
-    return Distributed(task, settings, num_gpus)
+        return lambda function: Distributed(function, timeout_s, num_gpus)
+    return Distributed(task, timeout_s, num_gpus)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flower_gpu.ranks import results
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from flower_gpu import files
 from flower_gpu.errors import WorkerError
-from flower_gpu.pytorch.rank_settings import RankSettings
 from flower_gpu.workers import socket_folder
 
 
@@ -32,7 +31,7 @@ class Rendezvous:
     file: str  # over which they tell each other their addresses (torch.distributed.FileStore)
     rank: int  # its number, from 0 on
     world_size: int
-    settings: RankSettings
+    timeout_s: float  # that they wait for each other at one point
 
 
 @contextmanager
@@ -74,11 +73,7 @@ def main(
 
 
 def run(
-    rendezvous: Rendezvous,
-    function: Distributed,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    part_of: Callable[[Any], results.Part] = results.part_of,
+    rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what the function returned in this rank."""
     task = load_task(function.task)
@@ -86,10 +81,8 @@ def run(
     from flower_gpu.pytorch import group
 
     try:
-        with group.joined(rendezvous.file, rendezvous.rank, rendezvous.world_size, rendezvous.settings):
-            value = task(*args, **kwargs)
-            group.check_num_examples(part_of(value).num_examples)
-            return value
+        with group.joined(rendezvous.file, rendezvous.rank, rendezvous.world_size, rendezvous.timeout_s):
+            return task(*args, **kwargs)
     except Exception as error:
         events.send("rank_failed", of_others=group.is_of_others(error))
         raise

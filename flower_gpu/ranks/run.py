@@ -84,7 +84,7 @@ def run(
         calls = [
             _call(
                 task,
-                Rendezvous(place, rank, count, function.settings),
+                Rendezvous(place, rank, count, function.timeout_s),
                 lease,
                 share,
                 (function, args, kwargs),

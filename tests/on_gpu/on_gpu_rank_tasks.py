@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_hosts import layer
 from gpu_tasks import used_bytes
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from flower_gpu import device, distributed
+from flower_gpu import device, distributed, to_device
 from flower_gpu.pytorch import group
-from flower_gpu.pytorch.distributed import (
-    load_checkpoint,
-    prepare_model,
-    rank,
-    save_checkpoint,
-    total,
-    world_size,
-)
-from flower_gpu.pytorch.rank_settings import RankSettings
+from flower_gpu.pytorch.distributed import rank, total, world_size
 from flower_gpu.pytorch.weights import get_weights, set_weights
 
 GIB = 1 << 30
@@ -42,7 +34,9 @@ def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, d
     torch.backends.cuda.matmul.allow_tf32 = False
     own = model()
     set_weights(own, weights)
-    own = prepare_model(own)
+    own = to_device(own)
+    if world_size() > 1:
+        own = fully_shard(own) if config["way"] == "fsdp" else DistributedDataParallel(own)
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     y = torch.arange(64) % 10
     part = slice(rank(), None, world_size())
@@ -62,8 +56,7 @@ def train(weights: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, d
     return get_weights(own), 64, found
 
 
-ddp = distributed(train)
-fsdp = distributed(train, strategy="fsdp")
+in_ranks = distributed(train)
 
 
 @distributed
@@ -78,7 +71,7 @@ def nccl_alone() -> dict[str, Any]:
     """Do all that ranks do with NCCL in a group of one, which needs no second GPU."""
     descriptor = os.memfd_create("test")
     file = f"/proc/{os.getpid()}/fd/{descriptor}"
-    with group.joined(file, 0, 1, RankSettings("fsdp", timeout_s=60)):
+    with group.joined(file, 0, 1, 60):
         torch.distributed.barrier()
         value = torch.ones(3, dtype=torch.float64, device=device())
         torch.distributed.all_reduce(value)
@@ -86,19 +79,15 @@ def nccl_alone() -> dict[str, Any]:
         torch.distributed.broadcast_object_list(objects, src=0)
         own = model()
         expected = get_weights(own)
-        divided = group.sharded(own, device(), ())
+        divided = fully_shard(own)
         divided(torch.ones(2, 256, device=device())).sum().backward()
         off = max(float(abs(a - b).max()) for a, b in zip(expected, get_weights(divided), strict=True))
         optimizer = torch.optim.SGD(divided.parameters(), 0.1, momentum=0.9)
         optimizer.step()
-        with tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(Path(folder, "checkpoint.pt"), divided, optimizer, epoch=3)
-            extra = load_checkpoint(Path(folder, "checkpoint.pt"), divided, optimizer)
         return {
             "backend": torch.distributed.get_backend(),
             "sum": value.tolist(),
             "objects": objects,
             "is_sharded": group.is_sharded(divided),
             "off": off,
-            "extra": extra,
         }

@@ -12,23 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import flower_gpu
 from flower_gpu import distributed
-from flower_gpu.errors import ConfigError, WeightsError
+from flower_gpu.errors import WeightsError
 from flower_gpu.pytorch import group
-from flower_gpu.pytorch.distributed import (
-    load_checkpoint,
-    prepare_loader,
-    prepare_model,
-    prepare_optimizer,
-    rank,
-    save_checkpoint,
-    total,
-    world_size,
-)
 from flower_gpu.pytorch.distributed import mean as mean_over_ranks
+from flower_gpu.pytorch.distributed import rank, total, world_size
 from flower_gpu.pytorch.evaluation import classification_metrics
 from flower_gpu.pytorch.weights import get_state, get_weights, save_model, set_state, set_weights
 
@@ -53,6 +46,17 @@ class Net(nn.Module):
         return self.last(x)
 
 
+def in_ranks(model: Net, way: str) -> nn.Module:
+    """Bring a model to several ranks, as the page on several GPUs does."""
+    if world_size() == 1:
+        return model
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def data(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 16, generator=generator)
@@ -65,16 +69,17 @@ def first_weights() -> list[np.ndarray]:
 
 
 def train(weights: list[np.ndarray], config: dict[str, Any], count: int = 256) -> Any:
-    """An ordinary training function with three lines more."""
-    torch.manual_seed(5)
+    """An ordinary training function with a few lines more."""
     model = Net()
     set_weights(model, weights)
-    model = prepare_model(model)
+    model = in_ranks(model, config.get("way", "ddp"))
     examples = data(count)
-    loader = prepare_loader(DataLoader(examples, config.get("batch", 32), shuffle=True))
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    sampler = DistributedSampler(examples, world_size(), rank())
+    loader = DataLoader(examples, 32 // world_size(), sampler=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     losses = []
-    for _ in range(config.get("epochs", 1)):
+    for epoch in range(config.get("epochs", 1)):
+        sampler.set_epoch(epoch)
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
@@ -92,15 +97,15 @@ def train(weights: list[np.ndarray], config: dict[str, Any], count: int = 256) -
 def evaluate(weights: list[np.ndarray], config: dict[str, Any], count: int = 101) -> Any:
     model = Net()
     set_weights(model, weights)
-    model = prepare_model(model)
-    metrics = classification_metrics(model, prepare_loader(DataLoader(data(count), 32)))
+    model = in_ranks(model, config.get("way", "ddp"))
+    examples = data(count)
+    sampler = DistributedSampler(examples, world_size(), rank(), shuffle=False)
+    metrics = classification_metrics(model, DataLoader(examples, 32, sampler=sampler))
     return metrics.pop("loss"), metrics.pop("num_examples"), metrics
 
 
-ddp = distributed(train)
-fsdp = distributed(train, strategy="fsdp")
-evaluate_ddp = distributed(evaluate)
-evaluate_fsdp = distributed(evaluate, strategy="fsdp")
+train_in_ranks = distributed(train)
+evaluate_in_ranks = distributed(evaluate)
 
 
 @distributed
@@ -128,12 +133,12 @@ def wait_for(ready: str, go: str) -> int:
     return rank()
 
 
-@distributed(strategy="fsdp")
+@distributed
 def parts(weights: list[np.ndarray]) -> dict[str, Any]:
     """How much of a divided model this rank has, and what it gives back as a whole."""
     model = Net()
     set_weights(model, weights)
-    model = prepare_model(model)
+    in_ranks(model, "fsdp")
     own = sum(each.to_local().numel() for each in model.parameters())
     again = get_weights(model)
     set_weights(model, [array + 1 for array in weights])
@@ -148,89 +153,24 @@ def parts(weights: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
-@distributed(strategy="fsdp")
+@distributed
 def parts_after_evaluation(path: str) -> Any:
     """The weights of a model in one part, and what it gives back that has computed something last."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     weights = get_weights(model)
-    with pytest.raises(ConfigError, match="a compiled model"):
-        prepare_model(torch.compile(model))  # type: ignore[arg-type]
-    model = prepare_model(model)
+    model = fully_shard(model)
     set_state(model, {"weight": weights[0] + 1, "bias": weights[1] + 1})
     set_weights(model, weights)
-    classification_metrics(model, prepare_loader(DataLoader(data(16), 8)))
+    classification_metrics(model, DataLoader(data(16), 8))
     save_model(model, path)
     with pytest.raises(WeightsError, match="give the model itself"):
         get_state(model.state_dict())
     return weights, get_weights(model)
 
 
-def checkpointed(path: str, strategy: str, steps: int) -> Any:
-    """Take steps from where the checkpoint is, or from the first weights; write it again."""
-    torch.manual_seed(0)
-    model = prepare_model(Net())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    found = load_checkpoint(path, model, optimizer)
-    x, y = data(64).tensors
-    part = slice(rank(), None, world_size())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[part]), y[part]).backward()
-        optimizer.step()
-    done = (found or {"done": 0})["done"] + steps
-    save_checkpoint(path, model, optimizer, done=done)
-    return get_weights(model), done
-
-
-ddp_checkpointed = distributed(checkpointed)
-fsdp_checkpointed = distributed(checkpointed, strategy="fsdp")
-
-
-@distributed(lr_scaling="linear", warmup_steps=3)
-def rates() -> list[float]:
-    """The learning rates of five steps as the optimizer had them, and as it shows them afterwards."""
-    model = prepare_model(prepare_model(nn.Linear(2, 1)))  # once more changes nothing
-    optimizer = prepare_optimizer(prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1)))
-    assert not isinstance(getattr(model, "module", None), nn.parallel.DistributedDataParallel)
-    seen: list[float] = []
-    optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
-    loader = prepare_loader(DataLoader(data(10), 5))
-    for x, _ in loader:
-        seen.append(float(len(x)))
-    for _ in range(5):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    return [*seen, optimizer.param_groups[0]["lr"]]
-
-
-class TwoHeads(nn.Module):
-    """Of two layers it uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.other = nn.Linear(16, 4), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-@distributed
-def one_head(find_unused_parameters: bool) -> int:
-    model = prepare_model(TwoHeads(), find_unused_parameters=find_unused_parameters)
-    for _ in range(2):
-        model(data(4).tensors[0]).sum().backward()
-    return sum(parameter.grad is not None for parameter in model.parameters())
-
-
-@distributed
-def sampler_of_others() -> None:
-    examples = data(10)
-    prepare_loader(DataLoader(examples, 2, sampler=SequentialSampler(range(6))))
-
-
 def arguments(*args: Any, **kwargs: Any) -> Any:
-    return world_size(), group.options().strategy, args, kwargs
+    return world_size(), args, kwargs
 
 
 @distributed(num_gpus=2)
@@ -238,47 +178,9 @@ def asks_for_two() -> int:
     return world_size()
 
 
-@distributed(lr_scaling="linear", warmup_steps=5)
-def warmed_up(path: str) -> list[float]:
-    """The learning rates of two steps, then after a checkpoint those of three more, by another optimizer."""
-    seen: list[float] = []
-    for count in (2, 3):
-        model = prepare_model(nn.Linear(2, 1))
-        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1, weight_decay=0.01))
-        optimizer.register_step_pre_hook(lambda one, *_: seen.append(one.param_groups[0]["lr"]))
-        found = load_checkpoint(path, model, optimizer)
-        seen[:] = found["seen"] if found else []
-        for _ in range(count):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        save_checkpoint(path, model, optimizer, seen=seen)
-    return [*seen, optimizer.param_groups[0]["lr"]]
-
-
-@distributed
-def cannot_be_saved(path: str, extra: Any) -> None:
-    save_checkpoint(path, prepare_model(nn.Linear(2, 1)), extra=extra)
-
-
-@distributed
-def other_than_saved(path: str, features: int, momentum: float) -> None:
-    for size, beta in ((2, 0.9), (features, momentum)):
-        model = prepare_model(nn.Linear(size, 1))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=beta)
-        load_checkpoint(path, model, optimizer)
-        save_checkpoint(path, model, optimizer)
-
-
 @distributed
 def different_counts(*_: Any) -> Any:
     return [np.zeros(2)], 100 + rank(), {}
-
-
-@distributed
-def part_of_the_count(*_: Any) -> Any:
-    loader = prepare_loader(DataLoader(data(64), 8))
-    return [np.zeros(2)], sum(len(x) for x, _ in loader), {}
 
 
 # How ranks fail. Each first says who it is, so that a test knows whom to look for.
@@ -329,10 +231,6 @@ def _start_a_program() -> int:
     import subprocess
 
     return subprocess.Popen(["sleep", "3600"]).pid
-
-
-def options() -> Any:
-    return group.options()
 
 
 @distributed

@@ -10,12 +10,4 @@ app = ClientApp(mods=[gpu_mod(resources=lambda context: {"num_gpus": context.run
 @app.train()
 def train(message, context):
     """Train in one process for each GPU; with one GPU in this one."""
-    config = context.run_config
-    train_in_ranks = distributed(
-        "multi_gpu.training:train",
-        strategy=config["strategy"],
-        lr_scaling=config["lr-scaling"],
-        warmup_steps=config["warmup-steps"],
-        sync_batchnorm=config["sync-batchnorm"],
-    )
-    return train_in_ranks(message, context)
+    return distributed("multi_gpu.training:train")(message, context)

@@ -7,21 +7,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
 from flower_gpu import progress, to_device
-from flower_gpu.pytorch.distributed import (
-    load_checkpoint,
-    prepare_loader,
-    prepare_model,
-    prepare_optimizer,
-    rank,
-    save_checkpoint,
-    world_size,
-)
+from flower_gpu.pytorch.distributed import rank, world_size
 from flower_gpu.pytorch.weights import get_state
 from multi_gpu import task
+
+# A checkpoint has the whole model, so that it does not depend on the number of ranks.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def train(message, context):
@@ -44,19 +43,19 @@ def learn(arrays, data, config, checkpoint=None):
     print(f"process {os.getpid()} is rank {rank()} of {world_size()}", flush=True)
     model = task.build_model(config, data[0][0].shape[0])
     model.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-    model = prepare_model(model)
+    model = in_ranks(model, config)
     size, epochs = config["batch-size"], config["local-epochs"]
-    is_enough = len(data) >= size * world_size()  # also where each rank takes batches of that size
-    loader = prepare_loader(DataLoader(data, size, shuffle=True, drop_last=is_enough))
-    rate = config["learning-rate"]
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), rate, momentum=0.9, weight_decay=1e-4))
+    sampler = DistributedSampler(data, world_size(), rank(), seed=config["seed-of-call"])
+    loader = DataLoader(data, size // world_size(), sampler=sampler, drop_last=len(data) >= size)
+    optimizer = torch.optim.SGD(model.parameters(), config["learning-rate"], momentum=0.9, weight_decay=1e-4)
 
-    found = load_checkpoint(checkpoint, model, optimizer) if checkpoint else None
-    first, losses = (found["epoch"] + 1, found["losses"]) if found else (1, [])
-    if found and rank() == 0:
-        print(f"goes on after epoch {found['epoch']} of {epochs}", flush=True)
-    for epoch in range(first, epochs + 1):
-        loader.sampler.set_epoch(epoch)  # the order of an epoch is the same if others were before a stop
+    done, losses = 0, []
+    if checkpoint and checkpoint.exists():
+        done, losses = load(checkpoint, model, optimizer)
+        if rank() == 0:
+            print(f"goes on after epoch {done} of {epochs}", flush=True)
+    for epoch in range(done + 1, epochs + 1):
+        sampler.set_epoch(epoch)  # the order of an epoch is the same if others were before a stop
         for x, y in progress(loader, desc=f"epoch {epoch}/{epochs}"):
             x, y = to_device((x, y))
             loss = cross_entropy(model(x), y)
@@ -65,11 +64,36 @@ def learn(arrays, data, config, checkpoint=None):
             optimizer.step()
             losses.append(loss.detach())
         if checkpoint and epoch < epochs:
-            save_checkpoint(checkpoint, model, optimizer, epoch=epoch, losses=losses)
+            save(checkpoint, model, optimizer, epoch, losses)
     trained = get_state(model)  # in rank 0; the others need not have them
     if checkpoint and rank() == 0:
         checkpoint.unlink(missing_ok=True)
     return trained, {"train_loss": torch.stack(losses).mean().item()}
+
+
+def in_ranks(model, config):
+    """Bring a model to the device of this rank, and let backward passes average gradients over the ranks."""
+    if world_size() == 1:
+        return to_device(model)
+    if config["sync-batchnorm"] and torch.cuda.is_available():  # there is none for the CPU
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return fully_shard(model) if config["strategy"] == "fsdp" else DistributedDataParallel(to_device(model))
+
+
+def save(path, model, optimizer, *more):
+    """Write a checkpoint: all ranks put it together, and rank 0 writes it."""
+    state = [*get_state_dict(model, optimizer, options=WHOLE), *more]
+    if rank() == 0:
+        new = path.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(path)  # it appears when it is complete
+
+
+def load(path, model, optimizer):
+    """Load a checkpoint into all ranks; return what else was written."""
+    of_model, of_optimizer, *more = torch.load(path, map_location="cpu", weights_only=True)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=WHOLE)
+    return more
 
 
 def seed_of(*numbers):
