@@ -330,7 +330,6 @@ INTERNAL_VARIABLES: Final = MappingProxyType(
         "FLOWER_GPU_PROGRAMS": "Set for what forks programs of Flower: a descriptor of its connection.",
         "FLOWER_GPU_WAKEUP": "Set for a SuperExec: the socket by which its parent wakes it.",
         "FLOWER_GPU_GROUP": "Set in SuperNodes and a ServerApp: the sockets by which they wake each other.",
-        "FLOWER_GPU_TLS": "Set by launch --secure: file with the key and certificate that a process shows.",
         "FLOWER_GPU_LEASE": "Set in workers: the lease they hold.",
         DEVICES_VARIABLE: "Set in workers: the device files of GPUs that they may open.",
         CONFINE_VARIABLE: "Set in SuperNodes with --confine: what apps may have, as JSON.",

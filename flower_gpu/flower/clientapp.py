@@ -30,7 +30,7 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ClientCallError, ConfigError, text_of
-from flower_gpu.flower import message_call, mutual_tls, plain_message
+from flower_gpu.flower import message_call, plain_message
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
@@ -55,7 +55,6 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     Flower leaves no room for a lease.
     """
     sys.argv = argv
-    mutual_tls.use(os.environ)
     ask_for_many()
     if Allowed.from_environment(os.environ) is not None:
         install_among_apps()

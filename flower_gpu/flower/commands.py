@@ -65,9 +65,6 @@ SERVER_COMMANDS: Final = MappingProxyType(
     }
 )
 
-#: The operator's command line, where a SuperLink asks for its certificate.
-OPERATOR_COMMANDS: Final = MappingProxyType({"flwr": "flower_gpu.flower.operator"})
-
 # To a SuperLink that may be on this host as well. Who finds a message wakes the others (waits/wakeup.py).
 _MOST_QUESTIONS_PER_S: Final = 10.0
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 from flwr.app import Message
 from flwr.serverapp import Grid, ServerApp
 
-from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import HTTP_GRID, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
@@ -33,7 +32,6 @@ _NAME: Final = "flwr-serverapp"
 def main() -> None:
     """Run Flower's command."""
     (command,) = entry_points(group="console_scripts", name=_NAME)
-    mutual_tls.use(os.environ)
     clock = Clock(group_of(os.environ))
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]

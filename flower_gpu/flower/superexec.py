@@ -17,7 +17,6 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.private_names import SUPEREXEC, find
 from flower_gpu.flower.waits import wakeup
 
@@ -31,8 +30,6 @@ def main() -> None:
     """Run Flower's SuperExec."""
     loop: Any = importlib.import_module(SUPEREXEC)
     from flwr.supercore.cli import flower_superexec
-
-    mutual_tls.use(os.environ)
 
     # With --executor somebody else has started it, for tasks that may have to wait for capacity.
     wake_ups = wakeup.found()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Final
 
-from flower_gpu.flower import mutual_tls, objects
+from flower_gpu.flower import objects
 from flower_gpu.flower.private_names import LINK_STATES
 from flower_gpu.flower.waits import ticks
 from flower_gpu.flower.waits.wakeup import Waker, call_after
@@ -19,7 +18,6 @@ def main() -> None:
     """Run Flower's SuperLink."""
     from flwr.superlink.cli import flower_superlink
 
-    mutual_tls.use(os.environ, with_server=True)
     objects.answer_for_many(objects.SUPERLINK)
     ticks.look_seldom()
     waker = Waker()

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from typing import Any, Final
 
-from flower_gpu.flower import mutual_tls, objects
 from flower_gpu.flower import node_slots as slots
+from flower_gpu.flower import objects
 from flower_gpu.flower.commands import CommandFolder
 from flower_gpu.flower.private_names import HEARTBEATS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
 from flower_gpu.flower.programs.server import fork_own
@@ -58,7 +58,6 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
-    mutual_tls.use(os.environ, with_server=True)
     least_s = value_of(POLL_VARIABLE, os.environ)
     if find(f"{NODE_LOOP}:time") is not None:  # else it is another Flower, and keeps its own waits
         # Over a network a SuperNode may be out of reach for a while, and come back.

@@ -13,7 +13,6 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.launch import ports
 from flower_gpu.launch.environment import client_environment
 from flower_gpu.launch.plan import Plan
-from flower_gpu.launch.run_keys import RunKeys
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback
 
 #: How often a process is started again with another port when another process took the one it was given.
@@ -34,13 +33,11 @@ class Engine(ABC):
         folder: RunFolder,
         env: Mapping[str, str],
         supervisor: Supervisor,
-        keys: RunKeys | None = None,
     ) -> None:
         self.plan = plan
         self.folder = folder
         self.env = env
         self.supervisor = supervisor
-        self.keys = keys  # with --secure
         #: Shows a line.
         self.say: Callable[[str], object] = print
 

@@ -12,7 +12,6 @@ from flower_gpu import frameworks, options
 from flower_gpu.apps.app import ConfigValue
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower import mutual_tls
 from flower_gpu.flower.commands import with_flowers
 from flower_gpu.launch.ports import HOST
 from flower_gpu.options import (
@@ -44,7 +43,6 @@ def service_environment(
         "PATH": with_flowers(base.get("PATH")),
     }
     env.pop(CLIENT_VARIABLE, None)  # set for clients only
-    env.pop(mutual_tls.VARIABLE, None)  # of the run that this launch was started in
     for name in ("NO_PROXY", "no_proxy"):  # all connections are local, whatever proxy there is
         env[name] = ",".join(filter(None, [base.get(name), HOST, "localhost"]))
     return options.environment(calls or {}, env)

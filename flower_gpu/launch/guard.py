@@ -2,15 +2,13 @@
 
 The kernel kills the launcher's services with it (see ``supervisor.py``), but not what Flower has detached
 from them into sessions of their own: its ``flwr-serverapp`` was seen to live on for minutes. Everything that
-belongs to a run carries the run's folder in its environment, and is found by that. Folders that
-must not outlive the run are removed then.
+belongs to a run carries the run's folder in its environment, and is found by that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -51,8 +49,6 @@ def main() -> None:
     while os.read(0, 1):
         pass
     kill_marked(os.fsencode(sys.argv[1]))
-    for folder in sys.argv[2:]:  # with keys of the run
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -98,18 +98,13 @@ def node_keys(folder: Path, count: int) -> list[NodeKey]:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700, parents=True)
         _check_folder(folder)
-        return keys_in(folder, count)
+        return [_node_key(folder / _NAME.format(number=number)) for number in range(count)]
     except OSError as error:
         where = path_text(Path(error.filename) if error.filename else folder)
         raise ConfigError(
             f"--keys {path_text(folder)}: {where}: {error.strerror}. Give a folder that this account can "
             "write to"
         ) from None
-
-
-def keys_in(folder: Path, count: int) -> list[NodeKey]:
-    """Return the keys in a folder that is there; raises OSError where it cannot be used."""
-    return [_node_key(folder / _NAME.format(number=number)) for number in range(count)]
 
 
 def _check_folder(folder: Path) -> None:

@@ -101,15 +101,6 @@ class LaunchOptions:
             group="federation",
         ),
     ] = "superlink"
-    secure: Annotated[
-        bool,
-        Option(
-            "TLS between all parts, each with a certificate of an authority of this run, and SuperNodes with "
-            "keys; all of it is deleted at the end (engine superlink only)",
-            SWITCH,
-            group="federation",
-        ),
-    ] = False
     node_config: Annotated[
         Mapping[str, ConfigValue],
         Option(

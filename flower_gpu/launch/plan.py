@@ -10,7 +10,6 @@ from typing import Final, TypeGuard
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import check_log_dir
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import COMMANDS, OPERATOR_COMMANDS, SERVER_COMMANDS, CommandFolder
 from flower_gpu.gpu import guard
 from flower_gpu.kinds import flag
 from flower_gpu.launch import environment, ports
@@ -99,28 +98,9 @@ def make_plan(options: LaunchOptions) -> Plan:
         raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
     check_log_dir(options.log_dir)
     fast_start = options.fast_start and forkserver.is_supported()
-    if options.secure:
-        _check_secure(options, fast_start)
     plan = Plan(options, app, clients, overrides, fast_start)
     unguarded = guard.outside_of_workers(os.environ)
     return replace(plan, remarks=(*check_gpus(plan, os.environ), *([unguarded] if unguarded else [])))
-
-
-def _check_secure(options: LaunchOptions, fast_start: bool) -> None:
-    """Refuse what would leave a part of the run without a certificate."""
-    if options.engine == "start-client":
-        raise ConfigError(
-            "--secure goes with --engine superlink: the clients of start-client have no keys; leave one out"
-        )
-    if not options.fast_start:
-        raise ConfigError(
-            "--secure and --no-fast-start exclude each other: Flower's own flwr-clientapp has no certificate "
-            "to show; leave one out"
-        )
-    if not fast_start:
-        raise ConfigError("--secure needs a fork server, which this platform does not have: leave it out")
-    for commands in (COMMANDS, SERVER_COMMANDS, OPERATOR_COMMANDS):
-        CommandFolder(commands).first_on(os.environ.get("PATH"))
 
 
 def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:

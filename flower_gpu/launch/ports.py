@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import socket
-import ssl
 from contextlib import ExitStack
 from typing import Final
 
@@ -45,16 +44,9 @@ def accepts_connections(port: int, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def is_healthy(port: int, timeout_s: float = 1.0, context: ssl.SSLContext | None = None) -> bool:
-    """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it.
-
-    ``context``: what to connect by TLS with; without it, without TLS.
-    """
-    connection: http.client.HTTPConnection
-    if context is None:
-        connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
-    else:
-        connection = http.client.HTTPSConnection(HOST, port, timeout=timeout_s, context=context)
+def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
+    """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == http.client.OK

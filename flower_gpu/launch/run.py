@@ -18,7 +18,6 @@ from flower_gpu.launch.gpu_check import not_isolated, not_obeyed
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import print_table, result_of
-from flower_gpu.launch.run_keys import made_for_run
 from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
@@ -68,7 +67,6 @@ def launch(options: LaunchOptions) -> int:
     code = 0
     engine: Engine | None = None
     with (
-        made_for_run(plan.clients) if options.secure else contextlib.nullcontext() as keys,
         followers.following(
             folder.path,
             plan.app.name,
@@ -78,7 +76,7 @@ def launch(options: LaunchOptions) -> int:
         recorded_run(
             folder.path, "launch", plan.app.name, clients=plan.clients, num_rounds=plan.num_rounds
         ) as run,
-        Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}", [keys.folder] if keys else []) as supervisor,
+        Supervisor(f"{RUN_DIR_VARIABLE}={folder.path}") as supervisor,
     ):
         display = LaunchDisplay(plan.num_rounds, is_quiet=options.verbosity < 0)
         try:
@@ -86,7 +84,7 @@ def launch(options: LaunchOptions) -> int:
             for remark in plan.remarks:
                 display.line(remark)
             env = service_environment(os.environ, folder, options.calls)
-            engine = _ENGINES[plan.options.engine](plan, folder, env, supervisor, keys)
+            engine = _ENGINES[plan.options.engine](plan, folder, env, supervisor)
             engine.say = display.line
             failures = Failures(folder.failures, display, engine.client_of, engine.traceback_of)
             try:
@@ -118,8 +116,7 @@ def headline(plan: Plan, folder: RunFolder) -> str:
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
-    how = f"{plan.options.engine}, secure" if plan.options.secure else plan.options.engine
-    return f"{plan.app.name}: {', '.join(counts)}, {how}; logs in {folder.shown}"
+    return f"{plan.app.name}: {', '.join(counts)}, {plan.options.engine}; logs in {folder.shown}"
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
@@ -129,7 +126,6 @@ def settings_of(plan: Plan) -> dict[str, object]:
         "serverapp": plan.app.serverapp,
         "clientapp": plan.app.clientapp,
         "engine": plan.options.engine,
-        "secure": plan.options.secure,
         "run_config": plan.run_config,
         "versions": machine.versions(),
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],

@@ -7,9 +7,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,18 +16,10 @@ from flower_gpu import trace
 from flower_gpu.apps.app import ConfigValue, format_pairs
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.errors import ConfigError
-from flower_gpu.flower.commands import (
-    OPERATOR_COMMANDS,
-    SERVER_COMMANDS,
-    CommandFolder,
-    fast_start,
-    warm_up_command,
-)
-from flower_gpu.flower.operator import REGISTER
+from flower_gpu.flower.commands import SERVER_COMMANDS, CommandFolder, fast_start, warm_up_command
 from flower_gpu.flower.waits.wakeup import with_group
 from flower_gpu.launch import ports
 from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
-from flower_gpu.launch.run_keys import RunKeys
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
 from flower_gpu.printable import told_if_slow
 
@@ -52,15 +43,11 @@ _FAB_FILES: Final = (
 )
 
 
-# It is reachable from this machine only.
-_WITHOUT_TLS: Final = ("--insecure",)
-
-
-def superlink_command(port: int, keys: RunKeys | None = None) -> list[str]:
+def superlink_command(port: int) -> list[str]:
     """Build the command line of the SuperLink."""
     return [
         "flower-superlink",
-        *((*keys.superlink.server_options, "--enable-supernode-auth") if keys else _WITHOUT_TLS),
+        "--insecure",  # it is reachable from this machine only
         "--host",
         ports.HOST,
         "--port",
@@ -69,16 +56,11 @@ def superlink_command(port: int, keys: RunKeys | None = None) -> list[str]:
     ]
 
 
-def supernode_command(
-    superlink_port: int,
-    port: int,
-    node_config: Mapping[str, ConfigValue],
-    secrets: Sequence[str] = _WITHOUT_TLS,
-) -> list[str]:
+def supernode_command(superlink_port: int, port: int, node_config: Mapping[str, ConfigValue]) -> list[str]:
     """Build the command line of one SuperNode."""
     return [
         "flower-supernode",
-        *secrets,
+        "--insecure",
         "--superlink",
         f"{ports.HOST}:{superlink_port}",
         "--host",
@@ -106,13 +88,6 @@ class SuperLinkEngine(Engine):
         self._clients_of_nodes: dict[int, str] = {}
         self.folder.flwr_home.mkdir()
         self.env = with_group(self.env, self.plan.clients)
-        if self.keys is not None:
-            self.env = {
-                **self.env,
-                **self.keys.operator.variables,
-                "PATH": CommandFolder(OPERATOR_COMMANDS).first_on(self.env.get("PATH")),
-            }
-        self._context = self.keys.operator.client_context() if self.keys else None
         self._node_env = self.env
         self._link_env = self.link_environment()
         if self.plan.fast_start:
@@ -128,12 +103,8 @@ class SuperLinkEngine(Engine):
             self.supervisor.fork_programs(self.env, self.folder.log("programs"))
         # First alone: a SuperNode that comes too early waits longer and longer between its tries.
         with told_if_slow(self.say, "starting the SuperLink"):
-            self._port = self.start_on_free_port(
-                self._superlink, partial(ports.is_healthy, context=self._context)
-            )
+            self._port = self.start_on_free_port(self._superlink, ports.is_healthy)
         self._write_connection()
-        if self.keys is not None:
-            self._register_nodes(self.keys)
         node_ports = ports.free_ports(self.plan.clients)
         self._nodes = [self._node(client, port) for client, port in enumerate(node_ports)]
         self._node_attempts = [1] * self.plan.clients
@@ -147,26 +118,11 @@ class SuperLinkEngine(Engine):
         self.supervisor.start(self._run, *self._nodes)
 
     def _write_connection(self) -> None:
-        how = (
-            f"root-certificates = {json.dumps(str(self.keys.operator.authority))}"
-            if self.keys
-            else "insecure = true"
-        )
         (self.folder.flwr_home / "config.toml").write_text(
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
-            f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{self._port}"\n{how}\n',
+            f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{self._port}"\ninsecure = true\n',
             encoding="utf-8",
         )
-
-    def _register_nodes(self, keys: RunKeys) -> None:
-        """Tell the SuperLink of the nodes' keys: it turns away a node that comes before."""
-        command = ["flwr", REGISTER, CONNECTION, *(str(key.public) for key in keys.nodes)]
-        service = Service("registration of the nodes", command, self.env, self.folder.log("register"))
-        self.supervisor.start(service)
-        while service.runs:
-            self.supervisor.wait(0.05)
-        if service.returncode != 0:
-            raise died(service)
 
     def client_of(self, node_id: int) -> str:
         """Return the number of a node's client, from what its SuperNode says at its start."""
@@ -203,27 +159,19 @@ class SuperLinkEngine(Engine):
             return {
                 **self.env,
                 "PATH": CommandFolder(SERVER_COMMANDS).first_on(self.env.get("PATH")),
-                **(self.keys.superlink.variables if self.keys else {}),
             }
         return self.env
 
     def _superlink(self, port: int) -> Service:
         log = self.folder.log("superlink")
-        self._link = Service("SuperLink", superlink_command(port, self.keys), self._link_env, log)
+        self._link = Service("SuperLink", superlink_command(port), self._link_env, log)
         return self._link
 
     def _node(self, client: int, port: int) -> Service:
-        identity = self.keys.supernode(client) if self.keys else None
-        secrets = (
-            (*identity.client_options, *identity.server_options, *self.keys.nodes[client].options)
-            if self.keys and identity
-            else _WITHOUT_TLS
-        )
-        env = {**self._node_env, **(identity.variables if identity else {})}
         return Service(
             f"SuperNode of client {client}",
-            supernode_command(self._port, port, self.plan.node_config_of(client), secrets),
-            self.client_environment(client, env),
+            supernode_command(self._port, port, self.plan.node_config_of(client)),
+            self.client_environment(client, self._node_env),
             self.folder.log(f"client-{client}"),
         )
 

@@ -177,12 +177,10 @@ class Supervisor:
 
     Signals that ask to stop interrupt :meth:`wait` only, so they never hit the middle of something else.
     ``marker`` is an entry ``NAME=value`` in the environment of every process of this run and of no other.
-    ``removed`` are folders that are removed after the last process, also where this one is killed.
     """
 
-    def __init__(self, marker: str, removed: Sequence[Path] = ()) -> None:
+    def __init__(self, marker: str) -> None:
         self._marker = marker
-        self._removed = removed
         self._services: list[Service] = []
         self._received: list[int] = []
         self._not_ours: set[psutil.Process] = set()
@@ -200,7 +198,7 @@ class Supervisor:
             self._is_parent = adopt_orphans()
             if self._is_parent:
                 stack.callback(adopt_orphans, False)
-            stack.enter_context(_guard(self._marker, self._removed))
+            stack.enter_context(_guard(self._marker))
             # Children of before the run are not the run's to end. The guard is one: it must outlive us.
             self._not_ours = set(psutil.Process().children())
             self._wakeup = stack.enter_context(_wakeup_pipe())
@@ -334,10 +332,10 @@ def _running(pids: Collection[int]) -> set[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _guard(marker: str, removed: Sequence[Path]) -> Iterator[None]:
+def _guard(marker: str) -> Iterator[None]:
     """Keep a process beside this one that ends the run when this one is killed."""
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, marker, *map(str, removed)],
+        [sys.executable, "-I", "-S", guard.__file__, marker],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -112,17 +112,6 @@ def test_tracing_compares_with_and_without(figures: Figures) -> None:
     assert row["on_s"] > 0 and row["off_s"] > 0 and row["line_us"] > 0
 
 
-def test_keys_compare_with_and_without(figures: Figures) -> None:
-    result = figures("keys", "--quick")
-    [row], [connection] = result["rows"], result["connection"]
-    assert (row["clients"], row["rounds"], row["runs"]) == (4, 2, 1)
-    for name in ("round_s", "rest_s"):
-        assert row[f"{name}_ratio"] == pytest.approx(
-            row[f"secure_{name}"] / row[f"insecure_{name}"], abs=0.02
-        )
-    assert connection["insecure_cpu_ms"] > 0 and connection["secure_cpu_ms"] > 0
-
-
 def test_ranks_are_measured_beside_the_plain_function(figures: Figures) -> None:
     result = figures("ranks", "--quick")
     assert [(row["way"], row["ranks"]) for row in result["start"]] == [("plain", 1), ("one", 1), ("ranks", 2)]

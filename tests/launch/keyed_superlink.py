@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import shlex
-import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from how_to_pages import first_command
 from run_programs import run
 from waiting import until
 
 from flower_gpu.launch import ports
-from flower_gpu.launch.authority import Authority
 from flower_gpu.workers.forkserver.identity import script_folders
 
 
@@ -56,15 +60,30 @@ class SuperLink:
             )
 
 
+def write_certificate(certificate: Path, key: Path) -> None:
+    """Write a certificate for the loopback address, signed by itself, and its key."""
+    made = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "superlink of a test")])
+    now = datetime.datetime.now(datetime.UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, made.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(ports.HOST))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(made, hashes.SHA256())
+    )
+    certificate.write_bytes(signed.public_bytes(Encoding.PEM))
+    key.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
 @contextmanager
 def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
     """Start one whose files are in a folder; it ends with the block."""
     for made in ("state", "flwr"):
         (folder / made).mkdir(mode=0o700)
-    authority = Authority()
     ca, own = folder / "ca.crt", folder / "superlink.pem"
-    ca.write_bytes(authority.certificate)
-    own.write_bytes(authority.issue("superlink"))
+    write_certificate(ca, own)
     port = ports.free_ports(1)[0]
     config = f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "{ports.HOST}:{port}"\n'
     (folder / "flwr" / "config.toml").write_text(f'{config}root-certificates = "{ca}"\n')
@@ -78,13 +97,11 @@ def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
         "FLOWER_GPU_SERVER_IDLE_S": "10",
         "PATH": os.pathsep.join([*script_folders(), os.environ["PATH"]]),
     }
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.load_verify_locations(ca)
     with (folder / "superlink.log").open("wb") as log:
         process = subprocess.Popen(
             [
                 *("flower-superlink", "--enable-supernode-auth", "--host", ports.HOST, "--port", str(port)),
-                *("--ssl-ca-certfile", str(ca), "--ssl-certfile", str(own), "--ssl-keyfile", str(own)),
+                *("--ssl-ca-certfile", str(ca), "--ssl-certfile", str(ca), "--ssl-keyfile", str(own)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -92,7 +109,7 @@ def keyed_superlink(folder: Path) -> Iterator[SuperLink]:
             env=env,
         )
     try:
-        until(lambda: ports.is_healthy(port, context=context), "the SuperLink answers", 60)
+        until(lambda: ports.accepts_connections(port), "the SuperLink answers", 60)
         yield SuperLink(port, ca, env)
     finally:
         process.terminate()

@@ -38,8 +38,6 @@ BAD_OPTIONS = [
     ("--port 65536", "--port at most 65535"),
     ("--start-method thread", "--start-method 'thread' spawn fork"),
     ("--engine ray", "--engine 'ray' superlink start-client"),
-    ("--secure --engine start-client", "--secure --engine superlink leave one out"),
-    ("--secure --no-fast-start", "--secure --no-fast-start flwr-clientapp leave one out"),
     ("--partition label", "--partition 'label' iid dirichlet"),
     ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
     ("--dataset three", "--dataset three tiny knows one two"),

@@ -213,7 +213,7 @@ def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
     reference = files_in_table("reference/launch.md", "## The folder of a run")
     assert there <= reference
     # What this run has no reason for.
-    none = {"server.log", "register.log", "app/", "model.safetensors"}
+    none = {"server.log", "app/", "model.safetensors"}
     assert reference - there == none
     assert files_in_table("tutorial/first-federation.md") - there == {"model.safetensors"}
 

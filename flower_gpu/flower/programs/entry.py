@@ -12,7 +12,6 @@ from typing import Any
 
 from flower_gpu.flower.commands import (
     COMMANDS,
-    OPERATOR_COMMANDS,
     SERVER_COMMANDS,
     CommandFolder,
     flowers,
@@ -50,7 +49,7 @@ def find(name: str, environ: Mapping[str, str]) -> Entry:
     if path is None:
         raise NoEntryError(f"there is no command {name}")
     folder, name = Path(path).parent, Path(path).name
-    for commands in (COMMANDS, SERVER_COMMANDS, OPERATOR_COMMANDS, flowers()):
+    for commands in (COMMANDS, SERVER_COMMANDS, flowers()):
         if name in commands and folder == CommandFolder(commands).path:
             return Entry(path, *function_of(commands[name]))
     if name not in flowers() or folder not in map(Path, script_folders()):
