@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -25,8 +24,8 @@ NAME: Final = "slurm"
 HELP = "run a simulation as a job of a Slurm cluster"
 AFTER_DASHES: Final = "sbatch"  # whose options stand there
 DESCRIPTION = """\
-Have Slurm run `flower-gpu simulate`, and show the job's log here until the job ends. It takes the options of
-simulate. What stands after two dashes are options of sbatch.
+Have Slurm run `flower-gpu simulate`: write the batch script, submit it, and say how to follow the job. It
+takes the options of simulate. What stands after two dashes are options of sbatch.
 
     flower-gpu slurm my-app --nodes 4 --gpus-per-node 2 --clients 10000 -- --time 8:00:00 --partition gpu
 
@@ -52,12 +51,10 @@ OPTIONS: Final = {
         group=_GROUP,
     ),
     "dry_run": Option("show the batch script, and submit nothing", SWITCH, group=_GROUP),
-    "follow": Option("print the job's id once it is submitted, and end", SWITCH, group=_GROUP),
 }
-_DEFAULTS: Final = {"nodes": 1, "follow": True}
+_DEFAULTS: Final = {"nodes": 1}
 #: What the script itself says to ``simulate``, and what is no option.
 _OF_THE_SCRIPT: Final = ("app_dir", "log_dir", "resume", "ray_address")
-_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -81,40 +78,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Submit the job, and show its log.
+    """Submit the job; print its id, and how to follow it.
 
     Returns
     -------
     int
-        The job's exit status; 130 after Ctrl-C: the job goes on.
+        0; the job has its own exit status.
 
     Raises
     ------
     ConfigError
         If an option cannot be used, or there is no sbatch; nothing was submitted.
     FlowerGPUError
-        If Slurm does not take the job, or has forgotten it.
+        If Slurm does not take the job.
     """
     plan = _plan(arguments)
     if arguments.dry_run:
         print(slurm.batch_script(plan), end="")
         return 0
     job = slurm.submit(plan)
+    print(job)
+    if not is_quiet(arguments):
+        print(how_to_follow(job, plan), file=sys.stderr)
+    return 0
+
+
+def how_to_follow(job: str, plan: slurm.JobPlan) -> str:
+    """Return the commands that show what becomes of a job."""
     log = short(plan.log(job))
-    tell = _tell_nothing if is_quiet(arguments) else _say
-    tell(f"job {job} is submitted; its log is {log}")
-    if not arguments.follow:
-        print(job)
-        return 0
-    try:
-        state = slurm.follow(job, plan.log(job), _show, tell)
-    except KeyboardInterrupt:
-        _say(f"job {job} goes on. To see more of its log: tail -F {log}. To end the job: scancel {job}")
-        return _INTERRUPTED
-    (_say if state.exit_status else tell)(f"job {job} {state}")
-    if not plan.log(job).exists():
-        _say(f"there is no {log}: --log-dir must be on a file system that the nodes have, too")
-    return state.exit_status
+    runs = short(plan.log(job).with_suffix(""))
+    commands = {
+        f"squeue -j {job}": "whether it waits or runs",
+        f"tail -n +1 -F {log}": "its log",
+        f"flower-gpu top {runs}/[0-9]*": "its rounds and clients, once it runs",
+        f"scancel {job}": "ends it",
+    }
+    width = max(map(len, commands))
+    lines = (f"  {command:<{width}}  {what}" for command, what in commands.items())
+    return "\n".join([f"flower-gpu slurm: job {job} is submitted", *lines])
 
 
 def _plan(arguments: argparse.Namespace) -> slurm.JobPlan:
@@ -169,16 +170,3 @@ def _written(action: argparse.Action, value: Any) -> Iterator[str]:
         return
     for each in value if isinstance(value, list) else [value]:
         yield f"{name}={','.join(each) if isinstance(each, tuple) else each}"
-
-
-def _show(part: bytes) -> None:
-    sys.stdout.buffer.write(part)
-    sys.stdout.buffer.flush()
-
-
-def _say(text: str) -> None:
-    print(f"flower-gpu slurm: {text}", file=sys.stderr, flush=True)
-
-
-def _tell_nothing(text: str) -> None:
-    """Say nothing: with -q only what went wrong is said."""

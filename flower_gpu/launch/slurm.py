@@ -1,12 +1,9 @@
-"""A Slurm job that runs ``flower-gpu simulate``: its batch script, its submission, and its log until it ends.
+"""A Slurm job that runs ``flower-gpu simulate``: its batch script, and its submission.
 
 ::
 
     JobPlan ── batch_script ──> sbatch ──> job: simulate on the first node
-       (pure functions)           │             with several nodes: Ray, one process tree for each, by srun
-                                  ▼
-    follow: scontrol, every few seconds: does it wait, run, or has it ended?
-            its log, as it grows ──> this terminal
+       (pure functions)                         with several nodes: Ray, one process tree for each, by srun
 
 The last command of the script takes the place of the batch shell (``exec``). So Slurm's signals reach the
 run itself, and the run's exit status is the job's.
@@ -15,12 +12,10 @@ run itself, and the run's exit status is the job's.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,14 +25,6 @@ from flower_gpu.errors import ConfigError, FlowerGPUError
 
 #: So many seconds before its time limit a job is told to end: then its results are written.
 _WARNING_S: Final = 60
-_ASK_S: Final = 3.0  # between two questions to Slurm's controller, which all users of a cluster share
-_LOOK_S: Final = 0.3  # between two looks at the log
-_UNKNOWN_JOB: Final = "Invalid job id"
-#: Slurm's words for a job that has ended for good.
-_ENDED: Final = {
-    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
-    *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"),
-}
 #: Options of sbatch that would contradict the script, with what to do.
 _REFUSED: Final = {
     ("--output", "-o"): "--log-dir says where the log goes",
@@ -46,7 +33,7 @@ _REFUSED: Final = {
     ("--gpus-per-node",): "give --gpus-per-node before the two dashes",
     ("--array", "-a"): "each job is one run; start several with a loop",
     ("--wrap",): "the script is written by this command",
-    ("--wait", "-W"): "the command waits for the job's end without it",
+    ("--wait", "-W"): "the command ends once the job is submitted, and says how to follow it",
     ("--clusters", "-M"): "run the command on a login node of that cluster",
 }
 
@@ -66,7 +53,15 @@ rm -rf "$ray" && mkdir -p "$ray" && (umask 077 && head -c 33 /dev/urandom | base
 [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --export=ALL \
   --kill-on-bad-exit=0 --output="$ray/%t.log" bash -c '
-  folder=$(mktemp -d /tmp/ray-XXXXXX) || exit
+  # Locked by all processes of the step. Those of killed steps are locked by nobody, and go.
+  for old in /tmp/ray-$UID-*; do
+    [[ ! -O $old ]] || { flock --nonblock 8 && rm -rf "$old"; } 8<"$old"
+  done
+  folder=
+  until [[ -n $folder && -e $folder ]]; do
+    folder=$(mktemp -d "/tmp/ray-$UID-XXXXXX") || exit
+    exec 9<"$folder" && flock --nonblock 9  # else another job has removed it before it was locked
+  done
   trap "rm -rf $folder" EXIT
   trap exit TERM
   port=$("$python" -c "import socket; s = socket.socket(); s.bind((str(), 0)); print(s.getsockname()[1])")
@@ -246,138 +241,3 @@ def submit(plan: JobPlan) -> str:
         raise FlowerGPUError("sbatch did not take the job; what it says is above")
     plan.script(job).write_bytes(script)
     return job
-
-
-@dataclass(frozen=True)
-class JobState:
-    """What Slurm says of a job.
-
-    Attributes
-    ----------
-    name : str
-        Slurm's word for it, such as RUNNING.
-    reason : str
-        Why it waits, or has ended.
-    nodes : str
-        Where it runs.
-    restarts : int
-        How often it was put back into the queue.
-    code, signal : int
-        What its script exited with, and which signal ended the script.
-    """
-
-    name: str
-    reason: str = ""
-    nodes: str = ""
-    restarts: int = 0
-    code: int = 0
-    signal: int = 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the job is over for good."""
-        return self.name in _ENDED
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status, as of a program that was run here; once the job has ended."""
-        if self.name == "COMPLETED":
-            return 0
-        return self.code or (128 + self.signal if self.signal else 1)
-
-    def __str__(self) -> str:
-        """Return it in words."""
-        restarts = f" (restart {self.restarts})" if self.restarts else ""
-        if self.name == "PENDING":
-            return f"waits ({self.reason})" if self.reason else "waits"
-        if self.name == "RUNNING":
-            return f"runs on {self.nodes}{restarts}"
-        if self.has_ended and self.exit_status:
-            return f"has ended{restarts}: {self.name}, exit status {self.exit_status}"
-        return f"has ended{restarts}" if self.has_ended else f"is {self.name}"
-
-
-def read_state(text: str) -> JobState:
-    """Read what ``scontrol show job`` says of one job."""
-    # Each pattern begins with a line: a job's name or comment may hold anything else.
-    patterns = (
-        r"^ +JobState=(\S+) Reason=(\S+)",
-        r"^ +NodeList=(\S+)",
-        r"^ +Requeue=\S+ Restarts=(\d+) .*ExitCode=(\d+):(\d+)",
-    )
-    found = [re.search(pattern, text, re.MULTILINE) for pattern in patterns]
-    state, nodes, ends = (match.groups() if match else None for match in found)
-    name, reason = state or ("UNKNOWN", "")
-    return JobState(
-        name, "" if reason == "None" else reason, nodes[0] if nodes else "", *map(int, ends or ())
-    )
-
-
-def job_state(job: str) -> JobState | None:
-    """Ask Slurm about a job; None where it does not answer.
-
-    Raises
-    ------
-    FlowerGPUError
-        If Slurm knows the job no more.
-    """
-    done = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
-    if _UNKNOWN_JOB in done.stderr:
-        raise FlowerGPUError(
-            f"Slurm has forgotten job {job}, so how it ended is not known; `sacct -j {job}` may tell"
-        )
-    return read_state(done.stdout) if done.returncode == 0 else None
-
-
-def follow(job: str, log: Path, show: Callable[[bytes], object], tell: Callable[[str], object]) -> JobState:
-    """Show the log of a job as it grows, until the job has ended.
-
-    Parameters
-    ----------
-    job : str
-        Its id.
-    log : Path
-        Its log.
-    show : callable
-        Gets what is new in the log.
-    tell : callable
-        Gets a line when the job begins to wait, or to run.
-
-    Returns
-    -------
-    JobState
-        How it ended.
-
-    Raises
-    ------
-    FlowerGPUError
-        If Slurm knows the job no more.
-    """
-    told, ask_at, position = "", 0.0, 0
-    state: JobState | None = None
-    while True:
-        if time.monotonic() >= ask_at:
-            state = job_state(job)
-            ask_at = time.monotonic() + _ASK_S
-        # After the question: so the log of a job that has ended is whole.
-        position = _shown(log, position, show)
-        if state is not None and state.has_ended:
-            return state
-        text = "is out of sight: Slurm does not answer, and is asked again" if state is None else str(state)
-        if text != told:
-            tell(f"job {job} {text}")
-            told = text
-        time.sleep(_LOOK_S)
-
-
-def _shown(log: Path, position: int, show: Callable[[bytes], object]) -> int:
-    """Show what a log has after a position; return the position of its end."""
-    try:
-        file = log.open("rb")
-    except FileNotFoundError:  # the job waits
-        return position
-    with file:
-        file.seek(position)
-        while part := file.read(1 << 20):
-            show(part)
-        return file.tell()

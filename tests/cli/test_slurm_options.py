@@ -1,4 +1,4 @@
-"""``flower-gpu slurm`` without a Slurm: what it refuses, its script, and how it follows a job."""
+"""``flower-gpu slurm`` without a Slurm: what it refuses, its script, and how a job is submitted."""
 
 from __future__ import annotations
 
@@ -14,26 +14,12 @@ import run_programs
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import simulate
 from flower_gpu.cli import slurm as command
-from flower_gpu.errors import FlowerGPUError
-from flower_gpu.launch import slurm
-from flower_gpu.launch.slurm import JobPlan, JobState, batch_script, read_state, sbatch_lines
+from flower_gpu.launch.slurm import JobPlan, batch_script, sbatch_lines
 from flower_gpu.simulation.checkpoint import INDEX_NAME
 
 APPS = Path(__file__).parents[1] / "simulation" / "apps"
 APP = str(APPS / "plain")
 FIRST, SECOND = "2026-01-01_00-00-00", "2026-01-01_00-00-00-2"
-RUNNING, PENDING = JobState("RUNNING", nodes="gpu[1-2]"), JobState("PENDING", "Priority")
-
-SHOWN = """\
-JobId=17 JobName=a name\\nJobState=LIE Reason=None
-   UserId=ann(1000) GroupId=ann(1000) MCS_label=N/A
-   JobState={name} Reason={reason} Dependency=(null)
-   Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 ExitCode={code}:{signal}
-   ReqNodeList=(null) ExcNodeList=(null)
-   NodeList={nodes}
-   Comment=ExitCode=7:7
-   StdOut=/home/ann/runs/slurm-17.log
-"""
 
 
 def plan(folder: Path, **fields: object) -> JobPlan:
@@ -269,17 +255,24 @@ def test_a_job_that_is_started_again_goes_on_with_its_newest_run(
     ]
 
 
-# Submission and what follows
+# Submission
 
 
 def test_a_job_is_submitted_and_its_script_kept(run: Run) -> None:
     program(
         "sbatch", 'echo "$*" > options; while read -r line; do echo "$line"; done > script; echo "17;here"'
     )
-    assert run(APP, "--clients", "3", "--no-follow", "-q") == (0, "17\n", "")
-    code, output, error = run(APP, "--clients", "3", "--no-follow", "--log-dir", "logs", "--", "-p", "gpu")
+    assert run(APP, "--clients", "3", "-q") == (0, "17\n", "")
+    code, output, error = run(APP, "--clients", "3", "--log-dir", "logs", "--", "-p", "gpu")
     assert (code, output) == (0, "17\n")
-    assert error == "flower-gpu slurm: job 17 is submitted; its log is logs/slurm-17.log\n"
+    assert error.startswith("flower-gpu slurm: job 17 is submitted\n")
+    told = [line.strip().partition("  ")[0] for line in error.splitlines()[1:]]
+    assert told == [
+        "squeue -j 17",
+        "tail -n +1 -F logs/slurm-17.log",
+        "flower-gpu top logs/slurm-17/[0-9]*",
+        "scancel 17",
+    ]
     _, script, _ = run(APP, "--clients", "3", "--dry-run", "--log-dir", "logs", "--", "-p", "gpu")
     assert Path("logs/slurm-17.sh").read_text() == script
     assert Path("script").read_text().split() == script.split()
@@ -295,103 +288,6 @@ def test_a_job_that_slurm_does_not_take_is_an_error(run: Run, answer: str) -> No
     assert (code, output) == (1, "")
     assert error == "flower-gpu slurm: sbatch did not take the job; what it says is above\n"
     assert not list(Path("runs").iterdir())
-
-
-@pytest.fixture
-def states(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[JobState | None]:
-    """What Slurm says of job 17, one after the other. While it runs, the log gets a line at each question."""
-    program("sbatch", "echo 17")
-    found: list[JobState | None] = []
-    asked: list[str] = []
-
-    def job_state(job: str) -> JobState | None:
-        asked.append(job)
-        state = found[min(len(asked), len(found)) - 1]
-        if state is not None and state.name in ("RUNNING", "COMPLETED"):
-            with Path("runs/slurm-17.log").open("a") as log:
-                log.write(f"line {len(asked)}\n")
-        return state
-
-    monkeypatch.setattr(slurm, "job_state", job_state)
-    monkeypatch.setattr(slurm, "_ASK_S", 0.0)
-    monkeypatch.setattr(slurm, "_LOOK_S", 0.0)
-    return found
-
-
-def test_the_log_is_shown_as_it_grows(run: Run, states: list[JobState | None]) -> None:
-    states += [PENDING, PENDING, None, None, RUNNING, RUNNING, PENDING, JobState("COMPLETED", restarts=1)]
-    code, output, error = run(APP, "--clients", "3")
-    assert (code, output) == (0, "line 5\nline 6\nline 8\n")
-    assert error.replace("flower-gpu slurm: job 17 ", "").splitlines() == [
-        "is submitted; its log is runs/slurm-17.log",
-        "waits (Priority)",
-        "is out of sight: Slurm does not answer, and is asked again",
-        "runs on gpu[1-2]",
-        "waits (Priority)",
-        "has ended (restart 1)",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("state", "status"),
-    [
-        (JobState("FAILED", code=3), 3),
-        (JobState("CANCELLED", signal=15), 143),
-        (JobState("TIMEOUT"), 1),
-        (JobState("NODE_FAIL", code=0), 1),
-    ],
-)
-def test_the_exit_status_is_that_of_the_job(
-    run: Run, states: list[JobState | None], state: JobState, status: int
-) -> None:
-    states += [RUNNING, state]
-    code, output, error = run(APP, "--clients", "3", "-q")
-    assert (code, output) == (status, "line 1\n")
-    assert error == f"flower-gpu slurm: job 17 has ended: {state.name}, exit status {status}\n"
-
-
-def test_a_log_that_is_not_there_is_told(run: Run, states: list[JobState | None]) -> None:
-    states += [PENDING, JobState("FAILED", code=1)]
-    code, output, error = run(APP, "--clients", "3")
-    assert (code, output) == (1, "")
-    assert error.splitlines()[-1] == (
-        "flower-gpu slurm: there is no runs/slurm-17.log: --log-dir must be on a file system that the nodes "
-        "have, too"
-    )
-
-
-def test_ctrl_c_ends_the_command_and_not_the_job(
-    run: Run, states: list[JobState | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(job: str) -> JobState:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(slurm, "job_state", interrupted)
-    code, output, error = run(APP, "--clients", "3", "-q")
-    assert (code, output) == (130, "")
-    told = "job 17 goes on. To see more of its log: tail -F runs/slurm-17.log. To end the job: scancel 17"
-    assert error == f"flower-gpu slurm: {told}\n"
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        JobState("PENDING", "BeginTime", restarts=1),
-        JobState("RUNNING", nodes="gpu[1-2]"),
-        JobState("CANCELLED", nodes="one", code=143, signal=9, restarts=12),
-    ],
-)
-def test_what_scontrol_shows_is_read(state: JobState) -> None:
-    shown = SHOWN.format(**{**vars(state), "reason": state.reason or "None"})
-    assert read_state(shown) == state
-
-
-def test_a_job_that_slurm_has_forgotten_is_an_error(run: Run) -> None:
-    program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    with pytest.raises(FlowerGPUError, match="Slurm has forgotten job 17, so how it ended is not known"):
-        slurm.job_state("17")
-    program("scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    assert slurm.job_state("17") is None
 
 
 def test_the_reference_has_the_command_s_own_options() -> None:

@@ -5,41 +5,34 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from run_programs import run
 from slurm_cluster import Cluster
 from waiting import until
 
 #: Its clients stop in the second round, until there is a file `goes-on` in the folder that they are given.
 STOPPING = Path(__file__).with_name("stopping_app")
 TIMEOUT_S = 120
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 @dataclass(frozen=True)
-class Following:
-    """A command that has submitted a job, and shows its log."""
+class Job:
+    """A job that the command has submitted."""
 
-    process: subprocess.Popen[bytes]
+    slurm: Cluster
     folder: Path
+    job: str
 
     @property
-    def shown(self) -> str:
-        return (self.folder / "out").read_text()
-
-    @property
-    def told(self) -> str:
-        return (self.folder / "err").read_text()
-
-    @property
-    def job(self) -> str:
-        found = until(lambda: re.search(r"job (\d+) is submitted", self.told), "the job is submitted", 60)
-        return found[1]
+    def log(self) -> str:
+        path = self.folder / "runs" / f"slurm-{self.job}.log"
+        return path.read_text() if path.exists() else ""
 
     @property
     def run(self) -> Path:
@@ -49,31 +42,29 @@ class Following:
 
     @property
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.run / "summary.json").read_text())
+        return json.loads((self.run / "summary.json").read_text())  # type: ignore[no-any-return]
+
+    def shown(self, pattern: str) -> str:
+        """Return what Slurm says of it."""
+        found = re.search(pattern, self.slurm("scontrol", "show", "job", self.job))
+        assert found is not None, self
+        return found[1]
 
     def status(self) -> int:
-        """Wait for its end."""
-        return self.process.wait(TIMEOUT_S)
+        """Wait for its end; return its exit status."""
+        until(lambda: self.shown(r"JobState=(\S+)") in ENDED, f"job {self.job} ends", TIMEOUT_S)
+        return int(self.shown(r" ExitCode=(\d+):"))
 
     def __str__(self) -> str:
-        return f"{self.shown}\n{self.told}"
+        return self.log
 
 
-@contextmanager
-def following(
+def submitted(
     slurm: Cluster, folder: Path, app: Path, *options: str, env: Mapping[str, str] | None = None
-) -> Iterator[Following]:
-    """Start the command in a new folder; it is over with the block."""
+) -> Job:
+    """Run the command in a new folder."""
     folder.mkdir()
     command = [sys.executable, "-m", "flower_gpu.cli", "slurm", str(app), *options]
-    with (
-        (folder / "out").open("w") as out,
-        (folder / "err").open("w") as err,
-        subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **slurm.env, **(env or {})}, stdout=out, stderr=err
-        ) as process,
-    ):
-        try:
-            yield Following(process, folder)
-        finally:
-            process.kill()
+    done = run(command, cwd=folder, env={**os.environ, **slurm.env, **(env or {})})
+    assert done.returncode == 0, done.stderr
+    return Job(slurm, folder, done.stdout.strip())

@@ -1,4 +1,4 @@
-"""`flower-gpu slurm` on a real Slurm: how its job ends, is put back, and shares a node with another one."""
+"""`flower-gpu slurm` on a real Slurm: how jobs end, are put back, and share a node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launched import StubHost, events_of, most_at_a_time
 from slurm_cluster import MISSING, Cluster, cluster
-from slurm_jobs import STOPPING, following
+from slurm_jobs import STOPPING, submitted
 from waiting import until
 
 pytestmark = [
@@ -38,56 +38,37 @@ def granted(run: Path) -> set[int]:
     return {gpu["index"] for event in events_of(run, "lease_granted") for gpu in event["gpus"]}
 
 
-def test_the_command_ends_as_its_job_does(slurm: Cluster, tmp_path: Path) -> None:
-    """One job comes to its end, the other one fails, on GPUs of one node that Slurm has chosen."""
+def test_jobs_on_gpus_that_slurm_has_chosen(slurm: Cluster, tmp_path: Path) -> None:
+    """One job comes to its end, the other one fails; each has its own exit status and GPU."""
     host = StubHost(tmp_path, gpus=2)
-    asked = [
-        "--clients",
-        "3",
-        "--rounds",
-        "2",
-        "--gpu",
-        "require",
-        "--gpus-per-node",
-        "1",
-        "--",
-        "--nodelist=one",
-    ]
-    with (
-        following(
-            slurm, tmp_path / "good", APPS / "plain", *asked, "--job-name", "mine", env=host.env
-        ) as good,
-        following(slurm, tmp_path / "bad", APPS / "misspelt", *asked, env=host.env) as bad,
-    ):
-        assert good.status() == 0, good
-        assert bad.status() == 1, bad
+    asked = ["--clients", "3", "--rounds", "2", "--gpu", "require", "--gpus-per-node", "1"]
+    asked += ["--", "--nodelist=one"]
+    good = submitted(slurm, tmp_path / "good", APPS / "plain", *asked, "--job-name", "mine", env=host.env)
+    bad = submitted(slurm, tmp_path / "bad", APPS / "misspelt", *asked, env=host.env)
+    assert good.status() == 0, good
+    assert bad.status() == 1, bad
     assert good.summary["outcome"] == "completed"
-    assert "round 2/2  train" in good.shown and re.search(r"(?m)^outcome +completed$", good.shown)
-    assert good.shown == (good.folder / "runs" / f"slurm-{good.job}.log").read_text()
-    told = [line.removeprefix(f"flower-gpu slurm: job {good.job} ") for line in good.told.splitlines()]
-    assert told[0] == f"is submitted; its log is runs/slurm-{good.job}.log"
-    assert told[-1] == "has ended"
-    assert "JobName=mine" in slurm("scontrol", "show", "job", good.job)
+    assert "round 2/2  train" in good.log and re.search(r"(?m)^outcome +completed$", good.log)
+    assert good.shown(r"JobName=(\S+)") == "mine"
     assert sorted([*granted(good.run), *granted(bad.run)]) == [0, 1]
-    assert "name 'Nett' is not defined" in bad.shown
-    assert bad.told.endswith(f"job {bad.job} has ended: FAILED, exit status 1\n")
+    assert "name 'Nett' is not defined" in bad.log
 
 
 def test_a_job_that_is_put_back_goes_on_after_its_last_round(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "job"
-    with following(slurm, folder, STOPPING, "--clients", "2", "-c", f"folder='{folder}'") as job:
-        until((folder / "waits").exists, job)
-        slurm("scontrol", "requeue", job.job)
-        until(lambda: slurm.states() == ["PENDING"], "the job waits again")
-        (folder / "goes-on").touch()
-        slurm("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
-        assert job.status() == 0, job
+    job = submitted(slurm, folder, STOPPING, "--clients", "2", "-c", f"folder='{folder}'")
+    until((folder / "waits").exists, job)
+    slurm("scontrol", "requeue", job.job)
+    until(lambda: slurm.states() == ["PENDING"], "the job waits again")
+    (folder / "goes-on").touch()
+    slurm("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # else in two minutes
+    assert job.status() == 0, job
     assert (job.summary["outcome"], job.summary["resumed_after_round"]) == ("completed", 1)
     lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
-    assert job.shown.count("round 1/3  train") == job.shown.count("round 3/3  train") == 1
-    assert "DUE TO JOB REQUEUE" in job.shown
-    assert job.told.endswith(f"job {job.job} has ended (restart 1)\n"), job
+    assert job.log.count("round 1/3  train") == job.log.count("round 3/3  train") == 1
+    assert "DUE TO JOB REQUEUE" in job.log
+    assert job.shown(r" Restarts=(\d+)") == "1"
 
 
 def test_two_jobs_on_a_node_share_its_ledger(slurm: Cluster, tmp_path: Path) -> None:
@@ -97,17 +78,15 @@ def test_two_jobs_on_a_node_share_its_ledger(slurm: Cluster, tmp_path: Path) -> 
     asked = ["--clients", "4", "--num-gpus", "0.6", "--gpu", "require", "--calls-per-worker", "1"]
     asked += ["-c", "seconds=0.1", "--", "--nodelist=two"]
     blocker = [sys.executable, str(TESTS / "cli" / "lease_user.py"), "blocker", "1", "0.6"]
-    with (
-        subprocess.Popen(
-            blocker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **host.env}, text=True
-        ) as holds,
-        following(slurm, tmp_path / "first", APPS / "leased", *asked, env=env) as first,
-        following(slurm, tmp_path / "second", APPS / "leased", *asked, env=env) as second,
-    ):
+    with subprocess.Popen(
+        blocker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **host.env}, text=True
+    ) as holds:
+        first = submitted(slurm, tmp_path / "first", APPS / "leased", *asked, env=env)
+        second = submitted(slurm, tmp_path / "second", APPS / "leased", *asked, env=env)
         until(lambda: len(host.status().waiting) == 2, "both jobs wait for the GPU")
         assert slurm.states("%T", "%N") == ["RUNNING two"] * 2
         holds.communicate()
-        assert (first.status(), second.status()) == (0, 0), f"{first}{second}"
+    assert (first.status(), second.status()) == (0, 0), f"{first}{second}"
     calls = [
         [e for e in events_of(job.run, "worker_started", "worker_finished") if e["client"] != "server"]
         for job in (first, second)

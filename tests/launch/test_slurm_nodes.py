@@ -6,14 +6,13 @@ import importlib.util
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from keyed_superlink import keyed_superlink
 from live_processes import processes_with
 from slurm_cluster import MISSING, Cluster, cluster
-from slurm_jobs import STOPPING, following
+from slurm_jobs import STOPPING, submitted
 from waiting import until
 
 from flower_gpu.launch.node_keys import node_keys
@@ -37,19 +36,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 def test_two_jobs_on_the_same_nodes_have_a_ray_each(slurm: Cluster, tmp_path: Path) -> None:
     folders = tmp_path / "first", tmp_path / "second"
-    with ExitStack() as stack:
-        # With little of a core for each client: those of one job do not wait for those of the other one.
-        asked = ["--clients", "4", "--num-cpus", "0.1", "--nodes", "2", "-c"]
-        jobs = [
-            stack.enter_context(following(slurm, folder, STOPPING, *asked, f"folder='{folder}'"))
-            for folder in folders
-        ]
-        for folder, job in zip(folders, jobs, strict=True):
-            until((folder / "waits").exists, job)
-        assert slurm.states("%T", "%D") == ["RUNNING 2"] * 2
-        for folder, job in zip(folders, jobs, strict=True):
-            (folder / "goes-on").touch()
-            assert job.status() == 0, job
+    # With little of a core for each client: those of one job do not wait for those of the other one.
+    asked = ["--clients", "4", "--num-cpus", "0.1", "--nodes", "2", "-c"]
+    jobs = [submitted(slurm, folder, STOPPING, *asked, f"folder='{folder}'") for folder in folders]
+    for folder, job in zip(folders, jobs, strict=True):
+        until((folder / "waits").exists, job)
+    assert slurm.states("%T", "%D") == ["RUNNING 2"] * 2
+    for folder, job in zip(folders, jobs, strict=True):
+        (folder / "goes-on").touch()
+        assert job.status() == 0, job
     for job in jobs:
         hosts = job.summary["hosts"]
         assert [host["is_lost"] for host in hosts] == [False, False]
