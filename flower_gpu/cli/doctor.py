@@ -65,7 +65,6 @@ def checks(confine: str | None = None) -> Mapping[str, Check]:
     return {
         "driver": partial(gpus.driver, found),
         "gpu": partial(gpus.gpus, found),
-        "MPS": partial(gpus.mps, found),
         "visible": partial(gpus.visible, found),
         "GPU guard": gpus.gpu_guard,
         "confinement": partial(gpus.app_confinement, confine),
@@ -75,14 +74,12 @@ def checks(confine: str | None = None) -> Mapping[str, Check]:
         "flower-gpu": environment.ourselves,
         "variables": environment.variables,
         "system": host.system,
-        "limits": host.limits,
         "state folder": host.state_folder,
         "fork server": host.fork_servers,
         "ledger": ledger.folder,
         "leases": ledger.leases,
         "one ledger": partial(ledger.only_one, found),
-        "flwr run": superlinks.environments,
-        "local superlink": superlinks.outlived,
+        "SuperLinks": superlinks.superlinks,
         "cuda": partial(cuda.works, found, confined=confine is not None),
     }
 

@@ -7,10 +7,10 @@ import importlib.util
 import io
 import os
 import runpy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.doctor import Found, trial
@@ -22,15 +22,13 @@ from flower_gpu.gpu import inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.workers.confinement import Confinement
 
 _LIBRARY = "libcuda.so.1"
-_LEASE_WAIT_S = 3.0
+_LEASE_WAIT_S = 1.0
 _TRIAL_S = 120.0  # with the start of a fork server, which imports PyTorch
 _TRIAL = "flower_gpu.doctor.trial:run"
 _POLICY = "FLOWER_GPU_POLICY"
-_REPORT = "please report it, with all lines of this command"
 _SEE_LOGS = "see `nvidia-smi`, and the kernel's log (dmesg) for lines with NVRM or Xid"
 _MOST_SAID = 600  # characters
 
@@ -130,7 +128,7 @@ def _tried(
         yield "note", f"{who} was not tried: {error}"
         return
     except ConfigError:
-        raise
+        raise  # of a setting: the same for each worker
     except Exception as error:  # of the call, whatever it is: a client's would end so, too
         text = str(error).strip().partition("\n")[0]
         yield "problem", f"{who} with a lease does not work: {type(error).__name__}: {text}", _SEE_LOGS
@@ -138,33 +136,10 @@ def _tried(
     finally:
         if text := said.getvalue().strip():
             yield "note", f"{who} said: {' '.join(text.split())[:_MOST_SAID]}"
-    yield from findings(who, told)
-
-
-def findings(who: str, told: Mapping[str, Any]) -> Iterator[Found]:
-    """Tell what a trial has told."""
-    if not told["has_lease"]:
-        yield "problem", f"{who} got no lease: calls run on the CPU", "see the check `policy`"
-        return
-    gpu = f"GPU {told['index']} ({told['name']})"
-    lease, cap = format_bytes(told["lease_bytes"]), format_bytes(told["cap_bytes"])
-    failed, error = told.get("failed"), str(told.get("error", "")).strip().partition("\n")[0]
-    if failed == "start":
-        yield "problem", f"CUDA does not work on {gpu}, in {who}: {error}", _SEE_LOGS
-        return
-    yield "ok", f"{who} has a lease of {lease} on {gpu}, of which PyTorch may take {cap}"
-    if not told["is_measured"]:
-        text = f"the driver does not tell how much memory that worker used. {NOT_MEASURED}"
-        yield "note", text, SET_INSTEAD
-    if failed == "above_cap":
-        yield "problem", f"{who} asked for more than its cap, and got {error}", _REPORT
-    elif told["above_cap"] == "refused":
-        yield "ok", f"PyTorch refused {who} more than that, with its OutOfMemoryError"
-    else:
-        yield "problem", f"{who} asked for more than its cap: {told['above_cap']}", _REPORT
-    if failed == "compute":
-        yield "problem", f"{who} cannot compute on {gpu}: {error}", _SEE_LOGS
-    elif failed is None and told["is_right"]:
-        yield "ok", f"{who} computed on {gpu}, with the right result"
-    elif failed is None:
-        yield "problem", f"{who} computed on {gpu}, with a wrong result", _SEE_LOGS
+    for level, text in told:
+        if level == "unmeasured":
+            yield "note", f"{who} {text}. {NOT_MEASURED}", SET_INSTEAD
+        elif level == "ok":
+            yield level, f"{who} {text}"
+        else:
+            yield level, f"{who} {text}", _SEE_LOGS

@@ -46,16 +46,7 @@ def ourselves() -> Iterator[Found]:
         todo = f"{sys.executable} -m pip install . (in the clone)"
         yield "problem", f"{text}, but {found.version} is installed", todo
     else:
-        editable = ", editable: changes of the clone take effect at once" if _is_editable(found) else ""
-        yield "ok", f"{text}{editable}"
-
-
-def _is_editable(found: metadata.Distribution) -> bool:
-    try:
-        told = json.loads(found.read_text("direct_url.json") or "{}")
-        return bool(told.get("dir_info", {}).get("editable"))
-    except (ValueError, AttributeError):
-        return False
+        yield "ok", text
 
 
 def flower() -> Iterator[Found]:
@@ -76,11 +67,12 @@ def flower() -> Iterator[Found]:
 
 def _private_names() -> Iterator[Found]:
     lacking = _lacking()
-    if len(lacking) == len(private_names.NAMES):
+    all_names = len(private_names.NAMES)
+    if len(lacking) == all_names:
         yield "problem", "Flower cannot be imported", f"see why: {path_text(sys.executable)} -c 'import flwr'"
         return
-    there = len(private_names.NAMES) - len(lacking)
-    yield "ok", f"{there} of {len(private_names.NAMES)} private names of Flower that are used here are there"
+    there = all_names - len(lacking)
+    yield "ok", f"{there} of {all_names} private names of Flower that are used here are there"
     for name, effect in lacking.items():
         yield "note", f"Flower has no {name.replace(':', '.')}: {effect}"
 
@@ -88,11 +80,8 @@ def _private_names() -> Iterator[Found]:
 def _lacking() -> dict[str, str]:
     # In another process: they are in modules of Flower's servers, and this one is to stay small.
     code = "import json; from flower_gpu.flower import private_names as n; print(json.dumps(n.lacking()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    try:
-        return dict(json.loads(done.stdout))
-    except ValueError:  # Flower cannot be imported
-        return private_names.NAMES
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    return dict(json.loads(done.stdout))
 
 
 def wanted_flower() -> SpecifierSet:

@@ -18,7 +18,6 @@ from flower_gpu.workers import confinement
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1", "NoDevFiles")  # how people and batch systems write that there is to be none
-_NVIDIA, _DISPLAY = "0x10de", "0x03"
 #: What follows where the driver does not tell how much memory a process uses, and what to do.
 NOT_MEASURED = (
     "The size of CUDA contexts, and what calls without PyTorch need, cannot be measured where that is so for "
@@ -39,8 +38,6 @@ def driver(found: Inventory) -> Iterator[Found]:
         yield ("ok", text) if found.usable else ("problem", text, "see the lines about the GPUs")
     elif found.hangs or _half_there():
         yield "problem", f"no GPU: {found.problem}", "make the driver work, see `flower-gpu gpus`"
-    elif _on_the_bus():
-        yield "note", f"there is an NVIDIA card, but no driver: {found.problem}", _CPU_IS_FINE
     else:
         yield "note", f"no GPU: {found.problem}", _CPU_IS_FINE
 
@@ -52,7 +49,8 @@ def gpus(found: Inventory) -> Iterator[Found]:
         name = f"GPU {gpu.index}{' MIG' if gpu.mig_parent else ''} ({gpu.name or 'model unknown'})"
         if gpu.is_usable:
             total, free = format_bytes(gpu.total_bytes or 0), format_bytes(gpu.free_bytes or 0)
-            yield "ok", "; ".join([f"{name}: {free} of {total} free", *_modes(gpu)])
+            mode = f"; compute mode {gpu.compute_mode}" if gpu.compute_mode else ""
+            yield "ok", f"{name}: {free} of {total} free{mode}"
             yield from _untold(gpu, name)
             if sharing.is_for_one(gpu, os.environ):
                 text = f"{name}: clients cannot share it in this compute mode, each call has it to itself"
@@ -61,29 +59,24 @@ def gpus(found: Inventory) -> Iterator[Found]:
             yield "ok", f"{name}: {gpu.problem}"
         else:
             yield "problem", f"{name} cannot be used: {gpu.problem}", "see `flower-gpu gpus`"
+    if found.usable:
+        pipes = sharing.mps_pipes(os.environ)
+        yield "ok", f"calls are clients of the MPS daemon in {pipes}" if pipes else "no MPS daemon was found"
     asleep = [gpu for gpu in found.gpus if gpu.persistence_mode is False]
     if asleep:
         text = f"persistence mode of {_names(asleep)} is off: with nobody on it, a GPU takes seconds to start"
         yield "note", text, "as root `nvidia-smi -pm 1`, or the service nvidia-persistenced"
 
 
-def mps(found: Inventory) -> Iterator[Found]:
-    """Tell whether calls would compute through NVIDIA's MPS."""
-    if found.usable:
-        pipes = sharing.mps_pipes(os.environ)
-        yield "ok", f"calls are clients of the MPS daemon in {pipes}" if pipes else "no MPS daemon was found"
-
-
 def gpu_guard() -> Iterator[Found]:
     """Check whether workers can be kept from GPUs that are not theirs."""
-    reason = guard.problem()
-    if reason is None:
-        yield "ok", guard.describe() or "workers can be kept from GPUs that are not of their lease"
-        if outside := guard.outside_of_workers():
-            yield "note", outside, "nothing, if you know the apps that you run"
-    else:
-        todo = "nothing, if no app can be hostile; else see docs/explanation/security.md"
+    todo = "nothing, if you know the apps that you run; else see docs/explanation/security.md"
+    if reason := guard.problem():
         yield "note", f"apps can use any GPU of this host: {reason}", todo
+        return
+    yield "ok", guard.describe() or "workers can be kept from GPUs that are not of their lease"
+    if outside := guard.outside_of_workers():
+        yield "note", outside, todo
 
 
 def app_confinement(asked: str | None = None) -> Iterator[Found]:
@@ -101,13 +94,6 @@ def app_confinement(asked: str | None = None) -> Iterator[Found]:
         yield level, text, "nothing, or a newer kernel, which --confine=strict requires"
     else:
         yield "ok", "flower-gpu supernode --confine=strict can confine apps"
-
-
-def _modes(gpu: GPU) -> Iterator[str]:
-    if gpu.compute_mode:
-        yield f"compute mode {gpu.compute_mode}"
-    if gpu.persistence_mode is not None:
-        yield f"persistence mode {'on' if gpu.persistence_mode else 'off'}"
 
 
 def _untold(gpu: GPU, name: str) -> Iterator[Found]:
@@ -194,14 +180,3 @@ def _names(gpus: list[GPU] | tuple[GPU, ...]) -> str:
 def _half_there() -> bool:
     """Tell whether something of the driver is here."""
     return Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _on_the_bus() -> bool:
-    for device in Path("/sys/bus/pci/devices").glob("*"):
-        try:
-            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
-        except OSError:
-            continue
-        if vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY):
-            return True
-    return False

@@ -25,28 +25,11 @@ _ANSWER_S = 1.0
 
 
 def system() -> Iterator[Found]:
-    """Check what of the kernel is needed."""
+    """Tell the kernel, and check limits that many workers run into."""
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
-        return
-    release = os.uname().release
-    try:
-        os.close(os.memfd_create("flower-gpu-doctor"))
-    except (OSError, AttributeError) as error:
-        text = f"without memory files (memfd_create: {error}) nothing can be passed to workers"
-        yield "problem", text, "a kernel of 3.17 or later"
-        return
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError) as error:
-        text = f"Linux {release} has no pidfd ({error}): the end of a worker is seen some 50 ms late"
-        yield "note", text, "nothing, or a kernel of 5.3 or later"
     else:
-        yield "ok", f"Linux {release}: memory files and pidfd"
-
-
-def limits() -> Iterator[Found]:
-    """Check limits that many workers run into."""
+        yield "ok", f"Linux {os.uname().release}"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
         level = "problem" if soft < _TOO_FEW_FILES else "note"
@@ -65,19 +48,14 @@ def limits() -> Iterator[Found]:
 def state_folder() -> Iterator[Found]:
     """Check the folder of what processes of this account share."""
     path = state_dir()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     if problem := _state_problem():
         yield ("problem", *problem)
-    elif not path.exists():
-        parent = next(folder for folder in path.parents if folder.exists())
-        if os.access(parent, os.W_OK | os.X_OK):
-            yield "ok", f"{path_text(path)} is made with the first call"
-        else:
-            todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
-            yield "problem", f"{path_text(path)} is not there and cannot be made", todo
-    elif not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        yield "problem", f"{path_text(path)} cannot be written to", f"chmod 700 {path_text(path)}"
+    elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        todo = "set FLOWER_GPU_STATE_DIR to a folder of yours on this host"
+        yield "problem", f"{path_text(there)} cannot be written to", todo
     else:
-        yield "ok", f"{path_text(path)}"
+        yield "ok", f"{path_text(path)}{'' if there == path else ' is made with the first call'}"
 
 
 def _state_problem() -> tuple[str, str] | None:
