@@ -85,34 +85,41 @@ def test_what_can_be_given_is_not(plan_on: PlanOn, host: Host) -> None:
 
 def test_only_usable_and_visible_gpus_count(plan_on: PlanOn, host: Host) -> None:
     host.set(1, total=8 * GIB)
-    assert plan_on(host, "--gpu-memory 10GiB")[0][1] is None
-    ((_, hidden),) = plan_on(host, "--gpu-memory 10GiB", CUDA_VISIBLE_DEVICES="1")
-    assert hidden is not None and "GPU 1" in hidden and "GPU 0" not in hidden and "at most 7936MiB" in hidden
+    (_, all_seen), (_, hidden) = plan_on(
+        host, "--gpu-memory 10GiB", ("--gpu-memory 10GiB", {"CUDA_VISIBLE_DEVICES": "1"})
+    )
+    assert (
+        all_seen is None
+        and hidden is not None
+        and "GPU 1" in hidden
+        and "GPU 0" not in hidden
+        and "at most 7936MiB" in hidden
+    )
     host.set(0, lost=True)
-    ((_, lost),) = plan_on(host, "--gpu-memory 10GiB")
-    assert lost is not None and "at most 7936MiB" in lost
-    assert plan_on(host, "--gpu-memory 7936MiB")[0][1] is None
+    (_, lost), (_, fits) = plan_on(host, "--gpu-memory 10GiB", "--gpu-memory 7936MiB")
+    assert lost is not None and "at most 7936MiB" in lost and fits is None
 
 
-def test_other_programs_and_leases_are_no_reason_to_refuse(plan_on: PlanOn, host: Host) -> None:
+def test_other_programs_are_no_reason_to_refuse_but_the_reserve_is(plan_on: PlanOn, host: Host) -> None:
     for number in range(2):
         host.set(number, used=15 * GIB)
-    assert plan_on(host, "--gpu-memory 8GiB")[0][1] is None
-
-
-def test_the_reserve_counts(plan_on: PlanOn, host: Host) -> None:
-    ((_, refused),) = plan_on(host, "--gpu-memory 10GiB", FLOWER_GPU_RESERVE="8GiB")
-    assert refused is not None and "at most 8192MiB" in refused
+    (_, fits), (_, refused) = plan_on(
+        host, "--gpu-memory 8GiB", ("--gpu-memory 10GiB", {"FLOWER_GPU_RESERVE": "8GiB"})
+    )
+    assert fits is None and refused is not None and "at most 8192MiB" in refused
 
 
 def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> None:
-    memory = plan_on(host, "", "--gpu-memory 1GiB", "--num-gpus 0.5", FLOWER_GPU_MEMORY="100GiB")
+    size, gpus = {"FLOWER_GPU_MEMORY": "100GiB"}, {"FLOWER_GPU_NUM_GPUS": "4"}
+    wanted = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_NUM": "5"}
+    lines = [(line, size) for line in ("", "--gpu-memory 1GiB", "--num-gpus 0.5")]
+    lines += [(line, gpus) for line in ("", "--num-gpus 0.5", "--gpu-memory 1GiB")]
+    answers = plan_on(host, *lines, ("", wanted), ("--gpu-ids 1", wanted))
+    memory, share, policy = answers[:3], answers[3:6], answers[6:]
     assert memory[0][1] is not None and memory[0][1].startswith("FLOWER_GPU_MEMORY=100.0 GiB: no GPU")
     assert [refused for _, refused in memory[1:]] == [None, None], "an option takes a variable's place"
-    share = plan_on(host, "", "--num-gpus 0.5", "--gpu-memory 1GiB", FLOWER_GPU_NUM_GPUS="4")
     assert share[0][1] is not None and share[0][1].startswith("FLOWER_GPU_NUM_GPUS=4: a call may use 2")
     assert [refused for _, refused in share[1:]] == [None, None]
-    policy = plan_on(host, "", "--gpu-ids 1", FLOWER_GPU_POLICY="require", FLOWER_GPU_NUM="5")
     assert policy[0][1] is not None and "there is no GPU 5" in policy[0][1]
     assert policy[1] == (["calls run on GPU 1 (NVIDIA Stub 16GB): as many at a time as have room"], None)
 

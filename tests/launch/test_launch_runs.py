@@ -106,16 +106,6 @@ def test_start_client_from_start_to_result(launch: Launch, tmp_path: Path, tiny_
         assert "DEPRECATED" in log.read_text()
 
 
-def test_a_client_that_imports_torch_and_a_server_that_reports_nothing(
-    launch: Launch, tmp_path: Path, tiny_app: Path
-) -> None:
-    code, out, err = finish(launch(tiny_app, "--rounds=1", "--run-config", "fail='silent torch'", "-q"))
-    assert (code, err) == (0, "")
-    assert "│       1 │ 0.5000 │" in out
-    assert "No rounds" not in out
-    assert "torch imported: yes" in (only_run(tmp_path) / "client-0.log").read_text()
-
-
 @pytest.fixture(scope="module")
 def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int, str, str]]:
     """Run an app twice at once that knows nothing of flower_gpu.

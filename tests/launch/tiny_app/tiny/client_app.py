@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 
 from flwr.client import NumPyClient
@@ -32,10 +31,6 @@ class TinyClient(NumPyClient):
         time.sleep(run_config["seconds"])
         if run_config["fail"] == "client" and self.context.node_config["partition-id"] == 1:
             raise RuntimeError("client 1 fails on purpose")
-        if "torch" in run_config["fail"]:
-            import types
-
-            sys.modules["torch"] = types.ModuleType("torch")
         trace.write("worker_finished", **worker, seconds=0.5, outcome="ok", error=None)
         return [array + 1 for array in parameters], 10, {}
 
