@@ -68,6 +68,8 @@ def superlinks() -> Iterator[Found]:
         kind = "SuperLink" if process.runs("flower-superlink") else "SuperNode"
         if how := _how_to_save(process):
             text = f"{kind} {process.pid} installs what an app declares before each run"
+            if process.environ is None:
+                text += f", unless {_DISABLED}=1 is set there, which this account cannot see"
             yield "note", text, f"to save that time, {how}"
         else:
             yield "ok", f"{kind} {process.pid} runs apps in an environment that is there already"
