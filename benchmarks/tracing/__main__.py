@@ -115,7 +115,7 @@ def _line_us() -> float:
         for _ in range(5):
             began = time.perf_counter()
             for _ in range(count):
-                trace.write_to(folder, "worker_started", **fields, start_method="run-forkserver", threads=1)
+                trace.write_to(folder, "worker_started", **fields, start_method="forkserver", threads=1)
             took.append((time.perf_counter() - began) / count * 1e6)
     return median(took)
 

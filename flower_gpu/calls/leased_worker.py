@@ -157,7 +157,7 @@ class _Watch:
         What is found then is told with the next one.
         """
         with suppress(Exception):  # then the last look is waited for
-            if self._is_known and frameworks.reserved_bytes() is not None and _may_stay():
+            if self._is_known and frameworks.reserved_bytes() is not None and child.may_stay():
                 self._look(last=False)
                 self._is_over = True
         self._end.set()
@@ -238,12 +238,6 @@ class _Watch:
                 use.split(told, of_torch)
         if reserved is not None:
             self._looks_for_context -= 1
-
-
-def _may_stay() -> bool:
-    from flower_gpu.workers.forkserver import run_program  # only where this process has had several calls
-
-    return run_program.may_stay()
 
 
 # What the caller is told ----------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ class Workers:
 
     shows_progress = True  # whether the progress of a call is drawn
     is_used_again = False  # whether the call's worker has run others before
+    learns_memory = True  # whether later calls ask for the main memory that a call was seen to take
 
     @property
     def is_cancelled(self) -> bool:
@@ -343,7 +344,7 @@ class _Run:
             error = caught
             raise
         finally:
-            self.memory_bytes = int(times["memory_bytes"] or 0)
+            self.memory_bytes = int(times["memory_bytes"] or 0) if workers.learns_memory else 0
             if "pid" in record:
                 if "gpu_memory" in told:
                     record["gpus"] = told["gpu_memory"]["gpus"]

@@ -7,7 +7,7 @@
                                                 ▼
                                   slots: a worker, new or recycled, and its lease
                                                 │ lease_turns: who asks for one, which workers idle
-                                                │ forked by the run's own fork server (workers)
+                                                │ workers: what they are forked with
                                                 ▼
                                   in_worker: loads the app, handles the message, resets the process
                                                 │ reply and new state

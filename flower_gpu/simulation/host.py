@@ -23,7 +23,6 @@ from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Verifier
-from flower_gpu.workers.forkserver.run_server import RunServer
 from flower_gpu.workers.threads import planned_threads
 
 
@@ -114,9 +113,9 @@ class Host:
         """
         work, settings = self._work, self._settings
         self.durations = Durations()
-        of_server = workers.run_server_settings(work.name, work.app, settings, self._variables)
-        workers.learn_beside(of_server, settings)
-        self._run_server = run_server = RunServer(of_server)
+        needs = workers.Needs.of(work.app)
+        needs.learn_beside(settings)
+        self._without = needs.without
         turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
         cores_of_run = workers.core_leases(settings, self.concurrency, work.name)
         of_calls: dict[str, Any] = {**work.options, "env": self._variables}
@@ -128,7 +127,7 @@ class Host:
             of_calls,
             work.name,
             seed_of or Seeds(work.seed),
-            lambda: Slot(run_server, turns, cores_of_run),
+            lambda: Slot(turns, needs.without, cores_of_run),
             work.calls_per_worker,
             self.durations,
             verifier=Verifier() if work.verify_recycling else None,
@@ -160,16 +159,14 @@ class Host:
         ConfigError
             If that fails: so the run ends here, and not each client's call.
         """
-        if workers.loads_data(self._settings):
-            try:
-                self._run_server.process()
-            except WorkerStartError as error:
-                raise ConfigError(f"preload: {error}") from error
+        try:
+            workers.load_data(self._settings, self._variables, self._without)
+        except WorkerStartError as error:
+            raise ConfigError(f"preload: {error}") from error
 
     def end_workers(self) -> None:
         """Have all workers end at once; threads that wait for one go on."""
-        self._handler.cancel_all()  # first: a call that the end itself ends has not failed
-        self._run_server.close()
+        self._handler.cancel_all()
 
     def close(self) -> None:
         """Let go of all that is held. No thread handles messages any more."""

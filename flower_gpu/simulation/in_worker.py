@@ -26,7 +26,7 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
-from flower_gpu.workers.forkserver.run_program import leave_after_this_call, may_stay
+from flower_gpu.workers.worker import leave_after_this_call, may_stay
 
 _SEED_WORDS: Final = 8  # of 32 bits
 

@@ -20,7 +20,7 @@ from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry, Ticket
-from flower_gpu.workers.forkserver.line import Line
+from flower_gpu.workers.caller import Line
 
 # Between two looks whether somebody waits who has not said so: a process that counts with another reserve.
 _LOOK_S: Final = 2.0

@@ -222,7 +222,7 @@ class MessageHandler:
         reply, context = self._run(message, seed, slot)
         self._has_used = self._has_used or slot.is_used_again
         # A call with imports was longer than later ones: their workers are forked with these imports.
-        if not reply.has_error() and slot.import_s is None:
+        if not reply.has_error() and not slot.had_imports:
             partition = self._nodes.partition_of(context.node_id)
             self._durations.learn(message.metadata.message_type, partition, slot.call_s)
         return reply, context

@@ -1,4 +1,4 @@
-"""Workers for virtual clients: forks of the run's fork server, and the lease that goes with each of them."""
+"""Workers for virtual clients, and the lease that goes with each of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.lease_turns import LeaseTurns, Place
-from flower_gpu.workers import caller as worker
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver.line import Line
-from flower_gpu.workers.forkserver.run_server import RunServer
-from flower_gpu.workers.life import StopOrder
+from flower_gpu.workers.caller import Line
 from flower_gpu.workers.methods import StartMethod
 
 
@@ -36,10 +33,10 @@ class Slot(Workers):
 
     Parameters
     ----------
-    run_server : RunServer
-        It forks the workers.
     turns : LeaseTurns
         The leases of the run.
+    without : frozenset of str
+        As of a :class:`flower_gpu.workers.call.Call`.
     cores : CoreLeases, optional
         The cores of the run; None: they are not counted.
 
@@ -47,10 +44,6 @@ class Slot(Workers):
     ----------
     is_used_again : bool
         Whether the last call had a worker that had run others before.
-    call_s : float
-        How long the last call took in its worker, with the worker's start if it was new.
-    import_s : float, optional
-        What of that were imports of libraries, at least, which later workers are forked with.
     workers_started : int
         How many workers there were.
     waits_since : float, optional
@@ -59,19 +52,20 @@ class Slot(Workers):
 
     #: What a client says of its progress is for the trace; the run has its own display.
     shows_progress = False
+    #: A run counts the host's memory itself.
+    learns_memory = False
 
-    def __init__(self, run_server: RunServer, turns: LeaseTurns, cores: CoreLeases | None = None) -> None:
-        self._run_server = run_server
+    def __init__(
+        self, turns: LeaseTurns, without: frozenset[str] = frozenset(), cores: CoreLeases | None = None
+    ) -> None:
         self._turns = turns
-        self._place = Place(Line(run_server), turns)
+        self._without = without
+        self._place = Place(Line(), turns)
         self._cores = cores
         self._calls = 1  # of a worker, at most
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
-        self._order: StopOrder | None = None  # to end a worker that is not the line's
-        self._ordering = threading.Lock()
+        self._replacing = threading.Lock()
         self.is_used_again = False
-        self.call_s = 0.0
-        self.import_s: float | None = None
         self.workers_started = 0
         self.waits_since: float | None = None
 
@@ -109,21 +103,12 @@ class Slot(Workers):
 
     def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
         """Run a call in a worker."""
-        call = replace(call, names_output=True)
+        call = replace(call, names_output=True, without=self._without)
         self.waits_since = None
         if call.held < 0 and self.has_lease:
             self.retire()  # it has no use for a GPU
         place = self._place
         self.is_used_again = False
-        if not method.from_server:
-            place.line.retire()  # not the lease, which is this call's
-            self.workers_started += 1
-            began = time.monotonic()
-            try:
-                return self._run_own(call, method, **options)
-            finally:
-                self.call_s, self.import_s = time.monotonic() - began, None
-        del options["or_spawn"], options["or_copy"]
         most = 1 if place.is_for_one_call else self._calls
         idle_pid, on_start = place.line.idle_pid, options.pop("on_start")
 
@@ -132,24 +117,17 @@ class Slot(Workers):
             self.workers_started += not self.is_used_again
             on_start(pid, used)
 
-        try:
-            return place.line.run(call, calls=most, on_start=on_worker, **options)
-        finally:
-            self.call_s, self.import_s = place.line.call_s, place.line.import_s
+        return place.line.run(call, method, calls=most, on_start=on_worker, **options)
 
-    def _run_own(self, call: Call, method: StartMethod, **options: Any) -> Any:
-        """Run a call in a worker of its own, which is none of the run's fork server's."""
-        order = StopOrder()
-        try:
-            with self._ordering:
-                self._order = order
-            if self.is_cancelled:
-                raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
-            return worker.run(call, method, stopped_by=order, **options)
-        finally:
-            with self._ordering:
-                self._order = None
-            order.close()
+    @property
+    def call_s(self) -> float:
+        """How long the last call took in its worker, with the worker's start if it was new."""
+        return self._place.line.call_s
+
+    @property
+    def had_imports(self) -> bool:
+        """Whether it had to import libraries that later workers may be forked with."""
+        return self._place.line.had_imports
 
     @contextmanager
     def held(self, leasing: Leasing, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
@@ -224,7 +202,7 @@ class Slot(Workers):
     def idle(self) -> None:
         """Let a worker with a lease idle: any message of the run may have it, and others its room."""
         if self.has_lease:
-            self._turns.park(self._replaced(Place(Line(self._run_server), self._turns)))
+            self._turns.park(self._replaced(Place(Line(), self._turns)))
 
     def _leave_place(self) -> None:
         """Have no worker here: one with a lease idles."""
@@ -240,7 +218,7 @@ class Slot(Workers):
 
     def _replaced(self, place: Place) -> Place:
         """Go to another place; returns the one before."""
-        with self._ordering:
+        with self._replacing:
             before, self._place = self._place, place
             place.line.begin()
             if before.line.is_cancelled:
@@ -258,10 +236,8 @@ class Slot(Workers):
 
     def cancel(self) -> None:
         """End the call that was begun, from another thread; it fails."""
-        with self._ordering:
+        with self._replacing:
             self._place.line.cancel()
-            if self._order is not None:
-                self._order.give()
         self._turns.wake()
         if self._cores is not None:
             self._cores.wake()

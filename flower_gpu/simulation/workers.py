@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -15,7 +15,6 @@ from flwr.clientapp import ClientApp
 
 from flower_gpu import frameworks
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
-from flower_gpu.calls import environment
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
@@ -24,11 +23,10 @@ from flower_gpu.options import NUM_CPUS_VARIABLE
 from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
-from flower_gpu.workers import threads
+from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.client import LEARN_FOR_LIMITED_S
-from flower_gpu.workers.forkserver.run_server import RunServerSettings
-from flower_gpu.workers.threads import available_cores, cores, planned_threads
+from flower_gpu.workers.threads import available_cores, cores
 
 # What every worker needs, whatever the app imports.
 _OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
@@ -95,47 +93,58 @@ def core_leases(settings: CallSettings, count: int, name: str) -> CoreLeases:
     return CoreLeases(host, need.amount, count, f"messages of {name}")
 
 
-def run_server_settings(
-    name: str, app: ClientApp | AppReference, settings: CallSettings, env: Mapping[str, str]
-) -> RunServerSettings:
-    """Return what an app's workers are forked from: a process with the libraries that the app imports."""
-    without: frozenset[str] = frozenset()
-    if settings.gpu.policy.gpu == "never":  # a module that looks for GPUs when it is imported finds none
-        env = {**env, **environment.of_worker(None, {})}
-    libraries = _libraries_of(app)
-    if not _may_use_torch(libraries):
-        without = frozenset({"torch"})
-    else:
-        libraries = [*libraries, "torch", *frameworks.imported_in_use("torch")]
-    return RunServerSettings(
-        name,
-        env=threads.environment(planned_threads(env), env),
-        setup=threads.SETUP,
-        modules=(*_OURS, *libraries),
-        without=without,
-        preload=settings.worker.preload,
-    )
+@dataclass(frozen=True)
+class Needs:
+    """What the workers of an app are forked with.
 
-
-def learn_beside(server: RunServerSettings, settings: CallSettings) -> None:
-    """Have the host's fork server import what the app needs, in a thread: the run's own one comes from it.
-
-    So this goes on while this process imports the ServerApp, and the first workers find all of it.
+    Attributes
+    ----------
+    modules : tuple of str
+        Libraries that they have use for.
+    without : frozenset of str
+        Those they have none for, which makes forks cheaper; as of a
+        :class:`flower_gpu.workers.call.Call`.
     """
-    if not start.choose(settings.worker.start_method).from_server:
-        return
 
-    def learn() -> None:
-        with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
-            client.learn(server.modules, server.without, LEARN_FOR_LIMITED_S)
+    modules: tuple[str, ...]
+    without: frozenset[str] = frozenset()
 
-    threading.Thread(target=learn, daemon=True).start()
+    @classmethod
+    def of(cls, app: ClientApp | AppReference) -> Needs:
+        """Find out what an app imports."""
+        libraries = _libraries_of(app)
+        if not _may_use_torch(libraries):
+            return cls((*_OURS, *libraries), frozenset({"torch"}))
+        return cls((*_OURS, *libraries, "torch", *frameworks.imported_in_use("torch")))
+
+    def learn_beside(self, settings: CallSettings) -> None:
+        """Have the host's fork server import that, in a thread, before the first worker is forked.
+
+        So this goes on while this process imports the ServerApp.
+        """
+        if not start.choose(settings.worker.start_method).from_server:
+            return
+
+        def learn() -> None:
+            with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
+                client.learn(self.modules, self.without, LEARN_FOR_LIMITED_S)
+
+        threading.Thread(target=learn, daemon=True).start()
 
 
-def loads_data(settings: CallSettings) -> bool:
-    """Tell whether data are loaded where workers are forked from."""
+def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
+    """Load data where workers are forked from, if there are such data.
+
+    Raises
+    ------
+    WorkerStartError
+        If that fails.
+    """
     worker = settings.worker
-    return bool(worker.preload) and start.choose(worker.start_method, server_first=True).from_server
+    method = start.choose(worker.start_method, server_first=True)
+    if worker.preload and method.from_server:
+        call = Call("builtins:print", env=env, preload=worker.preload, without=without, label="preload")
+        start.prepare(call, method, or_spawn=False).close()
 
 
 def seed_server(seed: int) -> None:

@@ -13,7 +13,6 @@ from flower_gpu.apps.failures import LABEL
 from flower_gpu.errors import shortened
 from flower_gpu.trace import Event
 from flower_gpu.watch.fields import first_line, mappings, text, whole
-from flower_gpu.workers import methods
 
 WAITING, STARTING, RUNNING, EXITING, DONE = "waiting", "starting", "running", "exiting", "done"
 
@@ -154,8 +153,7 @@ class WorkerSpan:
             return DONE
         if self.result_at is not None:
             return EXITING
-        is_running = self.task_at is not None or not methods.tells_start(self.start_method)
-        return RUNNING if is_running else STARTING
+        return STARTING if self.task_at is None else RUNNING
 
 
 @dataclass

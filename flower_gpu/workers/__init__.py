@@ -1,8 +1,9 @@
-"""Run one call in one process that then exits: its memory is free again, and its death is one error.
+"""Run calls in processes that then exit: their memory is free again, and the death of one is one error.
 
 ::
 
     caller.run(call, method)                          the caller's process
+       |  Line: a worker for one call, or for several, one after the other
        |  methods: choose how it starts; call: task, arguments, environment
        |  transport: the arguments go into a sealed memory file, or stay where a fork finds them
        v
@@ -14,14 +15,11 @@
        |  life pipe: when the caller is gone, the kernel kills the worker's group (life)
        v
     worker.serve: environment, threads, task; then the task runs      the worker's process
-       |  events: JSON lines while it runs (progress, imports, "result")
+       |  a socket (forkserver/sockets): the call comes from it, with the descriptors of its memory files;
+       |  JSON messages go to it (progress, imports, "result"; events)
        |  stdout, stderr: text (outcomes)
        |  transport: the result goes into a memory file that the caller has made; it is sealed
        v
-    caller: waits for result, process and deadline together, ends the whole group,
-            checks and maps the result (outcomes), or raises what happened
-
-A simulation has thousands of short calls. A fork server of its own forks its workers (forkserver/run_server
-and run_program; it is itself a fork of the host's). Each worker reads one call after the other from a line
-(forkserver/line).
+    caller: waits for result, process and deadline together, and lets the worker wait for the next call, or
+            ends its whole group; checks and maps the result (outcomes), or raises what happened
 """

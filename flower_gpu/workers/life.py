@@ -39,6 +39,11 @@ class Process(Protocol):
         """Process id."""
         ...
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that it had, once it is reaped; 0 where that is not known."""
+        ...
+
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
         ...
@@ -53,6 +58,8 @@ class Process(Protocol):
 
 class OwnChild:
     """A worker that this process started itself."""
+
+    peak_bytes = 0  # it tells itself
 
     def __init__(self, pid: int, reap: Callable[[], object]) -> None:
         self.pid = pid

@@ -17,7 +17,11 @@ def resident_bytes() -> int:
         return 0
 
 
+def peak_bytes() -> int:
+    """Return how much memory this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def taken_since(base_bytes: int) -> int:
     """Return how much more than ``base_bytes`` this process has had at most."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return max(0, peak - base_bytes)
+    return max(0, peak_bytes() - base_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from flower_gpu.errors import ConfigError, WorkerStartError
 from flower_gpu.workers import events, socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
-from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.forkserver import client, sockets
 from flower_gpu.workers.forkserver.sockets import Gone as Gone
 from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
 from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
@@ -35,17 +36,17 @@ _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.worker
 
 @dataclass(frozen=True)
 class Lines:
-    """The caller's ends of the lines to one worker; see :class:`flower_gpu.workers.worker.Descriptors`."""
+    """The caller's ends of the lines to one worker; see :class:`flower_gpu.workers.worker.Ends`."""
 
     life: int  # write end of the life pipe; to be closed by :func:`close_life_end`
-    reply: int  # memory file for the result
-    events: int  # read ends of what the worker writes, as the two below
-    stdout: int
+    calls: socket.socket  # takes calls to the worker, and what it tells from it
+    stdout: int  # read ends of what it writes
     stderr: int
 
     def close(self) -> None:
         """Close them; the kernel then kills what is left of the worker's process group."""
-        for descriptor in (self.reply, self.events, self.stdout, self.stderr):
+        self.calls.close()
+        for descriptor in (self.stdout, self.stderr):
             os.close(descriptor)
         close_life_end(self.life)
 
@@ -73,25 +74,34 @@ class CopyInsteadError(Exception):
 
 
 def prepare(
-    call: Call, method: StartMethod, *, or_spawn: bool, or_copy: bool = False, deadline: float | None
+    call: Call,
+    method: StartMethod,
+    *,
+    or_spawn: bool,
+    or_copy: bool = False,
+    deadline: float | None = None,
+    place: client.Place | None = None,
 ) -> Prepared:
     """Do what comes before the start of a worker; may take long, and may be interrupted.
 
+    ``place``: one that an earlier call has had; it is closed where it is of no use for this one.
     With ``or_spawn`` the worker is spawned where there can be no fork server; with ``or_copy`` it raises
     CopyInsteadError there, and where the call cannot be passed on. The deadline is on the clock of
     ``time.monotonic``; TimeoutError if there is no fork server until then.
     """
     if or_copy:
         try:
-            return prepare(call, method, or_spawn=False, deadline=deadline)
+            return prepare(call, method, or_spawn=False, deadline=deadline, place=place)
         except WorkerStartError as error:
             raise CopyInsteadError from error
-    prepared = Prepared(method)
+    prepared = Prepared(method, place=place)
     try:
         with _standard_descriptors_occupied():
-            if method.from_server:
+            if place is not None and not (method.from_server and place.is_for(call)):
+                prepared.close()
+            if method.from_server and prepared.place is None:
                 _find_place(prepared, call, or_spawn, deadline)
-            else:
+            elif not method.from_server:
                 socket_folder.remove_left()  # of callers that were killed; the fork server sees that itself
             if not method.copies_caller:
                 prepared.request = write_request(call, preloaded=prepared.place is not None)
@@ -176,8 +186,22 @@ def write_request(call: Call, *, preloaded: bool) -> int:
     return request
 
 
-def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
-    """Make the lines to a worker and start it. After an error none of them is left.
+def send_call(call: Call, to: socket.socket, request: int, reply: int, *, stays: bool) -> None:
+    """Send a call to its worker.
+
+    ``request``: memory file with the task and its arguments; -1 where the worker has them by itself.
+    ``reply``: memory file for the result.
+    ``stays``: whether the worker may have another call after this one.
+    Raises Gone if the worker is.
+    """
+    files = {"reply": reply, "request": request, "held": call.held, "shared": transport.shared_by(request)}
+    files = {name: descriptor for name, descriptor in files.items() if descriptor >= 0}
+    message = {"setup": call.setup, "stays": stays, "files": list(files)}
+    sockets.send(to, message, list(files.values()))
+
+
+def launch(call: Call, prepared: Prepared, reply: int, *, stays: bool = False) -> tuple[Process, Lines]:
+    """Make the lines to a worker, send it its first call, and start it. After an error no line is left.
 
     Raises WorkerStartError if it could not be started.
     Raises Gone if its fork server has ended meanwhile; then everything has to be prepared anew.
@@ -191,22 +215,21 @@ def launch(call: Call, prepared: Prepared) -> tuple[Process, Lines]:
             return read, write
 
         try:
-            reply = transport.create("flower-gpu-reply")
-            ours.callback(os.close, reply)
+            calls, workers_calls = sockets.pair()
+            ours.callback(calls.close)
+            theirs.callback(workers_calls.close)
             life_read, life_write = life_pipe()
             theirs.callback(os.close, life_read)
             ours.callback(close_life_end, life_write)
-            (events, events_write), (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe(), pipe()
-            shared = transport.shared_by(prepared.request)
-            descriptors = child.Descriptors(
-                life_read, events_write, reply, prepared.request, call.held, shared
-            )
-            process = prepared.method.start(call, prepared, descriptors, stdout_write, stderr_write)
+            (stdout, stdout_write), (stderr, stderr_write) = pipe(), pipe()
+            send_call(call, calls, prepared.request, reply, stays=stays)
+            ends = child.Ends(life_read, workers_calls.fileno(), stdout_write, stderr_write)
+            process = prepared.method.start(call, prepared, ends)
         except OSError as error:
             raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error
         # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
         ours.pop_all()
-    return process, Lines(life_write, reply, events, stdout, stderr)
+    return process, Lines(life_write, calls, stdout, stderr)
 
 
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:
@@ -259,23 +282,21 @@ def choose_in_worker(start_method: str | None) -> StartMethod:
     return SPAWN if is_spawn else FORKSERVER
 
 
-def spawn(
-    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
-) -> Process:
+def spawn(call: Call, _: Prepared, ends: child.Ends) -> Process:
     """Start a fresh interpreter. Works everywhere; pays for every import."""
     # Not multiprocessing's spawn: that imports the caller's __main__ again in every worker, which runs a
     # script without a main guard once more, and leaves a resource tracker process with every caller.
     # Of env only the names: everybody on the machine may read a command line.
-    record = {"descriptors": vars(descriptors), "env": list(call.env), "setup": call.setup}
+    record = {"ends": {"life": ends.life, "calls": ends.calls}, "env": list(call.env)}
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
     program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
         stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
+        stdout=ends.stdout,
+        stderr=ends.stderr,
         env={**os.environ, **call.env},
-        pass_fds=descriptors.opened(),
+        pass_fds=(ends.life, ends.calls),
         # What a confined worker starts must not join the group of another one: then a session of its own.
         process_group=0 if call.confinement is None else None,
         start_new_session=call.confinement is not None,
@@ -283,18 +304,18 @@ def spawn(
     return OwnChild(process.pid, reap=process.wait)
 
 
-def fork(call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int) -> Process:
+def fork(call: Call, _: Prepared, ends: child.Ends) -> Process:
     """Fork this process. Nothing is pickled or imported again; CUDA must be untouched here."""
     release_openmp_threads()
     for stream in (sys.stdout, sys.stderr):  # or the worker would have a copy of what is buffered
         with suppress(AttributeError, OSError, ValueError):
             stream.flush()
     request = (call.task, call.args, dict(call.kwargs), call.preload, call.log_prefix)
-    imported = _imported_by_fork()
+    origin = child.Origin(call.env, request, imported=_imported_by_fork())
 
     def work() -> None:
         atexit._clear()  # of the caller, which is not at its end
-        child.forked(descriptors, stdout, stderr, call.env, call.setup, lambda: request, imported=imported)
+        child.forked(ends, origin)
         child.leave()
 
     pid = child.fork_process(work, f"flower-gpu: {call.label}")
@@ -311,16 +332,14 @@ def _imported_by_fork() -> Callable[[], list[str]] | None:
     return partial(libraries.imported_since, len(sys.modules), folders)
 
 
-def forkserver(
-    call: Call, prepared: Prepared, descriptors: child.Descriptors, stdout: int, stderr: int
-) -> Process:
+def forkserver(call: Call, prepared: Prepared, ends: child.Ends) -> Process:
     """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
     assert prepared.place is not None
-    return prepared.place.fork(descriptors, stdout, stderr)
+    return prepared.place.fork(ends, call.label)
 
 
 def no_start(*_: object) -> Process:
-    """Refuse: such a call needs no new process, or another part of the package starts it."""
+    """Refuse: such a call needs no new process."""
     raise AssertionError("this start method starts no worker")
 
 
@@ -330,7 +349,7 @@ class StartMethod:
 
     name: str
     #: Starts a worker for a call, with the worker's ends of the lines to the caller.
-    start: Callable[[Call, Prepared, child.Descriptors, int, int], Process] = no_start
+    start: Callable[[Call, Prepared, child.Ends], Process] = no_start
     #: Whether the call runs in a process of its own. Only such a call is supervised: it can be ended, its
     #: death is one error, and its memory is free afterwards.
     is_own_process: bool = True
@@ -338,8 +357,6 @@ class StartMethod:
     copies_caller: bool = False
     #: Whether a fork server forks the worker.
     from_server: bool = False
-    #: Whether the worker tells at once when its task begins. Else it tells that with its result.
-    tells_start: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -349,21 +366,14 @@ FORKSERVER = StartMethod("forkserver", forkserver, from_server=True)
 SPAWN = StartMethod("spawn", spawn)
 FORK = StartMethod("fork", fork, copies_caller=True)
 IN_PROCESS = StartMethod("in-process", is_own_process=False, copies_caller=True)
-#: How the fork server of one run starts workers. It has its name in traces only: no option takes it.
-OF_RUN = StartMethod("run-forkserver", from_server=True, tells_start=False)
 
-#: All of them, by name; but for the last one what a user may ask for (``flower_gpu.options.START_METHODS``).
-METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, IN_PROCESS, OF_RUN)}
+#: All of them, by name: what a user may ask for (``flower_gpu.options.START_METHODS``).
+METHODS = {method.name: method for method in (FORKSERVER, SPAWN, FORK, IN_PROCESS)}
 
 
 def named(name: str) -> StartMethod:
     """Return the start method of this name, which the settings have checked."""
     return METHODS[name]
-
-
-def tells_start(name: str) -> bool:
-    """Tell whether a worker says at once when its task begins; ``name`` is a trace's, of any version."""
-    return METHODS.get(name, SPAWN).tells_start
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from flower_gpu.errors import (
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers import transport
 from flower_gpu.workers.call import Call
+from flower_gpu.workers.memory_files import sharing
 from flower_gpu.workers.transport import plain
-from flower_gpu.workers.transport.memory import sharing
 from flower_gpu.workers.worker import Outcome
 
 _CHUNK = 65536

@@ -13,7 +13,9 @@ import logging
 import multiprocessing
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -31,26 +33,43 @@ from flower_gpu.workers import memory
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 
 _SIGNALS = signal.valid_signals()
-# What this worker keeps open for its caller; see Descriptors.held.
+_STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
+_IDLE_S = 0.2  # without a call: the next one comes with the next round, or never
+
+# What this worker keeps open for its caller; see :func:`held`.
 _held = -1
 _when_idle: Callable[[], None] | None = None
-_STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
+# Whether another call may follow the one that runs, and whether a task has left this process in a state that
+# other tasks do not expect.
+_may_stay = _has_to_leave = False
 
 
 @dataclass(frozen=True)
-class Descriptors:
-    """File descriptors of a worker."""
+class Ends:
+    """A worker's ends of the lines to its caller, as descriptors."""
 
     life: int  # read end of a pipe that only the caller writes to: closed when the caller is gone
-    events: int  # write end of the pipe for events, JSON lines
-    reply: int  # memory file for the result
-    request: int = -1  # memory file with the task and its arguments; -1 where a fork has them already
-    held: int = -1  # what the worker keeps open for its whole life; -1 for nothing
-    shared: int = -1  # memory file with arguments that other workers have, too; -1 for none
+    calls: int  # a socket: calls come from it, and what they tell goes to it
+    stdout: int = -1  # what it writes its output to; -1: it was started with that
+    stderr: int = -1
 
-    def opened(self) -> tuple[int, ...]:
+    def all(self) -> set[int]:
         """Return those that there are."""
-        return tuple(descriptor for descriptor in vars(self).values() if descriptor >= 0)
+        return {number for number in vars(self).values() if number >= 0}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a worker has from the process that started it."""
+
+    env: Mapping[str, str]  # environment variables of all its calls
+    # The first call's task, arguments, keyword arguments, preload and log prefix; None: they come with it.
+    request: tuple[Any, ...] | None = None
+    # Returns the environment variables that the task's module has set after libraries had read them; then the
+    # caller is told, and the task is not run.
+    set_too_late: Callable[[], Mapping[str, str | None]] = dict
+    # Returns what this worker had to import by now, for the caller.
+    imported: Callable[[], list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,18 +89,10 @@ class Outcome:
 def spawned() -> NoReturn:
     """Run as the program of a fresh interpreter; the start record is the first argument."""
     record = json.loads(sys.argv.pop(1))
-    descriptors = Descriptors(**record["descriptors"])
-    for descriptor in descriptors.opened():
+    ends = Ends(**record["ends"])
+    for descriptor in (ends.life, ends.calls):
         os.set_inheritable(descriptor, False)  # not for programs that the task starts
-
-    def load() -> tuple[Any, ...]:
-        from flower_gpu.workers import transport
-
-        request: tuple[Any, ...] = transport.read_request(descriptors.request, descriptors.shared)
-        return request
-
-    env = {name: os.environ[name] for name in record["env"]}
-    serve(descriptors, env, record["setup"], load)
+    serve(ends, Origin({name: os.environ[name] for name in record["env"]}))
     leave()
 
 
@@ -163,22 +174,13 @@ def forget_exit_functions() -> None:
     atexit.register(logging.shutdown)
 
 
-def forked(
-    descriptors: Descriptors,
-    stdout: int,
-    stderr: int,
-    env: Mapping[str, str],
-    setup: str | None,
-    load: Callable[[], tuple[Any, ...]],
-    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
-    imported: Callable[[], list[str]] | None = None,
-) -> None:
-    """Run in a fork, where locks and streams are those of the process that was forked."""
-    os.dup2(stderr, 2)  # first: what fails from here on is told there
-    os.dup2(stdout, 1)
+def forked(ends: Ends, origin: Origin) -> None:
+    """Serve in a fork, where locks and streams are those of the process that was forked."""
+    os.dup2(ends.stderr, 2)  # first: what fails from here on is told there
+    os.dup2(ends.stdout, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    for descriptor in {stdout, stderr, nothing} - {0, 1, 2}:
+    for descriptor in {ends.stdout, ends.stderr, nothing} - {0, 1, 2}:
         os.close(descriptor)
     # The caller's sys.stdout may be anything (a notebook's, a test runner's).
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
@@ -187,28 +189,12 @@ def forked(
         # Its lock is one for the whole family of processes: a worker that is killed with it, or that
         # waits for the caller to read its output, would stop the caller's bars for ever.
         sys.modules["tqdm.std"].tqdm.set_lock(threading.RLock())
-    serve(descriptors, env, setup, load, set_too_late, imported)
+    serve(ends, origin)
 
 
-def serve(
-    descriptors: Descriptors,
-    env: Mapping[str, str],
-    setup: str | None,
-    load: Callable[[], tuple[Any, ...]],
-    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
-    imported: Callable[[], list[str]] | None = None,
-) -> None:
-    """Do one call: load the task and its arguments, run it, leave the result in the reply file.
-
-    ``setup``: ``"package.module:function"`` to call before the task is loaded; the task runs in what it
-    returns, if that is a context manager.
-    ``load``: returns ``(task, args, kwargs, preload, log_prefix)``. May import whatever the task needs.
-    ``set_too_late``: returns the environment variables that the task's module has set after libraries had
-    read them; then the caller is told, and the task is not run.
-    ``imported``: returns what this worker had to import by now, for the caller.
-    """
-    keep_for_caller(descriptors.held)
-    die_with_the_caller(descriptors.life)
+def serve(ends: Ends, origin: Origin) -> None:
+    """Do the calls that come on the line, until one of them was the last, or the caller closes it."""
+    die_with_the_caller(ends.life)
     be_killed_first()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended from outside: no traceback for that
     faulthandler.enable(file=2)
@@ -219,34 +205,109 @@ def serve(
         stream.reconfigure(  # type: ignore[union-attr]
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
-    os.environ.update(env)
-    from flower_gpu.workers import events, socket_folder
+    os.environ.update(origin.env)
+    from flower_gpu.workers import socket_folder
+    from flower_gpu.workers.forkserver import sockets
 
     socket_folder.take()
-    lock = threading.Lock()
-
-    def send(event: dict[str, Any]) -> None:
-        data = json.dumps(event, default=str).encode() + b"\n"
-        with lock:
-            while data:  # a signal may interrupt a write to a full pipe
-                data = data[os.write(descriptors.events, data) :]
-
-    base_bytes = memory.resident_bytes()  # of the process that this one is a fork of
-    with ExitStack() as seen:
-        if imported is not None:
-            modules = events.ImportedModules(lambda: send({"event": "imported", "names": imported()}))
-            seen.enter_context(events.imports_seen_by(modules.look))
-            seen.callback(modules.tell)
-        outcome = run_task(env, setup, load, send, set_too_late)
-    if outcome is not None:
-        leave_reply(outcome, descriptors.reply)
-        send({"event": "result", "cpu_s": outcome.cpu_s, "memory_bytes": memory.taken_since(base_bytes)})
+    _Calls(socket.socket(fileno=ends.calls), origin, sockets).do()
 
 
-def keep_for_caller(descriptor: int) -> None:
-    """Take note of what this worker keeps open for its caller; -1 for nothing."""
+class _Calls:
+    """The calls of one worker, done one after the other.
+
+    ``sockets``: the module; its import comes after the environment.
+    """
+
+    def __init__(self, line: socket.socket, origin: Origin, sockets: Any) -> None:
+        self._line = line
+        self._origin = origin
+        self._sockets = sockets
+        self._is_first = True
+        self._base_bytes = memory.resident_bytes()  # of the process that this one is a fork of
+
+    def do(self) -> None:
+        """Do them."""
+        waiting = select.poll()
+        waiting.register(self._line, select.POLLIN)
+        stays = True
+        while stays:
+            if not waiting.poll(_IDLE_S * 1000):
+                _be_idle()
+            try:
+                message, files = self._sockets.receive(self._line)
+            except self._sockets.Gone:  # there are no more
+                return
+            if not self._is_first:  # else the caller knows that this process is new
+                self._send({"event": "begun"})
+            stays = self._do(message, dict(zip(message["files"], files, strict=True)))
+            self._is_first = False
+
+    def _send(self, event: Mapping[str, Any]) -> None:
+        # Without a lock: each message is sent as a whole, and a child of the task's could find it taken.
+        with suppress(self._sockets.Gone):  # the task has closed all descriptors
+            self._sockets.send(self._line, event)
+
+    def _do(self, message: Mapping[str, Any], files: dict[str, int]) -> bool:
+        """Do one call; tell whether another one may come."""
+        global _may_stay
+        _may_stay = message["stays"]
+        _keep_for_caller(files.get("held", -1))
+        if not self._is_first:  # what an earlier task has changed
+            os.environ.update(self._origin.env)
+        outcome = self._outcome(message, files)
+        if outcome is None:
+            return False
+        leave_reply(outcome, files["reply"])
+        # After an error much may be different from what the next task expects to find.
+        stays = _may_stay and not _has_to_leave and outcome.error_type is None
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (AttributeError, OSError, ValueError):  # the task has closed or replaced it
+                stays = False
+        for name in files.keys() & {"request", "reply"}:
+            os.close(files[name])
+        event: dict[str, Any] = {"event": "result", "stays": stays, "cpu_s": outcome.cpu_s}
+        if self._is_first and not stays:  # else nobody knows what of it is this task's
+            event["memory_bytes"] = memory.taken_since(self._base_bytes)
+        self._sockets.send(self._line, {**event, "peak_bytes": memory.peak_bytes()})
+        return stays
+
+    def _outcome(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
+        from flower_gpu.workers import events
+
+        origin = self._origin
+
+        def load() -> tuple[Any, ...]:
+            if "request" not in files:
+                assert origin.request is not None
+                return origin.request
+            from flower_gpu.workers import transport
+
+            request: tuple[Any, ...] = transport.read_request(files["request"], files.get("shared", -1))
+            return request
+
+        # Later calls find what the first one has set, with which the libraries have done well.
+        set_too_late = origin.set_too_late if self._is_first else dict
+        with ExitStack() as seen:
+            if origin.imported is not None:
+                imported = origin.imported
+                modules = events.ImportedModules(
+                    lambda: self._send({"event": "imported", "names": imported()})
+                )
+                seen.enter_context(events.imports_seen_by(modules.look))
+                seen.callback(modules.tell)
+            return run_task(origin.env, message["setup"], load, self._send, set_too_late)
+
+
+def _keep_for_caller(descriptor: int) -> None:
+    """Keep something open until the next call comes, or the end of this process; -1 for nothing."""
     global _held
-    _held = descriptor
+    before, _held = _held, descriptor
+    if before >= 0:
+        with suppress(OSError):
+            os.close(before)
 
 
 def held() -> int:
@@ -257,14 +318,24 @@ def held() -> int:
     return _held
 
 
+def may_stay() -> bool:
+    """Tell whether this process may get another call after the one that runs."""
+    return _may_stay
+
+
+def leave_after_this_call() -> None:
+    """Let no further call have this worker."""
+    global _has_to_leave
+    _has_to_leave = True
+
+
 def when_idle(then: Callable[[], None]) -> None:
     """Have a function called when this worker waits for another call, as long as none has come."""
     global _when_idle
     _when_idle = then
 
 
-def be_idle() -> None:
-    """Call what is to be called while this worker waits."""
+def _be_idle() -> None:
     global _when_idle
     then, _when_idle = _when_idle, None
     if then is not None:
@@ -277,9 +348,15 @@ def run_task(
     setup: str | None,
     load: Callable[[], tuple[Any, ...]],
     send: Callable[[dict[str, Any]], None],
-    set_too_late: Callable[[], Mapping[str, str | None]] = dict,
+    set_too_late: Callable[[], Mapping[str, str | None]],
 ) -> Outcome | None:
     """Load a task and its arguments, and run it.
+
+    ``setup``: ``"package.module:function"`` to call before the task is loaded; the task runs in what it
+    returns, if that is a context manager.
+    ``load``: returns the task, its arguments, what to preload, and the prefix of log lines. May import
+    whatever the task needs.
+    ``set_too_late``: as of an :class:`Origin`.
 
     Returns None where it was not run: the caller was told why, and tries again.
     """

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from run_server_lines import Caller
+from worker_lines import Caller
 
 from flower_gpu.calls import environment, leased_worker
 from flower_gpu.gpu import inventory
@@ -30,7 +30,7 @@ def main(uuid: str) -> None:
     """Run calls in one worker, one for each line that is read; print what each has told."""
     share = Share(uuid, 0, "A GPU", 16 << 30, 2 << 30, 1 << 30)
     env = environment.of_worker(Lease("ab12", (share,)), os.environ)
-    caller = Caller(modules=["torch"], without=frozenset(), start_method="spawn")
+    caller = Caller("spawn", without=frozenset())
     options: dict[str, Any] = {"setup": leased_worker.SETUP, "env": env, "calls": 100, "timeout_s": 100}
     for line in sys.stdin:
         told: list[dict[str, Any]] = []

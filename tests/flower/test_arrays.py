@@ -20,12 +20,11 @@ from run_programs import run_python
 
 from flower_gpu import run_in_worker
 from flower_gpu.flower import arrays
-from flower_gpu.workers import transport
-from flower_gpu.workers.transport import memory
+from flower_gpu.workers import memory_files, transport
 
 pytestmark = pytest.mark.timeout(120)
 
-needs_seals = pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files")
+needs_seals = pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files")
 
 
 def worked_on(task: Any, sent: Any) -> Any:
@@ -232,7 +231,7 @@ def test_broken_data_fails_as_in_flower(data: bytes) -> None:
 def test_any_array(values: np.ndarray, with_seals: bool, fortran: bool) -> None:
     sent = Array(np.asfortranarray(values) if fortran else values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "SEALS", with_seals and memory.SEALS)
+        patch.setattr(memory_files, "SEALS", with_seals and memory_files.SEALS)
         patch.setattr(transport, "_MAPPED_BYTES", 0)
         arrived = arrived_from(sent)
     theirs = sent.numpy()

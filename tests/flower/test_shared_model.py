@@ -17,20 +17,19 @@ from flwr.common import Array, ArrayRecord
 
 from flower_gpu import run_in_worker
 from flower_gpu.gpu import guard
-from flower_gpu.workers import transport
-from flower_gpu.workers.transport import memory
+from flower_gpu.workers import memory_files, transport
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files"),
+    pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def nothing_shared_yet() -> Iterator[None]:
-    memory.sharing.__init__()  # type: ignore[misc]
+    memory_files.sharing.__init__()  # type: ignore[misc]
     yield
-    memory.sharing.__init__()  # type: ignore[misc]
+    memory_files.sharing.__init__()  # type: ignore[misc]
 
 
 def shared_files() -> int:
@@ -90,7 +89,7 @@ def test_what_a_client_keeps_for_itself_is_not_shared() -> None:
         state = Array(np.full(200_000, float(value)))
         assert arrived_from([ArrayRecord(dict(model)), state]) == [model, state]
     assert shared_files() == 1
-    current = memory.sharing._current
+    current = memory_files.sharing._current
     assert current is not None
     assert {id(buffer) for buffer in current.buffers} == {
         id(array.data) for name, array in model.items() if name != "small"
@@ -129,7 +128,7 @@ def test_a_worker_that_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise OSError("no memory, or too many maps")
 
-    monkeypatch.setattr(memory, "Map", fails)
+    monkeypatch.setattr(memory_files, "Map", fails)
     assert arrived_from(ArrayRecord(dict(model))) == model
 
 

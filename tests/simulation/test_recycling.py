@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +25,8 @@ from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.run import _identity
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Verifier, difference
-from flower_gpu.workers import threads
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver.line import Line
-from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
-from flower_gpu.workers.methods import SPAWN
+from flower_gpu.workers.caller import Line
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,17 +35,13 @@ RUN_ID = 11
 
 @pytest.fixture(scope="module")
 def with_torch() -> Iterator[Line]:
-    run_server = RunServer(
-        RunServerSettings("recycling", modules=("torch", "flower_gpu.simulation.in_worker"))
-    )
-    line = Line(run_server)
+    line = Line()
     yield line
-    run_server.close()
     line.close()
 
 
-def run(line: Line, task: str, *args: Any, calls: int = 100) -> Any:
-    return line.run(Call(f"recycling_tasks:{task}", args), calls=calls)
+def run(line: Line, task: str, *args: Any, method: str = "forkserver") -> Any:
+    return line.run(Call(f"recycling_tasks:{task}", args), method, calls=100)
 
 
 def test_what_a_client_changes_is_as_before_for_the_next(with_torch: Line) -> None:
@@ -83,14 +77,9 @@ def test_random_numbers_are_those_of_the_seed(with_torch: Line) -> None:
 
 def test_torch_that_comes_late() -> None:
     """The first client's function imports it: what that sets is not there for the second."""
-    run_server = RunServer(RunServerSettings("late", SPAWN))
-    line = Line(run_server)
-    try:
+    with contextlib.closing(Line()) as line:
         for _ in range(2):
-            assert run(line, "import_torch_late")[1] == "torch.float32"
-    finally:
-        run_server.close()
-        line.close()
+            assert run(line, "import_torch_late", method="spawn")[1] == "torch.float32"
 
 
 # Messages
@@ -114,7 +103,6 @@ class Handler:
 
     def __init__(
         self,
-        run_server: RunServer,
         calls_per_worker: int = MANY,
         seed: int = 3,
         *,
@@ -129,7 +117,7 @@ class Handler:
             {},
             "recycled",
             Seeds(seed),
-            lambda: Slot(run_server, LeaseTurns()),
+            lambda: Slot(LeaseTurns(), frozenset({"torch"})),
             calls_per_worker,
             self.durations,
             verifier=Verifier() if verifies else None,
@@ -155,22 +143,12 @@ class Handler:
         return int(state["seen"]["times"]) if "seen" in state else 0
 
 
-@pytest.fixture(scope="module")
-def run_server() -> Iterator[RunServer]:
-    # With one thread NumPy starts none, so that workers can be forked from what has imported it.
-    env = threads.environment(1, {})
-    modules = ("flower_gpu.simulation.in_worker", "numpy.random")
-    run_server = RunServer(RunServerSettings("messages", SPAWN, env=env, modules=modules))
-    yield run_server
-    run_server.close()
-
-
 @pytest.fixture
-def new_handler(run_server: RunServer) -> Iterator[Callable[..., Handler]]:
+def new_handler() -> Iterator[Callable[..., Handler]]:
     made: list[Handler] = []
 
     def new(*args: Any, **kwargs: Any) -> Handler:
-        made.append(Handler(run_server, *args, **kwargs))
+        made.append(Handler(*args, **kwargs))
         return made[-1]
 
     with _identity(RUN_ID):

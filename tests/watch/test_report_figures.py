@@ -296,7 +296,7 @@ def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -
     for number in range(401):
         client, pid = ("server", 9) if number == 400 else (str(number % 7), 5 + number % 2)
         whose = {"call": str(number), "client": client, "task": "fit", "round": 1, "pid": pid}
-        whose |= {"start_method": "run-forkserver", "used_again": 2 <= number < 400}
+        whose |= {"start_method": "forkserver", "used_again": 2 <= number < 400}
         begins = at(number / 10, "worker_started", **whose)
         of_end = {"task_at": begins["time"], "result_at": begins["time"] + 0.05, "outcome": "ok"}
         events += [begins, at(number / 10 + 0.05, "worker_finished", **whose, **of_end)]

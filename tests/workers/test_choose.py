@@ -147,4 +147,4 @@ def test_a_program_named_flwr_clientapp_forks(run_script: Callable[..., Any]) ->
 
 
 def test_every_name_that_settings_take_is_a_start_method() -> None:
-    assert start.METHODS.keys() - {start.OF_RUN.name} == set(START_METHODS) - {"auto"}
+    assert start.METHODS.keys() == set(START_METHODS) - {"auto"}

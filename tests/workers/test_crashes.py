@@ -19,7 +19,7 @@ import crash_tasks
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
 from processes import SHARED_MEMORY, SUPERVISED, Run, is_running, wait_until
-from run_server_lines import Caller
+from worker_lines import Caller
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import (
@@ -113,8 +113,7 @@ def test_hang_after_the_result(
 @pytest.mark.parametrize("way", [*SUPERVISED, "of a run"])
 def test_a_pool_in_a_global_ends_with_its_worker(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to wait until the worker is killed."""
-    for module in ("caller", "forkserver.line"):
-        monkeypatch.setattr(f"flower_gpu.workers.{module}._EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 60.0)
     with contextlib.ExitStack() as stack:
         call: Callable[..., Any] = partial(run_in_worker, start_method=way)
         if way == "of a run":

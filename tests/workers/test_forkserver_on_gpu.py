@@ -13,10 +13,8 @@ import cuda_stub
 import forkservers
 import pytest
 from forkservers import Client, only_server
-from run_server_lines import Caller
 
 from flower_gpu.workers.forkserver import client, control
-from flower_gpu.workers.threads import ONE_THREAD
 
 pytestmark = [
     pytest.mark.timeout(150),
@@ -88,23 +86,6 @@ def test_what_they_have_read_is_that_of_the_caller(host: cuda_stub.Host) -> None
         with Client(env={**host.env, "CUDNN_LOGLEVEL_DBG": "0"}) as other:
             assert parts(other.call(TASK, gpu="require")) == ALL
             assert len({name, *(server.name for server in control.status())}) == 2
-
-
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_in_a_run(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What forks the workers of a run loads them for itself; each call names its GPUs."""
-    if (reason := cuda_stub.reason_not_to_run()) is not None:
-        pytest.skip(reason)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    caller = Caller(start_method, without=frozenset(), modules=("torch",), env=ONE_THREAD)
-    try:
-        assert parts(caller.run(TASK, env={"CUDA_VISIBLE_DEVICES": ""})) == [""]
-        server = caller.server_pid()
-        assert parts(caller.run(TASK, env={"CUDA_VISIBLE_DEVICES": "GPU-7f3a"})) == ALL
-        assert caller.server_pid() == server
-        assert thread_count(server) == 1
-    finally:
-        caller.close()
 
 
 LOADS = """

@@ -121,7 +121,7 @@ GARBAGE = {
     "open with a list as environment": message("open", here, own, record=record(digests=[1, 2])),
     "open with a number as path": message("open", here, own, record=record(path=3)),
     "open with one descriptor": message("open", here, record=record()),
-    "fork without open": message("fork", *[nothing] * 6),
+    "fork without open": message("fork", *[nothing] * 4),
     "reap without fork": message("reap"),
     "preload without anything": message("preload"),
     "preload of nothing": message("preload", here, nothing, nothing, own),
@@ -179,8 +179,7 @@ class TestGarbage:
             life, write = os.pipe()
             message("open", here, own, record=record())(connection)
             answer(connection)
-            files = [lambda: os.dup(life), nothing, text, text, nothing, nothing]
-            message("fork", *files)(connection)
+            message("fork", lambda: os.dup(life), nothing, nothing, nothing, label="")(connection)
             forked = answer(connection)
             assert forked is not None
             pid = forked["pid"]

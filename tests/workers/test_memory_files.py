@@ -18,12 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.workers import transport
-from flower_gpu.workers.transport import memory
+from flower_gpu.workers import memory_files, transport
 
 pytestmark = [
     pytest.mark.timeout(60),
-    pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files"),
+    pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files"),
 ]
 
 SIZE = 1 << 20
@@ -31,23 +30,23 @@ SIZE = 1 << 20
 
 @pytest.fixture
 def file() -> Iterator[int]:
-    descriptor = memory.create("test-memory")
-    memory.write(descriptor, b"\1" * SIZE, 0)
+    descriptor = memory_files.create("test-memory")
+    memory_files.write(descriptor, b"\1" * SIZE, 0)
     yield descriptor
     os.close(descriptor)
 
 
 def test_write_and_read(file: int) -> None:
-    assert memory.write(file, b"abc", SIZE) == SIZE + 3
-    assert memory.read(file, 4, SIZE - 1) == b"\1abc"
-    assert memory.read(file, 0, SIZE) == b""
+    assert memory_files.write(file, b"abc", SIZE) == SIZE + 3
+    assert memory_files.read(file, 4, SIZE - 1) == b"\1abc"
+    assert memory_files.read(file, 0, SIZE) == b""
 
 
 def test_read_takes_no_memory_for_what_is_not_there(file: int) -> None:
     with pytest.raises(EOFError):
-        memory.read(file, 1 << 60, 0)
+        memory_files.read(file, 1 << 60, 0)
     with pytest.raises(EOFError):
-        memory.read(file, 1, SIZE)
+        memory_files.read(file, 1, SIZE)
 
 
 def test_programs_do_not_inherit_it(file: int) -> None:
@@ -55,7 +54,7 @@ def test_programs_do_not_inherit_it(file: int) -> None:
 
 
 def test_sealed_size(file: int) -> None:
-    memory.seal_size(file)
+    memory_files.seal_size(file)
     for size in (SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(file, size)
@@ -63,34 +62,34 @@ def test_sealed_size(file: int) -> None:
 
 
 def test_sealed_content(file: int) -> None:
-    assert memory.seal(file)
+    assert memory_files.seal(file)
     with pytest.raises(PermissionError):
         os.pwrite(file, b"2", 0)
     with pytest.raises(PermissionError):
         mmap.mmap(file, SIZE)
-    assert memory.seal(file)  # no matter how often
+    assert memory_files.seal(file)  # no matter how often
 
 
 def test_no_seal_on_other_files(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as other:
-        assert not memory.seal(other.fileno())
+        assert not memory_files.seal(other.fileno())
 
 
 def test_what_cannot_be_mapped(file: int) -> None:
     with pytest.raises(OSError, match="cannot map"):
-        memory.Map(-1, SIZE)
+        memory_files.Map(-1, SIZE)
     with pytest.raises(OSError, match="cannot map"):
-        memory.Map(file, 1 << 60)
+        memory_files.Map(file, 1 << 60)
 
 
 def test_views_that_outlive_everything() -> None:
     """An array is used while the interpreter ends: after every exit function, in a finalizer."""
     code = """
 import os
-from flower_gpu.workers.transport import memory
-descriptor = memory.create("test")
-memory.write(descriptor, b"\\1" * 5000, 0)
-view = memory.Map(descriptor, 5000).view
+from flower_gpu.workers import memory_files
+descriptor = memory_files.create("test")
+memory_files.write(descriptor, b"\\1" * 5000, 0)
+view = memory_files.Map(descriptor, 5000).view
 class Last:
     def __del__(self, view=view, write=os.write):
         view[0] = 2
@@ -127,7 +126,7 @@ def contents() -> bytes:
     descriptor = transport.create("test")
     try:
         transport.write_reply([np.arange(5000.0), np.arange(700), "text"], descriptor)
-        return bytes(memory.read(descriptor, os.fstat(descriptor).st_size, 0))
+        return bytes(memory_files.read(descriptor, os.fstat(descriptor).st_size, 0))
     finally:
         os.close(descriptor)
 

@@ -13,7 +13,6 @@ import forkservers
 import pytest
 from forkservers import Client, only_server
 from processes import is_running, running_in_group, wait_until
-from run_server_lines import Caller
 from strangers import addresses_of, needs_root, reached_by_a_stranger
 
 from flower_gpu import run_in_worker
@@ -65,18 +64,6 @@ def look_at(tmp_path: Path, call: Callable[[str, str], Any]) -> None:
 @needs_root
 def test_a_worker(start_method: str, tmp_path: Path) -> None:
     look_at(tmp_path, lambda *args: run_in_worker(WAIT, *args, start_method=start_method))
-    assert folders_of_workers() == []
-
-
-@needs_root
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_a_run_server_and_its_workers(start_method: str, tmp_path: Path) -> None:
-    caller = Caller(start_method=start_method)
-    pid = caller.server_pid()
-    assert addresses_of([pid]) == []  # nothing that anybody could connect to
-    look_at(tmp_path, lambda *args: caller.run(WAIT, *args))
-    assert [path.name.rpartition("-")[2] for path in folders_of_workers()] == [str(pid)]
-    caller.close()
     assert folders_of_workers() == []
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_server_lines import Caller
+from worker_lines import Caller
 
 import flower_gpu
 from flower_gpu.calls.runner import run_call
@@ -241,10 +241,10 @@ def test_a_worker_that_is_used_again_names_each_client(
     line = caller.line()
     for client in (3, 4):
         line.begin()
-        line.run(Call("plain_tasks:log", log_prefix=f"client {client}, round 1: "), calls=3)
+        line.run(Call("plain_tasks:log", log_prefix=f"client {client}, round 1: "), "forkserver", calls=3)
         assert lines(capfd.readouterr().err) == expected(f"client {client}, round 1: ")
     line.begin()
-    assert line.run(Call("plain_tasks:filters"), calls=3) == {"flwr": 1, "flwr.flower_gpu": 1}
+    assert line.run(Call("plain_tasks:filters"), "forkserver", calls=3) == {"flwr": 1, "flwr.flower_gpu": 1}
 
 
 SCRIPT = """

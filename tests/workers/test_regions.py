@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from processes import descriptors, wait_until
 
-from flower_gpu.workers import transport
-from flower_gpu.workers.transport import memory
+from flower_gpu.workers import memory_files, transport
 
 pytestmark = pytest.mark.timeout(240)
 
-needs_seals = pytest.mark.skipif(not memory.SEALS, reason="needs sealed memory files")
+needs_seals = pytest.mark.skipif(not memory_files.SEALS, reason="needs sealed memory files")
 
 
 class Call:
@@ -133,7 +132,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 def test_any_arrays(sent: list[np.ndarray], with_seals: bool, mapped_from: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "_MAPPED_BYTES", mapped_from)
-        patch.setattr(memory, "SEALS", with_seals and memory.SEALS)
+        patch.setattr(memory_files, "SEALS", with_seals and memory_files.SEALS)
         this = Call()
         try:
             (arrived,) = this(echo, sent)
@@ -274,5 +273,5 @@ def test_when_nothing_can_be_mapped_any_more(call: Call, monkeypatch: pytest.Mon
 
     transport.write_request((None, (), {}), call.request)
     transport.write_reply(reply_only(np.zeros(300_000)), call.reply)
-    monkeypatch.setattr(memory, "Map", fails)
+    monkeypatch.setattr(memory_files, "Map", fails)
     assert (transport.read_reply(call.reply, call.request) == 1).all()

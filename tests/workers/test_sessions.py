@@ -8,7 +8,7 @@ from pathlib import Path
 import forkservers
 import pytest
 from processes import is_running, wait_until
-from run_server_lines import Caller
+from worker_lines import Caller
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
@@ -43,15 +43,11 @@ def pids_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ["return", "abort", "hang"])
-@pytest.mark.parametrize("of", ["fork server", "server"])
-def test_they_end_with_the_worker(of: str, end: str, caller: Caller, tmp_path: Path) -> None:
+def test_they_end_with_the_worker(end: str, tmp_path: Path) -> None:
     def call() -> list[bool]:
         task, args = "tasks_sessions:leave", (str(tmp_path), end)
         timeout_s = TIMEOUT_S if end == "hang" else 60
-        if of == "server":
-            living = caller.run(task, *args, timeout_s=timeout_s)
-        else:
-            living = run_in_worker(task, *args, start_method="forkserver", timeout_s=timeout_s)
+        living = run_in_worker(task, *args, start_method="forkserver", timeout_s=timeout_s)
         assert isinstance(living, list)
         return living
 
@@ -76,21 +72,17 @@ def test_they_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
-def test_they_end_with_the_run_server(tmp_path: Path) -> None:
-    caller = Caller()
+def test_they_end_with_the_line(caller: Caller, tmp_path: Path) -> None:
     caller.run("tasks_sessions:leave", str(tmp_path), "return", calls=3)
-    caller.close()
+    caller.lines[0].close()
     pids = pids_of(tmp_path)
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
-@pytest.mark.parametrize("of", ["fork server", "server"])
-def test_a_fork_server_that_a_worker_has_started_stays(of: str, caller: Caller) -> None:
+def test_a_fork_server_that_a_worker_has_started_stays() -> None:
     """Others may use it already."""
-    task = "tasks_sessions:start_server"
-    pid = caller.run(task, of) if of == "server" else run_in_worker(task, of, start_method="forkserver")
+    pid = run_in_worker("tasks_sessions:start_server", "another", start_method="forkserver")
     assert isinstance(pid, int)
     for _ in range(3):  # whoever looks after orphans has looked
-        caller.run("os:getpid")
         run_in_worker("os:getpid", start_method="forkserver")
     assert is_running(pid)

@@ -19,7 +19,6 @@ from flower_gpu.watch.spans import (
     LeaseSpan,
     WorkerSpan,
 )
-from flower_gpu.workers import methods
 
 PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 
@@ -167,9 +166,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
         if lease is not None and lease.released_at is not None:  # then all of it is over
             end = min(end, max(lease.released_at, worker.started_at))
     granted = lease.granted_at if lease is not None and is_first else None
-    tells_later = worker.finished_at is None and not methods.tells_start(worker.start_method)
-    unknown_task_at = worker.started_at if tells_later else end
-    task_at = worker.task_at if worker.task_at is not None else unknown_task_at
+    task_at = worker.task_at if worker.task_at is not None else end
     result_at = worker.result_at if worker.result_at is not None else end
     times = [worker.started_at if granted is None else granted, task_at, result_at, end]
     phases: Sequence[str] = PHASES[1:]

@@ -1,5 +1,4 @@
-"""Fork servers: processes with libraries that fork a worker for each call.
+"""The fork server: a process with libraries that forks a worker for each caller that asks for one.
 
-The host's (client, server) is shared by all callers of a user and environment. A run's own (run_server,
-run_program, line) has the app's libraries and preloaded data.
+There is one for each user and environment of a host; one with preloaded data is derived from it.
 """

@@ -27,7 +27,7 @@ from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.life import allowed_interrupts
-from flower_gpu.workers.worker import Descriptors
+from flower_gpu.workers.worker import Ends
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
@@ -85,43 +85,64 @@ class _Memory:
 _memory = _Memory()
 
 
-@dataclass
 class Place:
-    """A fork server that is good for a call, and waits for the word to fork its worker."""
+    """A fork server that is good for a call and others like it, and forks one worker for them at a time."""
 
-    connection: socket.socket
+    def __init__(self, connection: socket.socket, call: Call) -> None:
+        self._connection = connection
+        self._like = likeness(call)
 
-    def fork(self, lines: Descriptors, stdout: int, stderr: int) -> ForkedWorker:
+    def is_for(self, call: Call) -> bool:
+        """Tell whether the server is there, and as good for another call."""
+        return likeness(call) == self._like and not sockets.is_closed(self._connection)
+
+    def fork(self, ends: Ends, label: str) -> ForkedWorker:
         """Have the worker forked.
 
         Raises WorkerStartError if the system lets the server start no more processes.
         Raises Gone if the server has ended in the meantime, or hangs.
         """
-        descriptors = [lines.life, lines.events, lines.reply, lines.request, stdout, stderr]
-        more = {name: found for name in ("held", "shared") if (found := getattr(lines, name)) >= 0}
-        answer = ask(self.connection, {"op": "fork", "more": list(more)}, [*descriptors, *more.values()])
+        descriptors = [ends.life, ends.calls, ends.stdout, ends.stderr]
+        answer = self.ask({"op": "fork", "label": label}, descriptors)
         if "error" in answer:
             raise WorkerStartError(f"cannot start a worker: {answer['error']}")
-        worker = ForkedWorker(answer["pid"], self.connection)
-        self.connection = None  # type: ignore[assignment]  # the worker's now
-        return worker
+        return ForkedWorker(answer["pid"], self)
+
+    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Ask the server something.
+
+        Raises Gone if it has ended in the meantime, or hangs; then it forks nothing more here.
+        """
+        try:
+            return ask(self._connection, message, descriptors)
+        except Gone:
+            with suppress(OSError):  # so that it is closed for both
+                self._connection.shutdown(socket.SHUT_RDWR)
+            raise
 
     def close(self) -> None:
         """Let go of the server; it forgets the call."""
-        if self.connection is not None:
-            self.connection.close()
+        self._connection.close()
+
+
+def likeness(call: Call) -> tuple[Any, ...]:
+    """Return what calls must have in common for the same worker, or for workers by the same place."""
+    preload = [(name, dict(kwargs)) for name, kwargs in call.preload]
+    return (dict(call.env), call.setup, call.without, preload, call.confinement)
 
 
 class ForkedWorker:
     """A worker that the fork server has started for this process."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int, place: Place) -> None:
         self.pid = pid
-        self._connection = connection
+        #: The most memory that it had, once it is reaped; 0 where that is not known.
+        self.peak_bytes = 0
+        self._place = place
         try:
             self._pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
         except OSError as error:
-            connection.close()
+            place.close()
             raise WorkerStartError(f"cannot watch the worker (pid {pid}): {error}") from error
 
     def has_exited(self) -> bool:
@@ -131,13 +152,14 @@ class ForkedWorker:
     def reap(self) -> int | None:
         """Give its pid back and return the exit status; None where the server is gone that knew it."""
         try:
-            exitcode: int = ask(self._connection, {"op": "reap"})["exitcode"]
-            return exitcode
+            answer = self._place.ask({"op": "reap"})
         except Gone:
             return None
         finally:
-            self._connection.close()
             os.close(self._pidfd)
+        self.peak_bytes = answer["peak_bytes"]
+        exitcode: int = answer["exitcode"]
+        return exitcode
 
 
 def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Place:
@@ -158,7 +180,6 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
         "is_confined": CONFINED_VARIABLE in call.env,
         "is_on_gpu": identity.are_gpus_named(call.env),
         "setup": call.setup,
-        "label": call.label,
         "kind": _kind(call.names, inherited.environ),
     }
     folder = own = -1
@@ -180,7 +201,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
             answer = _ask_or_end(connection, message, [folder, own], deadline)
             if "fit" in answer:
                 _memory.stays.ask(name)
-                return Place(connection)
+                return Place(connection, call)
             connection.close()
             if "wait" in answer:
                 _wait_a_moment(deadline, pause_s)

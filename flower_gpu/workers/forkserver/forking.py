@@ -1,4 +1,4 @@
-"""What every process that forks workers has: the host's fork server, and a run's own one."""
+"""What a process that forks workers has, beside what it tells its callers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
 from flower_gpu.workers.native import collapse, huge_page_regions
 
-#: How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
-#: takes 5 ms; each saves 0.2 ms of CPU in all later forks. A simulation has hundreds of these, a federation
-#: of SuperNodes perhaps twenty: then all of it at once would take more than it saves.
-MANY_FORKS, FEW_FORKS = 16, 2
+# How many pieces of memory a process puts into huge pages after a fork, with torch about 160 in all. One
+# takes 5 ms; each saves 0.2 ms of CPU in all later forks. A federation of SuperNodes has perhaps twenty: all
+# of it at once would take more than it saves.
+_HUGE_PAGES = 2
 _TRACKERS_S = 1.0  # between two looks at resource trackers
 _MAX_TEXT = 4000  # of an error, in bytes: a pipe takes it without a reader
 
@@ -46,7 +46,7 @@ def describe(error: BaseException) -> bytes:
 
 @dataclass
 class Session:
-    """One connection: a call, or a process that says it may have more of them."""
+    """One connection: of calls that have one worker at a time, or a process that says it may have calls."""
 
     connection: socket.socket  # to the caller
     caller: int  # the process at its other end
@@ -55,7 +55,9 @@ class Session:
     record: dict[str, Any] = field(default_factory=dict)
     folder: int = -1  # descriptor of the caller's working directory, or -1
     pid: int = -1  # the worker, or -1
-    own: int = -1  # memory file with what only the worker is to know
+    label: str = ""  # what it does
+    has_forked: bool = False  # whether there was one
+    own: int = -1  # memory file with what only workers are to know
     imported: int = -1  # memory file in which the worker tells what it had to import, or -1
     stays: bool = False  # whether this is no call, but a process that may have some
 
@@ -74,12 +76,10 @@ class Session:
 class Loop:
     """A selector that also tells when children have ended, and the processes that they leave behind.
 
-    The selector calls ``on_child`` for its process when children have ended. ``huge_pages``: how many there
-    are to be after each fork.
+    The selector calls ``on_child`` for its process when children have ended.
     """
 
-    def __init__(self, on_child: Callable[[], None], huge_pages: int) -> None:
-        self._huge_pages = huge_pages
+    def __init__(self, on_child: Callable[[], None]) -> None:
         self._small_pages: list[int] = []  # which could be in huge pages
         self._forks = 0  # that were not followed by some of that
         self._trackers = Trackers()
@@ -114,9 +114,9 @@ class Loop:
             os.write(self._wakeup_end, b"\0")  # as if a child had ended: they have a limit
         if has_time and not ready:
             self._forks -= 1
-            for address in self._small_pages[-self._huge_pages :]:
+            for address in self._small_pages[-_HUGE_PAGES:]:
                 collapse(address)
-            del self._small_pages[-self._huge_pages :]
+            del self._small_pages[-_HUGE_PAGES:]
         return [key for key, _ in ready]
 
     def clear(self) -> None:

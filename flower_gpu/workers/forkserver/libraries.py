@@ -326,10 +326,14 @@ class Learning:
         with suppress(OSError):  # the task has closed all descriptors
             if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
                 return  # and has opened a file of its own
-            names = dict.fromkeys([*imported_since(count, self._folders), *events.imported_by_forks()])
+            names = dict.fromkeys([*self.imported(count), *events.imported_by_forks()])
             data = json.dumps(list(names)).encode()
             os.pwrite(report, data, 0)
             os.ftruncate(report, len(data))
+
+    def imported(self, count: int) -> list[str]:
+        """Return what this worker had to import since there were ``count`` modules."""
+        return imported_since(count, self._folders)
 
     def take(self, report: int, *whose: int | str) -> None:
         """Read what a worker has written down. ``whose``: its caller, and what kind of call it was."""

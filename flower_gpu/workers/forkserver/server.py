@@ -19,16 +19,16 @@ from typing import Any
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.gpu import guard_rules
-from flower_gpu.workers import events, socket_folder, threads, transport
+from flower_gpu.workers import events, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
-from flower_gpu.workers.forkserver.forking import FEW_FORKS, READY, Loop, Session, Start, describe
+from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, describe
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
 from flower_gpu.workers.native import release_openmp_threads
-from flower_gpu.workers.transport import plain  # noqa: F401 - each confined worker needs it
+from flower_gpu.workers.transport import plain  # noqa: F401 - workers need it, and what it imports
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
@@ -56,7 +56,7 @@ class Server:
 
     def open(self, listener: socket.socket | None) -> None:
         """Begin to serve on ``listener``, or on a new socket."""
-        self._loop = Loop(self._on_signal, FEW_FORKS)
+        self._loop = Loop(self._on_signal)
         self._selector = self._loop.selector
         signal.signal(signal.SIGTERM, lambda *_: self._drain())
         self._listener = listener or sockets.listen(self._start.name)
@@ -172,8 +172,7 @@ class Server:
         session.folder, session.own = descriptors
         descriptors.clear()  # the session's now
         session.record = message["record"]
-        if libraries.cuda_is_touched() or self._files.edited():
-            self._drain()
+        if not self._is_as_it_was():
             return {"unfit": True}
         if session.record["is_on_gpu"]:
             self._use.note_read(libraries.load_for_gpus())
@@ -184,23 +183,30 @@ class Server:
         libraries.import_own(session.record["setup"])  # what runs around the tasks of its workers
         return {"fit": True}
 
+    def _is_as_it_was(self) -> bool:
+        """Tell whether forks of this process are what they were to be; else it takes no more calls."""
+        is_as_it_was = not libraries.cuda_is_touched() and not self._files.edited()
+        if not is_as_it_was:
+            self._drain()
+        return is_as_it_was
+
     def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Fork a worker with its ends of the lines to the caller."""
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
-        lines = child.Descriptors(
-            *descriptors[:4], **dict(zip(message.get("more", ()), descriptors[6:], strict=True))
-        )
-        stdout, stderr = descriptors[4:6]
-        if not session.record["is_confined"]:  # what such a worker writes is not to be read here
+        if session.has_forked and (self._draining or not self._is_as_it_was()):
+            raise sockets.Gone("another server is better by now")
+        ends = child.Ends(*descriptors)
+        if session.imported < 0 and not session.record["is_confined"]:  # what that writes is not read here
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["threads"])
         guard_rules.prepare(session.record.get("guard", {}))
         self._calls += 1
-        work = partial(self._work, session, lines, stdout, stderr)
+        session.label, session.has_forked = message["label"], True
+        work = partial(self._work, session, ends)
         try:
-            name = f"flower-gpu: {session.record['label']}"
+            name = f"flower-gpu: {session.label}"
             session.pid = child.fork_process(work, name, own_session=session.record["is_confined"])
         except OSError as error:
             return {"error": explained(error)}
@@ -211,12 +217,12 @@ class Server:
         """Give the pid of a worker that has exited back, and tell how it ended."""
         if session.pid < 0:
             raise ValueError("reap without fork")
-        status = os.waitpid(session.pid, 0)[1]
+        status, usage = os.wait4(session.pid, 0)[1:]
         session.pid = -1
         self._end_sessions()  # also of what has left the worker's group only now
         self._take_imported(session)
         self._grow()
-        return {"exitcode": os.waitstatus_to_exitcode(status)}
+        return {"exitcode": os.waitstatus_to_exitcode(status), "peak_bytes": usage.ru_maxrss << 10}
 
     def _on_stay(self, session: Session, _: _Message, __: list[int]) -> _Answer:
         """Note a process that may have further calls."""
@@ -237,7 +243,7 @@ class Server:
             "python": sys.executable,
             "uptime_s": time.time() - self._began,
             "calls": self._calls,
-            "workers": [other.record["label"] for other in others if other.pid >= 0],
+            "workers": [other.label for other in others if other.pid >= 0],
             "users": sum(other.stays for other in others),
             "libraries": self._learning.libraries(),
             "refused": sorted(self._learning.refused),
@@ -276,11 +282,11 @@ class Server:
 
     # Workers
 
-    def _work(self, session: Session, lines: child.Descriptors, stdout: int, stderr: int) -> None:
+    def _work(self, session: Session, ends: child.Ends) -> None:
         """Be a worker (in the fork)."""
-        imported, folder, record, file = session.imported, session.folder, session.record, session.own
+        imported, folder, file, label = session.imported, session.folder, session.own, session.label
         adopt_orphans()  # while this process lives, what it has started stays below it
-        self._leave_parent({imported, folder, file, stdout, stderr, *lines.opened()})
+        self._leave_parent({imported, folder, file, *ends.all()})
         guard_rules.leave(but_next=True)
         own = sockets.read_memory_file(file)
         Inherited(**own["inherited"]).apply(folder)
@@ -288,13 +294,16 @@ class Server:
         self._use.apply_changes(keep=own["env"])
         cuda_answers.ask_cuda()
         frameworks.seed_fork()
-        sys.argv[:] = ["-c", f"flower-gpu: {record['label']}"]
-        request = partial(transport.read_request, lines.request, lines.shared)
-        late = self._use.set_too_late
+        sys.argv[:] = ["-c", f"flower-gpu: {label}"]
+        origin = child.Origin(
+            own["env"],
+            set_too_late=self._use.set_too_late,
+            imported=partial(self._learning.imported, self._modules),
+        )
         report = partial(self._learning.report, self._modules, imported)
         events.learn_from_forks()
         with events.imports_seen_by(events.ImportedModules(report).look):
-            child.forked(lines, stdout, stderr, own["env"], record["setup"], request, late)
+            child.forked(ends, origin)
         report()
         child.leave()
 
@@ -302,6 +311,8 @@ class Server:
         """Read what a worker had to import; those that come for the same will wait until it is here."""
         if session.imported >= 0:
             self._learning.take(session.imported, session.caller, session.record["kind"])
+            os.close(session.imported)
+            session.imported = -1
 
     def _forget(self, session: Session) -> None:
         """Drop a connection whose other end is gone; the kernel ends its worker."""

@@ -10,6 +10,7 @@ import re
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from typing import Any
 
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
-from flower_gpu.workers import state_folder
+from flower_gpu.workers import memory_files, state_folder
 from flower_gpu.workers.forkserver import proof
 from flower_gpu.workers.life import allowed_interrupts
 
@@ -44,7 +45,11 @@ _OURS = re.compile(r"\.?([0-9a-f]{20})\.(?:socket|lock|log|libraries|\d+|librari
 
 
 class Gone(Exception):  # noqa: N818 - not an error: another server is found or started
-    """The fork server is not there any more, or does not answer."""
+    """The other end is not there any more, or does not answer."""
+
+
+class NotAMessage(Gone):
+    """The other end has sent something else."""
 
 
 def folder() -> Path:
@@ -227,6 +232,12 @@ def _sleep(seconds: float) -> None:
         time.sleep(seconds)
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets for messages."""
+    kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+    return socket.socketpair(socket.AF_UNIX, kind)
+
+
 def is_closed(connection: socket.socket) -> bool:
     """Tell whether the other end is closed."""
     poll = select.poll()
@@ -263,11 +274,9 @@ def memory_file(message: Mapping[str, Any]) -> int:
 
 
 def _written(data: bytes) -> int:
-    file = os.memfd_create("flower-gpu-message", os.MFD_CLOEXEC)
+    file = memory_files.create("flower-gpu-message")
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file, view) :]
+        memory_files.write(file, data, 0)
     except BaseException:
         os.close(file)
         raise
@@ -285,7 +294,8 @@ def _send_packet(connection: socket.socket, data: bytes, descriptors: Sequence[i
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Wait for one message, and the descriptors that came with it.
 
-    Raises Gone if the other end has closed, sends something else, or does not answer in time.
+    Raises Gone if the other end has closed, or does not answer in time; NotAMessage if it sends something
+    else.
     """
     try:
         data, ancillary, flags, _ = connection.recvmsg(_MAX_MESSAGE, _SPACE, _CLOEXEC)
@@ -304,17 +314,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except (ValueError, IndexError, OSError, RecursionError):
         for descriptor in descriptors:
             os.close(descriptor)
-        raise Gone("the connection was closed" if not data else "not a message") from None
+        raise (NotAMessage("not a message") if data else Gone("the connection was closed")) from None
     return message, list(descriptors)
-
-
-def peeked(connection: socket.socket) -> dict[str, Any]:
-    """Return the message that waits, and leave it there; an empty one where only :func:`receive` can tell."""
-    try:
-        message = json.loads(connection.recv(_MAX_MESSAGE, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def read_memory_file(file: int) -> Any:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.workers.transport import memory, regions
-from flower_gpu.workers.transport.memory import create as create
-from flower_gpu.workers.transport.memory import sharing
+from flower_gpu.workers import memory_files
+from flower_gpu.workers.memory_files import create as create
+from flower_gpu.workers.memory_files import sharing
+from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
 
 # Magic; size of the file, bytes of the pickle, number of regions. The checksum of this and of what follows,
@@ -54,7 +55,7 @@ def write_request(value: Any, descriptor: int) -> None:
         parts.refer_to(shared)
         _write_file(descriptor, head, parts)
         sharing.hold(shared, descriptor)
-    memory.seal_size(descriptor)
+    memory_files.seal_size(descriptor)
 
 
 def read_request(descriptor: int, shared: int = -1) -> Any:
@@ -74,7 +75,7 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
                 raise WorkerError(_FOREIGN)
             files[IN_SHARED] = _File(shared, index, IN_SHARED)
         given = files[HERE].map if HERE in files else None
-        _given = _Given(descriptor, memory.identity(descriptor), given)
+        _given = _Given(descriptor, memory_files.identity(descriptor), given)
         return _load(index, files)
     finally:
         if shared >= 0:
@@ -106,7 +107,7 @@ def write_reply(value: Any, descriptor: int) -> None:
         head = regions.dumps_by_value(value, parts)
     parts.copy_what_would_hold_too_much()
     _write_file(descriptor, head, parts)
-    memory.seal(descriptor)
+    memory_files.seal(descriptor)
     _leave_request()
 
 
@@ -144,16 +145,16 @@ def _write_file(
     start = b"".join((header, checksum, table, head))
     here = [part for part in parts.all if part.where == HERE]
     if offset > _MAPPED_BYTES:
-        memory.write(descriptor, start, 0)
+        memory_files.write(descriptor, start, 0)
         for part in here:
-            memory.write(descriptor, part.view, part.offset)
+            memory_files.write(descriptor, part.view, part.offset)
         return
     pieces: list[bytes | memoryview] = [start]  # at once: a call of the kernel takes as long as the copy
     end = len(start)
     for part in here:
         pieces += [bytes(part.offset - end), part.view]
         end = part.offset + part.view.nbytes
-    memory.write(descriptor, b"".join(pieces), 0)
+    memory_files.write(descriptor, b"".join(pieces), 0)
 
 
 def _checksum(header: bytes, table: bytes, head: bytes) -> int:
@@ -190,7 +191,7 @@ def _read_index(descriptor: int) -> _Index:
             raise EOFError
         table_end = _HEADER.size + _CHECKSUM.size + count * _REGION.size
         if table_end + head_size > len(start):
-            start = bytes(memory.read(descriptor, table_end + head_size, 0))
+            start = bytes(memory_files.read(descriptor, table_end + head_size, 0))
     except (EOFError, struct.error):
         raise WorkerError(_SHORT) from None
     (checksum,) = _CHECKSUM.unpack_from(start, _HEADER.size)
@@ -207,14 +208,14 @@ class _File:
 
     def __init__(self, descriptor: int, index: _Index, where: int, shared: bool = False) -> None:
         self._descriptor = descriptor
-        self.map: memory.Map | None = None
-        self._writable: memory.Map | None = None
+        self.map: memory_files.Map | None = None
+        self._writable: memory_files.Map | None = None
         entries = [entry for entry in index.entries if entry.where == where]
         # A request belongs to the caller, which does not change it. What a worker wrote must be sealed, or a
         # process that it left behind could change it after it was checked.
         trusted = shared or where == IN_SHARED
         large = sum(entry.size for entry in entries) >= _MAPPED_BYTES
-        can_map = memory.SEALS and (trusted or (large and memory.seal(descriptor)))
+        can_map = memory_files.SEALS and (trusted or (large and memory_files.seal(descriptor)))
         size = os.fstat(descriptor).st_size  # sealed: it stays
         if any(entry.offset + entry.size > size for entry in entries):
             raise WorkerError(_SHORT)
@@ -222,12 +223,12 @@ class _File:
         self._all: memoryview | None = None
         if not can_map:
             if size <= _MAPPED_BYTES and len(entries) > 1:
-                self._all = memoryview(memory.read(descriptor, size, 0))
+                self._all = memoryview(memory_files.read(descriptor, size, 0))
             return
         try:
-            self.map = memory.Map(descriptor, size, shared)
+            self.map = memory_files.Map(descriptor, size, shared)
             if any(entry.kind == IMMUTABLE for entry in entries):
-                self._writable = memory.Map(descriptor, size)
+                self._writable = memory_files.Map(descriptor, size)
         except OSError:  # too many maps
             self.map = None
 
@@ -236,7 +237,7 @@ class _File:
         if self.map is None:
             # Memory of its own: whoever keeps one array must not keep the others with it.
             if self._all is None:
-                view = memoryview(memory.read(self._descriptor, entry.size, entry.offset))
+                view = memoryview(memory_files.read(self._descriptor, entry.size, entry.offset))
             else:
                 view = memoryview(bytearray(self._all[place]))
             return Region(view.toreadonly() if entry.kind == IMMUTABLE else view)
@@ -262,7 +263,7 @@ class _Given:
 
     descriptor: int
     identity: tuple[int, int, int]
-    map: memory.Map | None
+    map: memory_files.Map | None
 
 
 _given: _Given | None = None
@@ -275,7 +276,7 @@ def _leave_request() -> None:
     if given is None or given.map is None:
         return
     try:
-        if memory.identity(given.descriptor) == given.identity:  # the task may have closed it
+        if memory_files.identity(given.descriptor) == given.identity:  # the task may have closed it
             given.map.leave_file(given.descriptor)
     except OSError:
         return

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from flower_gpu.errors import MOST_CHARACTERS, InvalidResultError, shortened
-from flower_gpu.workers.transport import memory
+from flower_gpu.workers import memory_files
 from flower_gpu.workers.worker import Outcome
 
 _MAGIC: Final = b"fgplain1"
@@ -57,10 +57,10 @@ def write_reply(outcome: Outcome, descriptor: int) -> None:
         ) from error
     if len(head) > MOST_DESCRIBED_BYTES:
         raise InvalidResultError(f"the result has more than {MOST_DESCRIBED_BYTES >> 20} MiB besides arrays")
-    end = memory.write(descriptor, _START.pack(_MAGIC, len(head)) + head, 0)
+    end = memory_files.write(descriptor, _START.pack(_MAGIC, len(head)) + head, 0)
     for part in parts:
-        end = memory.write(descriptor, memoryview(part).cast("B"), end)
-    memory.seal(descriptor)
+        end = memory_files.write(descriptor, memoryview(part).cast("B"), end)
+    memory_files.seal(descriptor)
 
 
 def read_reply(descriptor: int) -> Outcome:
@@ -74,7 +74,7 @@ def read_reply(descriptor: int) -> Outcome:
         # A file with holes may be larger than any memory.
         if magic != _MAGIC or size > MOST_DESCRIBED_BYTES or status.st_size > status.st_blocks * 512:
             raise ValueError("not in the form of a result")
-        described = json.loads(bytes(memory.read(descriptor, size, _START.size)))
+        described = json.loads(bytes(memory_files.read(descriptor, size, _START.size)))
         kind, told, cpu_s = described["kind"], described["error"], described["cpu_s"]
         if not (cpu_s is None or (type(cpu_s) in (int, float) and 0 <= cpu_s < 1e9)):
             raise ValueError("no CPU time")
@@ -97,9 +97,9 @@ def _text(value: Any) -> str:
 
 def _bytes(descriptor: int, start: int, end: int) -> memoryview:
     # Unsealed, a process that the worker left behind could change it after it was checked.
-    if memory.seal(descriptor):
+    if memory_files.seal(descriptor):
         try:
-            return memory.Map(descriptor, end).view[start:].toreadonly()
+            return memory_files.Map(descriptor, end).view[start:].toreadonly()
         except OSError:  # too many maps
             pass
-    return memoryview(memory.read(descriptor, end - start, start)).toreadonly()
+    return memoryview(memory_files.read(descriptor, end - start, start)).toreadonly()

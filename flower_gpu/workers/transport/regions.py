@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from flower_gpu.errors import WorkerError
-from flower_gpu.workers.transport.memory import Map, SharedFile
+from flower_gpu.workers.memory_files import Map, SharedFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""Tasks for workers of a run's fork server, of which some come back to the same process."""
+"""Tasks for workers of lines, of which some come back to the same process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker of a run's fork server that runs several calls: what they share, and what they do not."""
+"""A worker that runs several calls: what they share, and what they do not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import forkservers
 import numpy as np
 import pytest
 from phases import without_phases
 from processes import is_running, wait_until
-from run_server_lines import Caller, descriptors_of, resident_bytes
+from worker_lines import Caller, descriptors_of, resident_bytes
 
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers.forkserver import client
@@ -25,15 +26,12 @@ pytestmark = [
 LARGE = 400_000  # numbers: enough to be mapped and not copied
 
 
-@pytest.fixture(scope="module")
-def of_module() -> Iterator[Caller]:
-    caller = Caller(
-        modules=("numpy", "numpy.random", "cloudpickle", "flower_gpu.workers.transport.regions"),
-        setup="flower_gpu.workers.threads:apply",
-        env={"OMP_NUM_THREADS": "1"},
-    )
-    yield caller
-    caller.close()
+@pytest.fixture(scope="module", params=["forkserver", "spawn", "fork"])
+def of_module(request: pytest.FixtureRequest) -> Iterator[Caller]:
+    with forkservers.own_servers(light=True):
+        caller = Caller(request.param, setup="flower_gpu.workers.threads:apply", env={"OMP_NUM_THREADS": "1"})
+        yield caller
+        caller.close()
 
 
 @pytest.fixture
@@ -44,14 +42,14 @@ def caller(of_module: Caller) -> Iterator[Caller]:
 
 
 def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
-    found = [caller.run("tasks_run_server:count", calls=3) for _ in range(7)]
+    found = [caller.run("tasks_lines:count", calls=3) for _ in range(7)]
     assert [calls for _, calls in found] == [1, 2, 3, 1, 2, 3, 1]
     assert len({pid for pid, _ in found}) == 3
     assert caller.lines[0].has_worker
     # Who wants a worker that runs one call gets it after this one at the latest.
-    assert caller.run("tasks_run_server:count") == (found[-1][0], 2)
+    assert caller.run("tasks_lines:count") == (found[-1][0], 2)
     assert not caller.lines[0].has_worker
-    assert caller.run("tasks_run_server:count")[1] == 1
+    assert caller.run("tasks_lines:count")[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -71,27 +69,27 @@ def test_a_worker_runs_as_many_calls_as_it_may(caller: Caller) -> None:
 def test_a_failed_call_costs_only_itself(
     task: str, arguments: tuple[int, ...], error: type[Exception], text: str, caller: Caller
 ) -> None:
-    first = caller.run("tasks_run_server:count", calls=10)
-    assert caller.run("tasks_run_server:count", calls=10) == (first[0], 2)
+    first = caller.run("tasks_lines:count", calls=10)
+    assert caller.run("tasks_lines:count", calls=10) == (first[0], 2)
     with pytest.raises(error, match=text):
         caller.run(f"crash_tasks:{task}", *arguments, calls=10)
-    pid, calls = caller.run("tasks_run_server:count", calls=10)
+    pid, calls = caller.run("tasks_lines:count", calls=10)
     assert pid != first[0]
     assert calls == 1
     assert wait_until(lambda: not is_running(first[0]))
 
 
 def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.workers.forkserver.line._EXIT_GRACE_S", 0.3)
-    pid, _ = caller.run("tasks_run_server:count", calls=100)
+    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 0.3)
+    pid, _ = caller.run("tasks_lines:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
     caller.lines[0].retire()
     assert wait_until(lambda: not is_running(pid))
-    assert caller.run("tasks_run_server:count", calls=100)[1] == 1
+    assert caller.run("tasks_lines:count", calls=100)[1] == 1
 
 
 def test_other_variables_need_another_worker(caller: Caller) -> None:
-    first = caller.run("tasks_run_server:count", calls=10, env={"OF_TEST": "1"})
+    first = caller.run("tasks_lines:count", calls=10, env={"OF_TEST": "1"})
     assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "1"}) == "1"
     assert caller.run("os:getenv", "OF_TEST", calls=10, env={"OF_TEST": "2"}) == "2"
     assert caller.run("os:getenv", "OF_TEST", calls=10) is None
@@ -103,20 +101,20 @@ def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
     returned, expected = [], []
     for number in range(6):
         argument = np.full(LARGE, float(number))
-        sums = caller.run("tasks_run_server:keep", argument, calls=100)
+        sums = caller.run("tasks_lines:keep", argument, calls=100)
         argument[:] = -1.0  # the caller's own from here on
         expected.append(float(number) * LARGE)
         assert sums == expected
     caller.lines[0].retire()
     for number in range(6):
-        result = caller.run("tasks_run_server:keep_and_change", np.full(LARGE, float(number)), 0.5, calls=100)
+        result = caller.run("tasks_lines:keep_and_change", np.full(LARGE, float(number)), 0.5, calls=100)
         assert result.flags.writeable
         returned.append(result)
         # What the worker does to the arguments of earlier calls does not come through.
         assert [float(one[0]) for one in returned] == [n + 0.5 for n in range(number + 1)]
         assert all((one == one[0]).all() for one in returned)
     returned[0][:] = 7.0
-    assert float(caller.run("tasks_run_server:keep_and_change", np.zeros(LARGE), 0.0, calls=100)[0]) == 0.0
+    assert float(caller.run("tasks_lines:keep_and_change", np.zeros(LARGE), 0.0, calls=100)[0]) == 0.0
     assert [float(one[0]) for one in returned] == [7.0] + [n + 0.5 for n in range(1, 6)]
 
 
@@ -142,7 +140,7 @@ def test_a_shared_model_in_many_calls(caller: Caller) -> None:
 def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
     """A thread that a call left behind goes on to send while others run."""
     seen: list[dict[str, Any]] = []
-    caller.run("tasks_run_server:chatter_later", 200, calls=100)
+    caller.run("tasks_lines:chatter_later", 200, calls=100)
     for _ in range(50):
         assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=30) == 42
 
@@ -154,7 +152,7 @@ def test_nothing_piles_up(caller: Caller) -> None:
     def use(times: int) -> None:
         for number in range(times):
             caller.run("plain_tasks:echo", np.zeros(LARGE // 8), calls=50 if number % 3 else 1)
-        caller.run("tasks_run_server:count", calls=100)
+        caller.run("tasks_lines:count", calls=100)
 
     use(60)
     before = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
@@ -190,7 +188,7 @@ def test_cancel_ends_the_call_that_runs(caller: Caller, tmp_path: Any) -> None:
     thread = threading.Thread(target=cancel)
     thread.start()
     with pytest.raises(WorkerDiedError):
-        caller.run("tasks_run_server:say_pid_and_hang", str(file), calls=100)
+        caller.run("tasks_lines:say_pid_and_hang", str(file), calls=100)
     thread.join()
     assert wait_until(lambda: not is_running(int(file.read_text())))
-    assert caller.run("tasks_run_server:count", calls=100)[1] == 1
+    assert caller.run("tasks_lines:count", calls=100)[1] == 1

@@ -1,4 +1,4 @@
-"""A call on a line of a run's fork server: what it has in common with a call in a worker of its own."""
+"""A call on a line of workers: what it has in common with a call in a worker of its own."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import forkservers
 import pytest
 from crash_cases import CRASHES, HANGS, Crash
 from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
-from run_server_lines import Caller, descriptors_of, left_of, settled
+from worker_lines import Caller, descriptors_of, left_of, settled
 
 from flower_gpu.errors import WorkerTimeoutError
 from flower_gpu.workers.forkserver import client
@@ -27,10 +28,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def of_module() -> Iterator[Caller]:
-    caller = Caller()
-    caller.run("plain_tasks:answer")
-    yield caller
-    caller.close()
+    with forkservers.own_servers(light=True):
+        caller = Caller()
+        caller.run("plain_tasks:answer")
+        yield caller
+        caller.close()
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_result_counts(task: str, calls: int, caller: Caller) -> None:
 
 @pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
 def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.workers.forkserver.line._EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 0.3)
     assert caller.run(f"plain_tasks:{task}") == 42
     assert caller.run(f"plain_tasks:{task}", calls=2) == 42
     caller.lines[0].retire()  # which waits no longer
@@ -94,10 +96,10 @@ def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.Mo
 def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
     others = [caller.line() for _ in range(3)]
     try:
-        before = len(caller.run("tasks_run_server:descriptors"))
+        before = len(caller.run("tasks_lines:descriptors"))
         for line in others:
             caller.run("plain_tasks:answer", line=line, calls=2)
-        found = caller.run("tasks_run_server:descriptors")
+        found = caller.run("tasks_lines:descriptors")
         assert len(found) == before, found
     finally:
         for line in others:
@@ -111,11 +113,11 @@ def test_output(caller: Caller, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert capsys.readouterr().out == "from the worker\nonce more\n"
     with open(os.devnull, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        assert caller.run("tasks_run_server:write", 10_000_000, calls=2) == 10_000_000
+        assert caller.run("tasks_lines:write", 10_000_000, calls=2) == 10_000_000
     for closed in (stream, None):
         monkeypatch.setattr(sys, "stdout", closed)
-        assert caller.run("tasks_run_server:write", 1000) == 1000
-    assert caller.run("tasks_run_server:close_stdout_object", calls=5) == 42
+        assert caller.run("tasks_lines:write", 1000) == 1000
+    assert caller.run("tasks_lines:close_stdout_object", calls=5) == 42
     assert not caller.lines[0].has_worker
 
 
@@ -123,13 +125,13 @@ def test_events(caller: Caller) -> None:
     """They keep their order, may be long, and come from threads and children as well."""
     seen: list[dict[str, Any]] = []
     on_event = without_phases(seen)
-    assert caller.run("tasks_run_server:chatter", 2000, 10, on_event=on_event, calls=2) == 2000
+    assert caller.run("tasks_lines:chatter", 2000, 10, on_event=on_event, calls=2) == 2000
     assert [event["number"] for event in seen if event["event"] == "chatter"] == list(range(2000))
     seen.clear()
-    assert caller.run("tasks_run_server:chatter_everywhere", 200, on_event=on_event) == len(seen) == 1000
-    assert caller.run("tasks_run_server:chatter", 3, 300_000, on_event=on_event, timeout_s=20) == 3
+    assert caller.run("tasks_lines:chatter_everywhere", 200, on_event=on_event) == len(seen) == 1000
+    assert caller.run("tasks_lines:chatter", 3, 300_000, on_event=on_event, timeout_s=20) == 3
     seen.clear()
-    caller.run("tasks_run_server:send_a_path", on_event=on_event)
+    caller.run("tasks_lines:send_a_path", on_event=on_event)
     assert seen == [{"event": "saved", "path": "/somewhere"}]
 
 
@@ -145,7 +147,7 @@ def test_error_in_a_callback_ends_the_worker(where: str, caller: Caller) -> None
 
     pid = caller.run("os:getpid", calls=100)
     with pytest.raises(OSError, match="no space left"):
-        caller.run("tasks_run_server:chatter", 3, 10, calls=100, **{where: fail})
+        caller.run("tasks_lines:chatter", 3, 10, calls=100, **{where: fail})
     assert wait_until(lambda: not is_running(pid))
     for number in range(3):
         assert caller.run("plain_tasks:echo", number, calls=100, timeout_s=20) == (number,)
@@ -169,37 +171,34 @@ def test_many_lines_at_once(caller: Caller) -> None:
     assert found == [[(number, call) for call in range(10)] for number in range(len(lines))]
 
 
-def test_no_room_for_descriptors(write_script: Callable[[str], Path], run_script: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_no_room_for_descriptors(way: str, run_script: Callable[..., Any]) -> None:
     """A caller that may open no more gets an error, and works again when it may."""
     script = """
         import os, resource, sys
         from flower_gpu.errors import WorkerStartError
         from flower_gpu.workers.call import Call
-        from flower_gpu.workers.forkserver.line import Line
-        from flower_gpu.workers.forkserver.run_server import RunServerSettings
-        from flower_gpu.workers.forkserver.run_server import RunServer
-        from flower_gpu.workers.methods import SPAWN
+        from flower_gpu.workers.caller import Line
 
-        server = RunServer(RunServerSettings("full", SPAWN))
-        server.process()
-        Line(server).run(Call("os:getpid"))
-        line = Line(server)
+        way = sys.argv[1]
+        line = Line()
+        line.run(Call("os:getpid"), way)
+        line.close()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         before = len(os.listdir("/proc/self/fd"))
         errors = 0
-        for more in range(12):
+        for more in range(14):
             resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, hard))
             try:
-                line.run(Call("os:getpid"), timeout_s=20)
+                line.run(Call("os:getpid"), way, timeout_s=20)
             except WorkerStartError:
                 errors += 1
             else:
                 break
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         print("errors", errors > 3)
-        line.run(Call("os:getpid"), timeout_s=20)
+        line.run(Call("os:getpid"), way, timeout_s=20)
         line.close()
         print("left", len(os.listdir("/proc/self/fd")) - before)
-        server.close()
     """
-    assert run_script(script).stdout == "errors True\nleft 0\n"
+    assert run_script(script, way).stdout == "errors True\nleft 0\n"

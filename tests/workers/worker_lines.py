@@ -1,4 +1,4 @@
-"""Fork servers of runs and lines for tests, with a look at what they leave behind."""
+"""Lines of workers for tests, with a look at what they leave behind."""
 
 from __future__ import annotations
 
@@ -9,55 +9,48 @@ from typing import Any
 
 from processes import Status, all_processes, wait_until, zombies_of
 
-from flower_gpu.workers import methods, socket_folder, state_folder
+from flower_gpu.workers import methods, state_folder
 from flower_gpu.workers.call import Call, Task
-from flower_gpu.workers.forkserver.line import Line
-from flower_gpu.workers.forkserver.run_server import RunServer, RunServerSettings
+from flower_gpu.workers.caller import Line
 
 
 class Caller:
-    """One who has calls run on lines of a run's fork server."""
+    """One who has calls run on lines of workers."""
 
-    def __init__(self, start_method: str = "forkserver", **settings: Any) -> None:
-        settings.setdefault("without", frozenset({"torch"}))  # importing it takes seconds
-        self.server = RunServer(RunServerSettings("a test", methods.named(start_method), **settings))
+    def __init__(self, start_method: str = "forkserver", **of_calls: Any) -> None:
+        self.method = methods.named(start_method)
+        self.of_calls = {"without": frozenset({"torch"}), **of_calls}  # importing it takes seconds
         self.lines: list[Line] = []
         #: Every worker that was seen, in order.
         self.pids: list[int] = []
-        self.servers: set[int] = set()
 
     def line(self) -> Line:
-        self.lines.append(Line(self.server))
+        self.lines.append(Line())
         return self.lines[-1]
 
     def run(self, task: Task, *args: Any, line: Line | None = None, **options: Any) -> Any:
         """Run a call on a line, by default on the first one."""
         if line is None:
             line = self.lines[0] if self.lines else self.line()
-        of_call = {name: options.pop(name) for name in ("env", "kwargs", "setup", "held") if name in options}
+        names = ("env", "kwargs", "setup", "held", "preload")
+        of_call = {**self.of_calls, **{name: options.pop(name) for name in names if name in options}}
         line.begin()
         options.setdefault("on_start", lambda pid, _: self.pids.append(pid))
-        return line.run(Call(task, args, label="a test's call", **of_call), **options)
+        return line.run(Call(task, args, label="a test's call", **of_call), self.method, **options)
 
     def server_pid(self) -> int:
-        pid = self.server.process().pid
-        self.servers.add(pid)
+        """Return the fork server of the first line."""
+        pid: int = self.run("os:getppid")
         return pid
 
     def close(self) -> None:
         """End everything, and check that nothing is left."""
-        current = self.server._current
-        if current is not None:
-            self.servers.add(current.pid)
-        self.server.close()
         for line in self.lines:
             line.close()
-        groups = [*self.pids, *self.servers]
-        assert wait_until(lambda: not left_of(groups)), left_of(groups)
+        assert wait_until(lambda: not left_of(self.pids)), left_of(self.pids)
         assert zombies_of(os.getpid()) == []
-        socket_folder.remove_left()  # of a run's fork server that the test has killed
-        folders = set((state_folder.state_dir() / "sockets").iterdir())
-        assert not [path for path in folders for pid in groups if path.name.endswith(f"-{pid}")]
+        left = (state_folder.state_dir() / "sockets").glob("*")
+        assert not [path for path in left for pid in self.pids if path.name.endswith(f"-{pid}")]
 
 
 def left_of(groups: Iterable[int]) -> list[Status]:
