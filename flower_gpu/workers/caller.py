@@ -146,18 +146,9 @@ class Line:
             if on_start is not None:
                 on_start(os.getpid(), method.name)
             return _run_here(call, on_event)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        wanted = _Wanted(method, deadline, on_event, on_start, or_spawn, or_copy, stopped_by, calls)
+        wanted = _Wanted(method, timeout_s, on_event, on_start, or_spawn, or_copy, stopped_by, calls)
         while True:
-            try:
-                seen, outcome = self._done(call, wanted)
-            except TimeoutError as error:
-                if timeout_s is None or isinstance(error, WorkerTimeoutError):
-                    raise
-                raise WorkerTimeoutError(
-                    f"{call.label}: no worker within timeout_s={timeout_s:g}, {error}. Raise timeout_s if "
-                    "this was only slow"
-                ) from error
+            seen, outcome = self._done(call, wanted)
             if seen.is_unread:
                 continue
             if seen.set_too_late is None:
@@ -210,7 +201,8 @@ class Line:
                 if seen.hangs and (wanted.stopped_by is None or wanted.stopped_by.asks_where):
                     worker.ask_where_it_is()
                 self._end_worker()
-            self._calls += 1
+            else:
+                self._calls += 1
             self.call_s, self.had_imports = time.monotonic() - began, seen.had_imports
             self.peak_bytes = max(self.peak_bytes, seen.peak_bytes)
             outcome = None
@@ -256,14 +248,7 @@ class Line:
         for tries_left in reversed(range(_TRIES)):
             with deferred_interrupts():
                 place, self._place = self._place, None
-                prepared = start.prepare(
-                    call,
-                    wanted.method,
-                    or_spawn=wanted.or_spawn,
-                    or_copy=wanted.or_copy,
-                    deadline=wanted.deadline,
-                    place=place,
-                )
+                prepared = wanted.prepared(call, place)
                 try:
                     self._worker = _Worker(call, prepared, files["reply"], stays=wanted.calls > 1)
                 except BaseException as error:
@@ -298,13 +283,35 @@ class _Wanted:
     """How a call is to be done; see :meth:`Line.run`."""
 
     method: start.StartMethod
-    deadline: float | None  # on the clock of ``time.monotonic``
+    timeout_s: float | None
     on_event: Sink | None
     on_start: OnStart | None
     or_spawn: bool
     or_copy: bool
     stopped_by: StopOrder | None
     calls: int
+    deadline: float | None = None  # on the clock of ``time.monotonic``
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            self.deadline = time.monotonic() + self.timeout_s
+
+    def prepared(self, call: Call, place: client.Place | None) -> start.Prepared:
+        """Do what comes before the start of its worker; see :func:`flower_gpu.workers.methods.prepare`."""
+        try:
+            return start.prepare(
+                call,
+                self.method,
+                or_spawn=self.or_spawn,
+                or_copy=self.or_copy,
+                deadline=self.deadline,
+                place=place,
+            )
+        except TimeoutError as error:
+            raise WorkerTimeoutError(
+                f"{call.label}: no worker within timeout_s={self.timeout_s:g}, {error}. Raise timeout_s if "
+                "this was only slow"
+            ) from error
 
 
 @dataclass
