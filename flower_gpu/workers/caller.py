@@ -490,10 +490,10 @@ class _Worker:
             self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
         for stream in self._streams.values():
             stream.drain()
-        self._end_left()
 
     def close(self) -> None:
-        """Let go of every descriptor."""
+        """Let go of every descriptor, and end what it has put into sessions of its own."""
+        self._end_left()
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._lines.close()
