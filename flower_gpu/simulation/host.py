@@ -162,7 +162,7 @@ class Host:
         try:
             workers.load_data(self._settings, self._variables, self._without)
         except WorkerStartError as error:
-            raise ConfigError(f"preload: {error}") from error
+            raise ConfigError(str(error)) from error
 
     def end_workers(self) -> None:
         """Have all workers end at once; threads that wait for one go on."""

@@ -144,7 +144,7 @@ def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset
     method = start.choose(worker.start_method, server_first=True)
     if worker.preload and method.from_server:
         call = Call("builtins:print", env=env, preload=worker.preload, without=without, label="preload")
-        start.prepare(call, method, or_spawn=False).close()
+        client.find(call, None, {}).close()
 
 
 def seed_server(seed: int) -> None:

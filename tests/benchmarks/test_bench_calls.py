@@ -107,8 +107,8 @@ def test_mod_measures_each_start_method(figures: Figures) -> None:
 
 def test_tracing_compares_with_and_without(figures: Figures) -> None:
     [row] = figures("tracing", "--quick", "--only", "no-op")["rows"]
-    # A start, a result and an end of each worker, and six lines of the run.
-    assert (row["part"], row["clients"], row["lines"]) == ("no-op", 4, 3 * 4 + 6)
+    # A start, the task's, a result and an end of each worker, and six lines of the run.
+    assert (row["part"], row["clients"], row["lines"]) == ("no-op", 4, 4 * 4 + 6)
     assert row["on_s"] > 0 and row["off_s"] > 0 and row["line_us"] > 0
 
 

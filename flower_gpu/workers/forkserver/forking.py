@@ -7,11 +7,13 @@ import os
 import selectors
 import signal
 import socket
+import traceback
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from flower_gpu.errors import FlowerGPUError
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
@@ -39,8 +41,16 @@ class Start:
     preload: list[Any] = field(default_factory=list)
 
 
-def describe(error: BaseException) -> bytes:
-    """Return the text of an error for the process that wanted the server."""
+def describe(error: BaseException, *, is_of_user: bool = False) -> bytes:
+    """Return the text of an error for the process that wanted the server.
+
+    ``is_of_user``: whether code of the user's may have raised it; then its traceback is told as well.
+    """
+    if isinstance(error, FlowerGPUError):
+        return str(error).encode(errors="replace")[:_MAX_TEXT]
+    if is_of_user:
+        lines = "".join(traceback.format_exception(error)).rstrip()
+        return f"\n{lines}".encode(errors="replace")[-_MAX_TEXT:]
     return f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_TEXT]
 
 

@@ -273,7 +273,7 @@ class Server:
                     libraries.preload_on_cpu(start.preload)
             except BaseException as error:
                 traceback.print_exc()
-                os.write(ready, describe(error))
+                os.write(ready, describe(error, is_of_user=True))
                 return
             self._files.note(identity.server_path())
             self.run(ready, lock)
