@@ -198,7 +198,8 @@ class Line:
                 wanted.on_start(worker.pid, self._method.name)
             worker.watch(seen, wanted.deadline, wanted.stopped_by)
             if not seen.stays:
-                if seen.hangs and (wanted.stopped_by is None or wanted.stopped_by.asks_where):
+                order = wanted.stopped_by
+                if seen.hangs and (not seen.is_stopped or order is None or order.asks_where):
                     worker.ask_where_it_is()
                 self._end_worker()
             else:
