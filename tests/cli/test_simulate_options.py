@@ -332,7 +332,7 @@ def test_data_that_cannot_be_loaded_end_the_run_at_its_start(
     done = simulate(shell, app.parent, "app", *options, "--preload", preload)
     assert done.returncode == 2
     said = done.stderr[done.stderr.index("flower-gpu simulate: preload counting.app:") :]
-    assert reason in said.splitlines()[-1]
+    assert reason in said.splitlines()[0]
     assert ("Traceback" in said) == is_of_user
     (folder,) = (app.parent / "runs").iterdir()
     result = result_of(folder)

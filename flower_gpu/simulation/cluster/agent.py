@@ -25,7 +25,7 @@ from flower_gpu import files, trace
 from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.apps.recording import INTERVAL_S, look_at_gpus, told_gpus
 from flower_gpu.calls import environment
-from flower_gpu.errors import ConfigError, text_of
+from flower_gpu.errors import ConfigError
 from flower_gpu.flower import record_bytes
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
@@ -190,8 +190,8 @@ class Agent:
             raise ConfigError(f"the app imports {', '.join(missing)}, which is not installed there")
         try:
             self._host.load_data()
-        except Exception as error:
-            raise ConfigError(f"preload: {text_of(error)}") from error
+        except ConfigError as error:  # without the lines of a traceback: hosts may have the same to say
+            raise ConfigError(str(error).partition("\n")[0]) from error
         return About(
             platform.node(),
             os.getpid(),

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.errors import FlowerGPUError
+from flower_gpu.errors import FlowerGPUError, text_of
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import Trackers, adopt_orphans, children, end_adopted
@@ -48,10 +48,10 @@ def describe(error: BaseException, *, is_of_user: bool = False) -> bytes:
     """
     if isinstance(error, FlowerGPUError):
         return str(error).encode(errors="replace")[:_MAX_TEXT]
+    text = text_of(error)
     if is_of_user:
-        lines = "".join(traceback.format_exception(error)).rstrip()
-        return f"\n{lines}".encode(errors="replace")[-_MAX_TEXT:]
-    return f"{type(error).__name__}: {error}".encode(errors="replace")[:_MAX_TEXT]
+        text += f"\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return text.encode(errors="replace")[:_MAX_TEXT]
 
 
 @dataclass

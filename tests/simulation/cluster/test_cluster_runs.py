@@ -149,7 +149,7 @@ def test_data_that_are_missing_on_a_host_are_named(cluster: Cluster) -> None:
     subprocess.run(head.inside(["mkdir", "/dev/shm/data"]), check=True)  # each host has its own /dev/shm
     done = cluster.run("plain", 4, *options, name="no-data")
     assert done.status == 2 and not done.has_folder, done.output
-    assert re.search("host host-1: preload: .*/dev/shm/data", done.output, re.DOTALL), done.output
+    assert re.search("host host-1: preload os:listdir .*/dev/shm/data", done.output), done.output
 
 
 def test_an_address_without_a_cluster_is_refused(cluster: Cluster) -> None:
