@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import resource
@@ -47,6 +48,12 @@ def attribute(module: str, name: str) -> Any:
 
 def loaded_before(*modules: str) -> list[bool]:
     return [name in LOADED_BEFORE for name in modules]
+
+
+def root_logger(loaded: str) -> list[Any]:
+    assert loaded in sys.modules
+    root = logging.getLogger()
+    return [[str(handler) for handler in root.handlers], logging.getLevelName(root.level)]
 
 
 def uses(*modules: str) -> list[bool]:

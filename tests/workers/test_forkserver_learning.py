@@ -48,6 +48,7 @@ PACKAGES = {
     "crashes": "import os, signal\nif os.getsid(0) == os.getpid(): os.kill(os.getpid(), signal.SIGSEGV)\n",
     "hangs": "import os, time\nif os.getsid(0) == os.getpid(): time.sleep(600)\n",
     "breaks_later": 'import os\nif os.path.exists(__file__ + ".broken"): raise RuntimeError("broken")\n',
+    "logs": 'import logging\nlogging.basicConfig(format="of a library: %(message)s", level=logging.INFO)\n',
     "hangs_later": 'import os, time\nif os.path.exists(__file__ + ".broken"): time.sleep(600)\n',
 }
 
@@ -120,6 +121,11 @@ class TestLibraries:
                 assert caller.call("tasks_forkserver:server") == server.pid
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
+
+    def test_what_it_does_to_the_root_logger_is_not(self, python: str) -> None:
+        with Client(python) as caller:
+            learn(caller, "logs")
+            assert caller.call("tasks_forkserver:root_logger", "logs") == [[], "WARNING"]
 
     def test_so_are_modules_of_this_package_where_it_is_installed_in_place(self, python: str) -> None:
         with forkservers.own_servers(light=True), Client(python) as caller:

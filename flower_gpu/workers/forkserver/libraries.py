@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,7 +89,7 @@ def import_all(names: Iterable[str]) -> None:
 
     Raises UnfitLibraryError if one of them initialised CUDA, or started a thread.
     """
-    with _watched(), _uncollected():
+    with _watched(), _uncollected(), _root_logger_kept():
         for name in names:
             with suppress(ImportError, AttributeError):
                 import_module(name)
@@ -206,6 +207,21 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """Take back what libraries do to the root logger in the block: all workers would have it.
+
+    opacus gives it a handler, and each line of a worker's would be there twice.
+    """
+    root = logging.root
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 @contextmanager
