@@ -115,13 +115,11 @@ def leave() -> NoReturn:
 def fork_process(
     target: Callable[[], None],
     name: str,
-    handled: Iterable[signal.Signals] | None = None,
     *,
     own_session: bool = False,
 ) -> int:
     """Fork this process; the child leads a group of its own, runs ``target`` and exits.
 
-    ``handled``: the signals that this process has handlers of its own for, where the caller knows them.
     ``own_session``: so that nothing of it can join the group of another worker.
     """
     # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
@@ -130,8 +128,7 @@ def fork_process(
     process = multiprocessing.Process(target=target, name=name, daemon=False)
     # The handlers of this process would act in its name in the child (Flower's report the task as stopped).
     # Looked up here: in a fork each object that is touched is a page to be copied.
-    if handled is None:
-        handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
+    handled = [number for number in _SIGNALS if callable(signal.getsignal(number))]
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         pid = os.fork()

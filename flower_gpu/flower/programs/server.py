@@ -26,6 +26,7 @@ from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
 from flower_gpu.workers.forkserver import identity, sockets
+from flower_gpu.workers.forkserver.forking import ChildWatch
 from flower_gpu.workers.life import explained
 
 # What Flower's programs import, also when they are used for the first time. One that another version of
@@ -179,14 +180,11 @@ class _Server:
         self._first = connection
         self._running: dict[int, _Request] = {}  # by process id
         self._has_ended = False
-        self._selector = selectors.DefaultSelector()
-        self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._children = ChildWatch(self._on_child)
+        self._selector = self._children.selector
 
     def run(self) -> Callable[[], object] | None:
         """Serve until the first connection is closed; in a fork, return the program that it is."""
-        signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_child)
         self._watch(self._first)
         while not self._has_ended:
             for key, _ in self._selector.select():
@@ -252,21 +250,16 @@ class _Server:
 
     def _leave(self) -> None:
         """Let go of all this, in a fork."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
-        self._selector.close()
-        os.close(self._wakeup)
-        os.close(self._wakeup_end)
+        self._children.leave()
         for request in self._running.values():
             os.close(request.answer)
             os.close(request.log)
 
     def _on_child(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self._wakeup, 4096)
+        self._children.clear()
         for pid in list(self._running):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:

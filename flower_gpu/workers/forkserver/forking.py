@@ -83,23 +83,40 @@ class Session:
         return {self.folder, self.own, self.imported}
 
 
-class Loop:
-    """A selector that also tells when children have ended, and the processes that they leave behind.
+class ChildWatch:
+    """A selector that also tells when children have ended: it then calls ``on_child``."""
 
-    The selector calls ``on_child`` for its process when children have ended.
-    """
-
-    def __init__(self, on_child: Callable[[], None]) -> None:
-        self._small_pages: list[int] = []  # which could be in huge pages
-        self._forks = 0  # that were not followed by some of that
-        self._trackers = Trackers()
-        self._own = children()  # processes that a library or the user's data have started here
-        adopt_orphans()
+    def __init__(self, on_child: Callable[[], object]) -> None:
         self.selector = selectors.DefaultSelector()
         self._wakeup, self._wakeup_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wakeup_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(self._wakeup, selectors.EVENT_READ, on_child)
+
+    def clear(self) -> None:
+        """Take note that children have ended, before they are looked at."""
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+
+    def leave(self) -> None:
+        """Let go of all this, in a fork."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        os.close(self._wakeup)
+        os.close(self._wakeup_end)
+
+
+class Loop(ChildWatch):
+    """That of a process that forks workers: it makes forks cheap, and ends the processes that they leave."""
+
+    def __init__(self, on_child: Callable[[], object]) -> None:
+        self._small_pages: list[int] = []  # which could be in huge pages
+        self._forks = 0  # that were not followed by some of that
+        self._trackers = Trackers()
+        self._own = children()  # processes that a library or the user's data have started here
+        adopt_orphans()
+        super().__init__(on_child)
 
     def settle(self) -> None:
         """Make forks of this process cheap; all libraries are there by now."""
@@ -129,11 +146,6 @@ class Loop:
             del self._small_pages[-_HUGE_PAGES:]
         return [key for key, _ in ready]
 
-    def clear(self) -> None:
-        """Take note that children have ended, before they are looked at."""
-        with suppress(BlockingIOError):
-            os.read(self._wakeup, 4096)
-
     def end_left(self, workers: Set[int] = frozenset()) -> bool:
         """End what workers that are gone have put into sessions of their own; tell whether there was any.
 
@@ -143,11 +155,3 @@ class Loop:
 
     def _is_spared(self, pid: int) -> bool:
         return sockets.is_server(pid) or self._trackers.has(pid)
-
-    def leave(self) -> None:
-        """Let go of all this, in a fork."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self.selector.close()
-        os.close(self._wakeup)
-        os.close(self._wakeup_end)
