@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 options = f"options: flower-gpu {arguments.command} --help"
                 raise ConfigError(f"unknown: {' '.join(unknown)}{dashes}{near} ({options})")
             if argv is None and arguments.command == "simulate":
-                simulate.begin_again(arguments)
+                simulate.begin_command(arguments)
             return _run(arguments)
         except FlowerGPUError as error:
             print(f"flower-gpu {arguments.command}: {error}", file=sys.stderr)

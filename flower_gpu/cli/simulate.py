@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import kinds
 from flower_gpu.apps.app import ConfigValue, FlowerApp, flatten, parse_pairs
+from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.apps.failures import FILE_NAME
 from flower_gpu.apps.folder import check_log_dir, short
-from flower_gpu.calls.settings import checked_environment
+from flower_gpu.calls.settings import CallSettings, checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
 from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Option
@@ -36,7 +37,10 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
+from flower_gpu.simulation.needs import Needs
+from flower_gpu.workers import interpreter, methods
 from flower_gpu.workers.call import check_modules, checked_preload
+from flower_gpu.workers.forkserver.proxy import Program
 from flower_gpu.workers.life import ended_by_signals
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ Metrics, the final model and a summary are left in a folder under --log-dir."""
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _STATE_MEMORY: Final = "1GiB"
 _ORDER: Final = "longest"
+_MODULES: Final = ("flower_gpu.simulation.run", "flower_gpu.simulation.reporting")
 _DEFAULTS: Final = {
     "order": _ORDER,
     "state_memory": _STATE_MEMORY,
@@ -161,11 +166,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds.add_arguments(parser, _OPTIONS, _GROUPS, _MORE, _DEFAULTS)
 
 
-def begin_again(arguments: argparse.Namespace) -> None:
-    """Replace this process by one with fixed hashes of texts, if the run is a deterministic one.
+def begin_command(arguments: argparse.Namespace) -> None:
+    """Note that this process is there for this command only: the run may be in a fork of the fork server.
 
-    They are chosen when Python starts. Where an option of Python is against it, the run itself says so.
+    A deterministic run needs fixed hashes of texts, which are chosen when Python starts: this process is
+    replaced by one that has them. Where an option of Python is against it, the run itself says so.
     """
+    arguments.may_fork = arguments.ray_address is None and not interpreter.is_fork()
     if not (arguments.deterministic or _earlier_config(arguments.resume).get("deterministic")):
         return
     if has_fixed_hashes() or os.environ.get(HASH_SEED) == FIXED or sys.flags.ignore_environment:
@@ -219,8 +226,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.resume is None:
         check_log_dir(arguments.log_dir)
     result = _simulate(
-        app.path,
+        app,
         num_supernodes,
+        may_fork=getattr(arguments, "may_fork", False),
         # With bars the run itself shows the summary below them.
         summary=arguments.progress and is_quiet(arguments),
         report=arguments.report,
@@ -315,16 +323,22 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
 
 
 def _simulate(
-    app: Path, num_supernodes: int, *, summary: bool, report: bool, **settings: Any
+    app: FlowerApp, num_supernodes: int, *, may_fork: bool, summary: bool, report: bool, **settings: Any
 ) -> SimulationResult | int:
+    say = _say if settings["progress"] else str
+    if may_fork and methods.choose(CallSettings.resolve({}).worker.start_method).from_server:
+        with told_if_slow(say, f"importing what {app.name} needs"):
+            program = _forked(app)
+        if program is not None:
+            return program.wait()
     # Here: what they import takes a second, and an error in an option is there at once.
-    with told_if_slow(_say if settings["progress"] else str, "importing Flower"):
+    with told_if_slow(say, "importing Flower"):
         from flower_gpu.simulation.reporting import FOLDER, error_text, summary_lines
         from flower_gpu.simulation.results import SimulationStoppedError
         from flower_gpu.simulation.run import simulate
 
     try:
-        result = simulate(app, num_supernodes, **settings)
+        result = simulate(app.path, num_supernodes, **settings)
     except SimulationStoppedError as stopped:
         _say(_how_to_go_on(stopped.folder, stopped.can_resume))
         return _INTERRUPTED
@@ -347,6 +361,14 @@ def _simulate(
         where = None if result.folder is None else short(result.folder)
         print("\n".join(summary_lines(result.summary, where)), file=sys.stderr, flush=True)
     return result
+
+
+def _forked(app: FlowerApp) -> Program | None:
+    """Have this command done by a fork of the fork server, which imports for the run and for its workers."""
+    needs = Needs.of(libraries_of(app.path, app.clientapp.partition(":")[0]))
+    libraries = libraries_of(app.path, app.serverapp.partition(":")[0])
+    modules = dict.fromkeys([*_MODULES, *libraries, *needs.modules])
+    return Program.fork("flower_gpu.cli.main:main", f"simulate {app.name}", list(modules), needs.without)
 
 
 def _tell_report(path: Path, *, is_written: bool, is_told: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
+from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls import leasing, where
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, WorkerStartError
@@ -20,6 +21,7 @@ from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.simulation.lease_turns import LeaseTurns
 from flower_gpu.simulation.messages import MANY, MessageHandler, Seeds
+from flower_gpu.simulation.needs import Needs
 from flower_gpu.simulation.nodes import VirtualNodes
 from flower_gpu.simulation.slots import Slot
 from flower_gpu.simulation.verifying import Verifier
@@ -113,7 +115,7 @@ class Host:
         """
         work, settings = self._work, self._settings
         self.durations = Durations()
-        needs = workers.Needs.of(work.app)
+        needs = Needs.of(_libraries_of(work.app))
         needs.learn_beside(settings)
         self._without = needs.without
         turns = LeaseTurns(None if settings.gpu.request.is_auto else self._leases or None)
@@ -171,3 +173,9 @@ class Host:
     def close(self) -> None:
         """Let go of all that is held. No thread handles messages any more."""
         self._opened.close()
+
+
+def _libraries_of(app: ClientApp | AppReference) -> list[str]:
+    if isinstance(app, AppReference):
+        return libraries_of(app.folder, app.name.partition(":")[0])
+    return libraries_used(vars(app))

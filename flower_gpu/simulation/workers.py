@@ -1,46 +1,27 @@
-"""How many workers virtual clients have at a time, and what they are forked from."""
+"""How many workers virtual clients have at a time."""
 
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from flwr.clientapp import ClientApp
 
-from flower_gpu import frameworks
-from flower_gpu.apps.app_imports import libraries_of, libraries_used
 from flower_gpu.calls.settings import CallSettings
-from flower_gpu.errors import FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.options import NUM_CPUS_VARIABLE
 from flower_gpu.simulation.core_leases import CoreLeases
-from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
-from flower_gpu.workers.forkserver.client import LEARN_FOR_LIMITED_S
 from flower_gpu.workers.threads import available_cores, cores
 
-# What every worker needs, whatever the app imports.
-_OURS: Final = ("flower_gpu.simulation.in_worker", "flower_gpu.calls.leased_worker", "numpy.random")
 _CONCURRENCY: Final = "FLOWER_GPU_CONCURRENCY"
 _ROUNDING: Final = 1e-9  # what 2 / 0.1 may be off by
 _SHARES: Final = 8  # of a GPU, where nobody says how large they are: the ledger lets in what has room
-_WITHOUT_TORCH: Final = {
-    "flwr",
-    "numpy",
-    "flower_gpu",
-    "scipy",
-    "sklearn",
-    "pandas",
-} | sys.stdlib_module_names
 
 
 def concurrency(settings: CallSettings, leases: int, max_workers: int | None, nodes: int) -> int:
@@ -93,45 +74,6 @@ def core_leases(settings: CallSettings, count: int, name: str) -> CoreLeases:
     return CoreLeases(host, need.amount, count, f"messages of {name}")
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What the workers of an app are forked with.
-
-    Attributes
-    ----------
-    modules : tuple of str
-        Libraries that they have use for.
-    without : frozenset of str
-        Those they have none for, which makes forks cheaper; as of a
-        :class:`flower_gpu.workers.call.Call`.
-    """
-
-    modules: tuple[str, ...]
-    without: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, app: ClientApp | AppReference) -> Needs:
-        """Find out what an app imports."""
-        libraries = _libraries_of(app)
-        if not _may_use_torch(libraries):
-            return cls((*_OURS, *libraries), frozenset({"torch"}))
-        return cls((*_OURS, *libraries, "torch", *frameworks.imported_in_use("torch")))
-
-    def learn_beside(self, settings: CallSettings) -> None:
-        """Have the host's fork server import that, in a thread, before the first worker is forked.
-
-        So this goes on while this process imports the ServerApp.
-        """
-        if not start.choose(settings.worker.start_method).from_server:
-            return
-
-        def learn() -> None:
-            with suppress(FlowerGPUError, OSError):  # who needs a worker tries again, and tells
-                client.learn(self.modules, self.without, LEARN_FOR_LIMITED_S)
-
-        threading.Thread(target=learn, daemon=True).start()
-
-
 def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
     """Load data where workers are forked from, if there are such data.
 
@@ -151,15 +93,3 @@ def seed_server(seed: int) -> None:
     """Seed what a strategy samples nodes by."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-
-
-def _libraries_of(app: ClientApp | AppReference) -> list[str]:
-    if isinstance(app, AppReference):
-        return libraries_of(app.folder, app.name.partition(":")[0])
-    return libraries_used(vars(app))
-
-
-def _may_use_torch(libraries: Sequence[str]) -> bool:
-    # Of a library that is not known to do without, whoever wrote it may have used torch.
-    tops = {name.partition(".")[0] for name in libraries}
-    return "flower_gpu.pytorch" in libraries or bool(tops - _WITHOUT_TORCH)

@@ -335,7 +335,8 @@ def _imported_by_fork() -> Callable[[], list[str]] | None:
 def forkserver(call: Call, prepared: Prepared, ends: child.Ends) -> Process:
     """Have the host's fork server fork itself: its libraries are there, and CUDA is untouched."""
     assert prepared.place is not None
-    return prepared.place.fork(ends, call.label)
+    message = {"op": "fork", "label": call.label}
+    return prepared.place.fork(message, [ends.life, ends.calls, ends.stdout, ends.stderr])
 
 
 def no_start(*_: object) -> Process:

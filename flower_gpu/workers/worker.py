@@ -24,12 +24,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import util
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from flower_gpu.workers import memory
+from flower_gpu.workers import interpreter, memory
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 
 _SIGNALS = signal.valid_signals()
@@ -97,18 +96,8 @@ def spawned() -> NoReturn:
 
 
 def leave() -> NoReturn:
-    """Exit as a program does, but leave the freeing of memory to the kernel.
-
-    Taking down an interpreter that has imported torch, pandas and scikit-learn object by object takes
-    seconds.
-    """
-    # First: it tells the processes of pools to end, for which the exit functions of multiprocessing wait.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    util._exit_function()  # type: ignore[attr-defined]  # a fork has not registered it
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # the task has closed or replaced it
-            stream.flush()
+    """Exit as a program does."""
+    interpreter.end()
     os._exit(0)
 
 

@@ -254,7 +254,7 @@ def test_a_damaged_checkpoint_is_a_line(shell: Shell, app: Path) -> None:
     earlier_run(app.parent, "counting", "{")
     config = app.parent / "run" / "config.json"
     config.write_text(config.read_text().replace("their-own", "num-server-rounds"))
-    done = simulate(shell, app.parent, "app", "--resume", "run")
+    done = simulate(shell, app.parent, "app", "--resume", "run", "--no-progress")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "run/checkpoint/checkpoint.sqlite is damaged" in done.stderr
 

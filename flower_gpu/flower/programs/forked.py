@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import signal
 import sys
-import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
-from types import ModuleType
-from typing import Any, Final, NoReturn
-
-import numpy as np
+from typing import Any, Final
 
 from flower_gpu.flower.programs import starter
 from flower_gpu.flower.programs.entry import Entry
-from flower_gpu.workers import threads
+from flower_gpu.workers import interpreter
 
 # Modules of Flower's that start programs of Flower's, by ``subprocess.Popen``.
 _STARTERS: Final = (
@@ -68,19 +62,12 @@ def become(
             os.setpgid(0, group)
     os.fchdir(folder)
     os.close(folder)
-    for number, descriptor in enumerate(streams):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv[:] = [found.path, *argv[1:]]
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    computes = Path(found.path).name == _COMPUTES
+    of_threads = interpreter.with_all_cores(os.environ) if computes else os.environ
+    interpreter.begin([found.path, *argv[1:]], streams, of_threads)
     be_shown_as(" ".join([sys.executable, *sys.argv]), Path(found.path).name)
-    main = ModuleType("__main__")
-    main.__file__ = found.path
-    sys.modules["__main__"] = main
-    np.random.seed()
-    threads.apply(os.environ if Path(found.path).name != _COMPUTES else _with_all_cores(os.environ))
     use(starter.Programs(connection))
     return found.load()
 
@@ -93,11 +80,6 @@ def be_shown_as(command: str, name: str | None = None) -> None:
         setproctitle.setproctitle(command)
         if name is not None:
             setproctitle.setthreadtitle(name)
-
-
-def _with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the variables by which a library that was loaded with one thread gets what it begins with."""
-    return {threads.VARIABLE: str(len(os.sched_getaffinity(0))), **environ}
 
 
 def is_one() -> bool:
@@ -114,37 +96,3 @@ def use(programs: starter.Programs) -> None:
         module = sys.modules.get(name)
         if isinstance(getattr(module, "subprocess", None), types.ModuleType):
             module.subprocess = replacement  # type: ignore[union-attr]
-
-
-def run_to_end(main: Callable[[], Any]) -> NoReturn:
-    """Run a program, and end as an interpreter does; what the kernel takes down is left to it."""
-    code = 1
-    try:
-        code = _status_of(main)
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
-        if code < 0:
-            signal.signal(-code, signal.SIG_DFL)
-            os.kill(os.getpid(), -code)
-        os._exit(code & 0xFF)
-
-
-def _status_of(main: Callable[[], Any]) -> int:
-    try:
-        result = main()
-    except SystemExit as end:
-        result = end.code
-    except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())
-        return -signal.SIGINT
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    if result is None or isinstance(result, int):
-        return result or 0
-    print(result, file=sys.stderr)
-    return 1

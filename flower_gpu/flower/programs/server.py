@@ -25,6 +25,7 @@ import httpx
 from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
+from flower_gpu.workers import interpreter
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.forking import ChildWatch
 from flower_gpu.workers.life import explained
@@ -115,7 +116,7 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     program = _Server(connection, started_with).run()
     if program is None:
         os._exit(0)
-    forked.run_to_end(program)
+    interpreter.run_to_end(program)
 
 
 @dataclass(frozen=True)

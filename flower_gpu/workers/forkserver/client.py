@@ -27,7 +27,6 @@ from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.life import allowed_interrupts
-from flower_gpu.workers.worker import Ends
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
@@ -96,17 +95,16 @@ class Place:
         """Tell whether the server is there, and as good for another call."""
         return likeness(call) == self._like and not sockets.is_closed(self._connection)
 
-    def fork(self, ends: Ends, label: str) -> ForkedWorker:
-        """Have the worker forked.
+    def fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Forked:
+        """Have what the message says forked, with these descriptors.
 
         Raises WorkerStartError if the system lets the server start no more processes.
         Raises Gone if the server has ended in the meantime, or hangs.
         """
-        descriptors = [ends.life, ends.calls, ends.stdout, ends.stderr]
-        answer = self.ask({"op": "fork", "label": label}, descriptors)
+        answer = self.ask(message, descriptors)
         if "error" in answer:
             raise WorkerStartError(f"cannot start a worker: {answer['error']}")
-        return ForkedWorker(answer["pid"], self)
+        return Forked(answer["pid"], self)
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Ask the server something.
@@ -131,8 +129,8 @@ def likeness(call: Call) -> tuple[Any, ...]:
     return (dict(call.env), call.setup, call.without, preload, call.confinement)
 
 
-class ForkedWorker:
-    """A worker that the fork server has started for this process."""
+class Forked:
+    """A process that the fork server has forked for this one."""
 
     def __init__(self, pid: int, place: Place) -> None:
         self.pid = pid
@@ -140,14 +138,14 @@ class ForkedWorker:
         self.peak_bytes = 0
         self._place = place
         try:
-            self._pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
+            self.pidfd = os.pidfd_open(pid)  # still its own: the server reaps when it is told to
         except OSError as error:
             place.close()
             raise WorkerStartError(f"cannot watch the worker (pid {pid}): {error}") from error
 
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
-        return sockets.can_be_read(self._pidfd, 0)
+        return sockets.can_be_read(self.pidfd, 0)
 
     def reap(self) -> int | None:
         """Give its pid back and return the exit status; None where the server is gone that knew it."""
@@ -156,7 +154,7 @@ class ForkedWorker:
         except Gone:
             return None
         finally:
-            os.close(self._pidfd)
+            os.close(self.pidfd)
         self.peak_bytes = answer["peak_bytes"]
         exitcode: int = answer["exitcode"]
         return exitcode

@@ -14,19 +14,20 @@ import traceback
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.gpu import guard_rules
-from flower_gpu.workers import events, socket_folder, threads
+from flower_gpu.workers import events, interpreter, socket_folder, threads
 from flower_gpu.workers import worker as child
+from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
 from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, describe
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
-from flower_gpu.workers.life import adopt_orphans, end_with_parent, explained
+from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with_parent, explained
 from flower_gpu.workers.native import release_openmp_threads
 from flower_gpu.workers.transport import plain  # noqa: F401 - workers need it, and what it imports
 
@@ -192,22 +193,41 @@ class Server:
 
     def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Fork a worker with its ends of the lines to the caller."""
+        ends = child.Ends(*descriptors)
+        guard_rules.prepare(session.record.get("guard", {}))
+        self._calls += 1
+
+        def fork() -> int:
+            work = partial(self._work, session, ends)
+            is_confined = session.record["is_confined"]
+            return child.fork_process(work, f"flower-gpu: {session.label}", own_session=is_confined)
+
+        return self._forked(session, message, fork)
+
+    def _on_program(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
+        """Fork a program with the caller's streams."""
+
+        def begin() -> None:
+            self._be_program(session, message, *descriptors)
+
+        def fork() -> int:
+            kept = {session.imported, session.folder, session.own, *descriptors}
+            return self._derive(kept, begin)
+
+        return self._forked(session, message, fork)
+
+    def _forked(self, session: Session, message: _Message, fork: Callable[[], int]) -> _Answer:
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
         if session.has_forked and (self._draining or not self._is_as_it_was()):
             raise sockets.Gone("another server is better by now")
-        ends = child.Ends(*descriptors)
         if session.imported < 0 and not session.record["is_confined"]:  # what that writes is not read here
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
         threads.prepare(session.record["threads"])
-        guard_rules.prepare(session.record.get("guard", {}))
-        self._calls += 1
         session.label, session.has_forked = message["label"], True
-        work = partial(self._work, session, ends)
         try:
-            name = f"flower-gpu: {session.label}"
-            session.pid = child.fork_process(work, name, own_session=session.record["is_confined"])
+            session.pid = fork()
         except OSError as error:
             return {"error": explained(error)}
         self._loop.forked()
@@ -278,23 +298,21 @@ class Server:
             self._files.note(identity.server_path())
             self.run(ready, lock)
 
-        return {"pid": self._derive({folder, ready, lock, own}, begin)}
+        pid = self._derive({folder, ready, lock, own}, begin)
+        self._orphans.add(pid)
+        return {"pid": pid}
 
     # Workers
 
     def _work(self, session: Session, ends: child.Ends) -> None:
         """Be a worker (in the fork)."""
-        imported, folder, file, label = session.imported, session.folder, session.own, session.label
+        imported = session.imported
         adopt_orphans()  # while this process lives, what it has started stays below it
-        self._leave_parent({imported, folder, file, *ends.all()})
+        self._leave_parent({imported, session.folder, session.own, *ends.all()})
         guard_rules.leave(but_next=True)
-        own = sockets.read_memory_file(file)
-        Inherited(**own["inherited"]).apply(folder)
-        os.close(folder)
-        self._use.apply_changes(keep=own["env"])
-        cuda_answers.ask_cuda()
+        own = self._take_over(session)
         frameworks.seed_fork()
-        sys.argv[:] = ["-c", f"flower-gpu: {label}"]
+        sys.argv[:] = ["-c", f"flower-gpu: {session.label}"]
         origin = child.Origin(
             own["env"],
             set_too_late=self._use.set_too_late,
@@ -306,6 +324,25 @@ class Server:
             child.forked(ends, origin)
         report()
         child.leave()
+
+    def _be_program(self, session: Session, message: _Message, life: int, *streams: int) -> NoReturn:
+        """Be a program (in the fork)."""
+        report = partial(self._learning.report, self._modules, session.imported)
+        self._take_over(session)
+        die_with_the_caller(life)
+        adopt_orphans()  # while this process lives, what it has started stays below it
+        interpreter.begin(message["argv"], streams, interpreter.with_all_cores(os.environ))
+        with events.imports_seen_by(events.ImportedModules(report).look):
+            interpreter.run_to_end(lambda: load_task(message["function"])(), report)
+
+    def _take_over(self, session: Session) -> dict[str, Any]:
+        """Take over what the caller has (in the fork); returns what only forks are to know."""
+        own: dict[str, Any] = sockets.read_memory_file(session.own)
+        Inherited(**own["inherited"]).apply(session.folder)
+        os.close(session.folder)
+        self._use.apply_changes(keep=own["env"])
+        cuda_answers.ask_cuda()
+        return own
 
     def _take_imported(self, session: Session) -> None:
         """Read what a worker had to import; those that come for the same will wait until it is here."""
@@ -353,10 +390,10 @@ class Server:
         self._sessions.clear()
         self._orphans.clear()
 
-    # Servers that are derived from this one: they have its libraries
+    # Servers and programs that are derived from this one: they have its libraries
 
     def _derive(self, keep: Set[int], begin: Callable[[], None]) -> int:
-        """Fork a server, which keeps some descriptors; ``begin`` serves there. Returns its process id."""
+        """Fork a process that keeps some descriptors and does ``begin``. Returns its process id."""
         release_openmp_threads()
         pid = os.fork()
         if pid == 0:
@@ -369,7 +406,6 @@ class Server:
                 traceback.print_exc()
             finally:
                 os._exit(0)
-        self._orphans.add(pid)
         return pid
 
     def _grow(self) -> None:
@@ -400,6 +436,7 @@ class Server:
 
         try:
             pid = self._derive({listener, write, *callers}, begin)
+            self._orphans.add(pid)
         except OSError:  # no more processes now: after another worker
             os.close(report)
             return

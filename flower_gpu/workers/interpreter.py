@@ -1,0 +1,102 @@
+"""A fork that is a program: it begins and ends as a fresh interpreter does, but has imported much already."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import util
+from types import ModuleType
+from typing import Any, NoReturn
+
+from flower_gpu import frameworks
+from flower_gpu.workers import threads
+
+_is_fork = False
+
+
+def is_fork() -> bool:
+    """Tell whether this process is such a fork."""
+    return _is_fork
+
+
+def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str]) -> None:
+    """Take on what a program has of its own.
+
+    ``argv``: its path and arguments. ``streams``: descriptors of its standard input, output and error.
+    ``environ``: says how many threads its libraries have.
+    """
+    global _is_fork
+    _is_fork = True
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the old one has seen the end of what it read
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.argv[:] = argv
+    main = ModuleType("__main__")
+    main.__file__ = argv[0]
+    sys.modules["__main__"] = main
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    frameworks.seed_fork()
+    threads.apply(environ)
+
+
+def run_to_end(main: Callable[[], Any], then: Callable[[], object] = lambda: None) -> NoReturn:
+    """Run a program, then what is to follow, and end; what the kernel takes down is left to it."""
+    code = 1
+    try:
+        code = _status_of(main)
+        then()
+        end()
+    finally:
+        flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        os._exit(code & 0xFF)
+
+
+def end() -> None:
+    """Do what an interpreter does at its end, but for taking itself down object by object.
+
+    After torch, pandas and scikit-learn that takes seconds.
+    """
+    # First: it tells the processes of pools to end, for which the exit functions of multiprocessing wait.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    util._exit_function()  # type: ignore[attr-defined]  # a fork has not registered it
+    flush()
+
+
+def flush() -> None:
+    """Flush the standard streams."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # closed or replaced, or nobody reads
+            stream.flush()
+
+
+def with_all_cores(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables by which a library that was loaded with one thread gets what it begins with."""
+    return {threads.VARIABLE: str(len(os.sched_getaffinity(0))), **environ}
+
+
+def _status_of(main: Callable[[], Any]) -> int:
+    try:
+        result = main()
+    except SystemExit as end:
+        result = end.code
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    if result is None or isinstance(result, int):
+        return result or 0
+    print(result, file=sys.stderr)
+    return 1

@@ -1,0 +1,273 @@
+"""`flower-gpu simulate` in a fork of the host's fork server: as in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import forkservers
+import pytest
+from processes import is_running
+from waiting import until
+
+from flower_gpu.workers.forkserver import client, control
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
+]
+
+PROJECT = """
+[project]
+name = "told"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "flower-gpu"
+[tool.flwr.app.components]
+serverapp = "server_app:app"
+clientapp = "client_app:app"
+[tool.flwr.app.config]
+do = ""
+"""
+CLIENT = "from flwr.clientapp import ClientApp\napp = ClientApp()\n"
+# Its main does what the run config says, and tells where.
+SERVER = """
+import json, os, signal, subprocess, sys, threading, time
+from pathlib import Path
+import numpy as np
+from flwr.serverapp import ServerApp
+
+app = ServerApp()
+
+def tell(**more):
+    found = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv, "cwd": os.getcwd(), **more}
+    print("told", json.dumps(found), flush=True)
+
+@app.main()
+def main(grid, context):
+    exec(context.run_config["do"], globals())
+"""
+WAIT = "tell(); time.sleep(600)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_servers() -> Iterator[None]:
+    with forkservers.own_servers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("told")
+    (folder / "pyproject.toml").write_text(PROJECT)
+    (folder / "client_app.py").write_text(CLIENT)
+    (folder / "server_app.py").write_text(SERVER)
+    return folder
+
+
+def command(app: Path, do: str, *options: str) -> list[str]:
+    config = f"do={json.dumps(do)}"
+    where = ["--log-dir", str(app / "runs"), "--no-progress"]
+    simulate = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(app)]
+    return [*simulate, "--clients", "1", *where, "--run-config", config, *options]
+
+
+def told(text: str) -> dict[str, Any]:
+    (line,) = [line for line in text.splitlines() if line.startswith("told ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("told "))
+    return found
+
+
+def run(
+    app: Path, do: str, *options: str, stdin: str = "", **more: Any
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    done = subprocess.run(
+        command(app, do, *options), input=stdin, capture_output=True, text=True, timeout=120, **more
+    )
+    return done, told(done.stdout) if "told " in done.stdout else {}
+
+
+@contextmanager
+def running(app: Path, do: str = WAIT, **more: Any) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Start a run, and yield its command and what it told."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+    with subprocess.Popen(command(app, do), text=True, start_new_session=True, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            yield process, told(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_its_process_is_a_child_of_the_server_and_not_of_the_command(app: Path) -> None:
+    with running(app) as (process, found):
+        assert found["pid"] != process.pid
+        assert found["parent"] in [status.pid for status in control.status()]
+        assert ["simulate told"] in [status.workers for status in control.status()]
+
+
+def test_it_is_one_with_what_the_command_was_started_with(app: Path, tmp_path: Path) -> None:
+    do = (
+        "tell(line=sys.stdin.read(), mask=os.umask(0), value=os.environ['A'], "
+        "main=sys.modules['__main__'].__file__)"
+    )
+    done, found = run(
+        app, do, stdin="typed", cwd=tmp_path, umask=0o027, env={**os.environ, "A": "b", "PYTHONSAFEPATH": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert found["cwd"] == str(tmp_path)
+    assert found["argv"][1:3] == ["simulate", str(app)]
+    assert found["main"] == found["argv"][0]
+    assert (found["line"], found["mask"], found["value"]) == ("typed", 0o027, "b")
+
+
+HERE = {**os.environ, "FLOWER_GPU_START_METHOD": "spawn"}
+
+
+def test_with_another_start_method_it_is_in_the_command_itself(app: Path) -> None:
+    done, found = run(app, "tell()", env=HERE)
+    assert done.returncode == 0, done.stderr
+    assert found["parent"] == os.getpid()
+
+
+def test_one_that_runs_under_a_debugger_is_in_the_command_itself(app: Path) -> None:
+    program = (
+        "import sys; sys.settrace(lambda *_: None); from flower_gpu.cli.main import main; sys.exit(main())"
+    )
+    arguments = command(app, "tell()")[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert told(done.stdout)["parent"] == os.getpid(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("do", "status", "text"),
+    [
+        ("tell()", 0, ""),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("sys.exit(7)", 7, ""),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "the process of simulate told was killed by SIGKILL (9)",
+        ),
+        ("os._exit(9)", 9, ""),
+    ],
+)
+def test_the_exit_status_is_that_of_the_run(do: str, status: int, text: str, app: Path) -> None:
+    done, _ = run(app, do)
+    here, _ = run(app, do, env=HERE)
+    assert text in done.stderr
+    assert done.returncode == status
+    assert here.returncode in (status, 128 - status)  # a shell shows the same for both
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_ends_it_as_if_it_were_the_command(number: int, status: int, app: Path) -> None:
+    with running(app) as (process, found):
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == status, errors
+        assert "interrupted" in errors
+        assert not is_running(found["pid"])
+
+
+def test_it_ends_when_the_command_is_killed(app: Path) -> None:
+    with running(app, "child = subprocess.Popen(['sleep', '600']); tell(); time.sleep(600)") as (
+        process,
+        found,
+    ):
+        process.kill()
+        process.wait(30)
+        assert until(lambda: not is_running(found["pid"]))
+    assert control.status(), "the server goes on"
+
+
+def test_it_goes_on_when_the_fork_server_is_killed(app: Path) -> None:
+    with running(app, "tell(); time.sleep(3); print('done', flush=True)") as (process, found):
+        os.kill(found["parent"], signal.SIGKILL)
+        output, errors = process.communicate(timeout=60)
+        assert output == "done\n"
+        assert "how simulate told has ended is not known: the fork server was ended" in errors
+        assert process.returncode == 255
+
+
+def test_it_holds_its_fork_server_that_is_told_to_stop(app: Path) -> None:
+    with running(app, "tell(); sys.stdin.read(); print('done', flush=True)", stdin=subprocess.PIPE) as (
+        process,
+        found,
+    ):
+        assert control.stop()
+        time.sleep(1.5)
+        assert is_running(found["parent"])
+        output, _ = process.communicate("", timeout=60)
+        assert (output, process.returncode) == ("done\n", 0)
+    assert until(lambda: not is_running(found["parent"]))
+
+
+def test_what_it_leaves_behind_ends_with_it(app: Path) -> None:
+    do = (
+        "sleeps = 'setsid sleep 600 >/dev/null 2>&1 & echo $!'; "
+        "child = subprocess.run(sleeps, shell=True, capture_output=True); "
+        "time.sleep(3); pid = int(child.stdout); tell(left=pid, lives=os.path.exists(f'/proc/{pid}'))"
+    )
+    done, found = run(app, do)
+    assert done.returncode == 0, done.stderr
+    assert found["lives"], "as long as the run"
+    assert until(lambda: not is_running(found["left"]))
+
+
+def in_terminal(arguments: Sequence[str], typed: Sequence[tuple[str, str]]) -> tuple[str, int]:
+    """Run a command in a terminal; type each text when the text before it has come."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(arguments[0], list(arguments))
+    seen = ""
+    for awaited, text in typed:
+        while awaited not in seen:
+            seen += os.read(terminal, 4096).decode()
+        os.write(terminal, text.encode())
+    try:
+        while data := os.read(terminal, 4096):
+            seen += data.decode()
+    except OSError:  # it is closed
+        pass
+    os.close(terminal)
+    return seen, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_in_a_terminal_a_breakpoint_can_be_used(app: Path) -> None:
+    shown, status = in_terminal(
+        command(app, "x = 6\nbreakpoint()\nprint('went', 'on')"), [("(Pdb) ", "p x * 7\n"), ("42", "c\n")]
+    )
+    assert status == 0, shown
+    assert "went on" in shown
+
+
+def test_in_a_terminal_ctrl_c_ends_it(app: Path) -> None:
+    shown, status = in_terminal(command(app, WAIT), [("told ", "\x03")])
+    assert status == 130, shown
+    assert "interrupted" in shown
+
+
+def test_ctrl_z_stops_it_until_it_is_to_go_on(app: Path) -> None:
+    def state(pid: int) -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    with running(app) as (process, found):
+        process.send_signal(signal.SIGTSTP)
+        assert until(lambda: state(process.pid) == "T" and state(found["pid"]) == "T")
+        process.send_signal(signal.SIGCONT)
+        assert until(lambda: state(process.pid) != "T" and state(found["pid"]) != "T")
