@@ -73,11 +73,15 @@ def _try(function: Callable[..., Any], *args: Any) -> None:
 
 
 def _umask() -> int:
-    with open("/proc/self/status") as file:  # os.umask would change it, for other threads too
-        for line in file:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o022
+    # os.umask would change it, for other threads too.
+    return int(_status().get("Umask", "022"), 8)
+
+
+def _status() -> dict[str, str]:
+    """Return what the kernel says of this process."""
+    with open("/proc/self/status") as file:
+        fields = (line.partition(":") for line in file)
+        return {name: value.strip() for name, _, value in fields}
 
 
 # Read by the interpreter or by C libraries when they are loaded, so a fork cannot change them any more.
@@ -141,6 +145,7 @@ def server_path() -> list[str]:
 
 
 def _this_process(environ: Mapping[str, str]) -> list[Any]:
+    status = _status()
     read_at_start = {
         name: value
         for name, value in environ.items()
@@ -157,6 +162,8 @@ def _this_process(environ: Mapping[str, str]) -> list[Any]:
         [environ.get(name) for name in _JOBS],
         [_link(f"/proc/self/ns/{name}") for name in _NAMESPACES],
         [os.stat("/").st_dev, os.stat("/").st_ino],  # another one in a chroot
+        # By a filter of system calls a process is kept from what a fork of another one could do.
+        [status.get(name) for name in ("Seccomp", "Seccomp_filters")],
         # A process cannot raise its hard limits.
         [resource.getrlimit(number)[1] for number in LIMITS],
         [resource.getrlimit(number) for number in SHAPING_LIMITS],
