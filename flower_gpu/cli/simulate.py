@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 HELP = "run a Flower app with up to thousands of virtual clients on this machine"
 DESCRIPTION = """\
-Run a Flower app in a simulation: its ServerApp in this process, and each message to one of its virtual
+Run a Flower app in a simulation: its ServerApp in one process, and each message to one of its virtual
 clients in a worker process with a lease. How many run at a time follows from leases, cores and memory.
 
     flower-gpu simulate my-app --clients 1000 --rounds 5
