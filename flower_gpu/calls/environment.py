@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from flower_gpu import frameworks
 from flower_gpu.frameworks.framework import Cap
@@ -40,22 +40,21 @@ def caps_of(lease: Lease) -> list[Cap]:
     return [Cap(share.cap_bytes, share.total_bytes) for share in lease.shares]
 
 
-def without_ray(environ: Mapping[str, str]) -> dict[str, str]:
+def without_ray(environ: MutableMapping[str, str]) -> MutableMapping[str, str]:
     """Return this process's environment with the GPUs visible that Ray itself was started with.
 
     Ray hides all GPUs from an actor that asked it for none, and all but some from others. Both are guesses
     about who uses what; leases know. Unchanged outside of Ray's actors, and where Ray cannot be asked.
     """
-    found = dict(environ)
     raylet = environ.get(_RAYLET, "")
     if not raylet.isdecimal() or int(raylet) != os.getppid():
-        return found
+        return environ
     try:
         with open(f"/proc/{raylet}/environ", "rb") as file:
             text = file.read()
     except OSError:
-        return found
+        return environ
     variables = dict(line.split("=", 1) for line in os.fsdecode(text).split("\0") if "=" in line)
-    for name in (_VISIBLE, _RAYLET):  # without the latter nobody asks again
-        found.pop(name, None)
+    # Without the second one nobody asks again.
+    found = {name: value for name, value in environ.items() if name not in (_VISIBLE, _RAYLET)}
     return found | {name: value for name, value in variables.items() if name == _VISIBLE}

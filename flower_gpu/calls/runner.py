@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -115,7 +116,8 @@ def run_call(
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
     call = _Run(task, args, kwargs or {}, settings, label, fields, workers, by_name)
-    environ = {**environment.without_ray(os.environ), **settings.worker.env}
+    # No copy: to read all of the environment takes longer than much else of a short call.
+    environ = ChainMap(dict(settings.worker.env), environment.without_ray(os.environ))
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
     # What cannot be is refused before a lease is waited for.

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -106,10 +107,12 @@ def fork_process(
     name: str,
     *,
     own_session: bool = False,
+    go_on: Callable[[Callable[[], NoReturn]], NoReturn] = lambda child: child(),
 ) -> int:
     """Fork this process; the child leads a group of its own, runs ``target`` and exits.
 
     ``own_session``: so that nothing of it can join the group of another worker.
+    ``go_on``: receives, in the child, what that has to do.
     """
     # In the worker multiprocessing must know that it is in a child, not daemonic and without children:
     # DataLoader builds on it. Its own start() is not used: other threads' calls of it reap each other's
@@ -122,19 +125,23 @@ def fork_process(
     try:
         pid = os.fork()
         if pid == 0:
-            code = 1
-            try:
-                _leave_group_of_caller(handled, own_session)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                code = process._bootstrap()  # type: ignore[attr-defined]
-            finally:
-                os._exit(code & 0xFF)
+            _leave_group_of_caller(handled, own_session)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            go_on(partial(_run, process))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if not own_session:  # which the leader of a group cannot have any more
         with suppress(OSError):  # so that the group exists before anybody tries to end it
             os.setpgid(pid, pid)
     return pid
+
+
+def _run(process: multiprocessing.Process) -> NoReturn:
+    code = 1
+    try:
+        code = process._bootstrap()  # type: ignore[attr-defined]
+    finally:
+        os._exit(code & 0xFF)
 
 
 def _leave_group_of_caller(handled: Iterable[int], own_session: bool) -> None:

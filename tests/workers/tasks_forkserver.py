@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def attribute(module: str, name: str) -> Any:
 
 def loaded_before(*modules: str) -> list[bool]:
     return [name in LOADED_BEFORE for name in modules]
+
+
+def stack() -> list[str]:
+    return [frame.name for frame in traceback.extract_stack()]
 
 
 def root_logger(loaded: str) -> list[Any]:

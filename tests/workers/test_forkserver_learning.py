@@ -122,6 +122,13 @@ class TestLibraries:
             assert server.users == 1  # the other one came later
             assert not control.stop(if_unused=True)
 
+    def test_the_stack_of_a_worker_has_nothing_of_its_servers(self, python: str) -> None:
+        with Client(python) as caller:
+            learn(caller, "harmless")  # so that there were two of them
+            stack = caller.call("tasks_forkserver:stack")
+        assert stack[:2] == ["<module>", "main"] and stack[-1] == "stack"
+        assert not {"_on_fork", "_on_learn", "_grow"} & set(stack)
+
     def test_what_it_does_to_the_root_logger_is_not(self, python: str) -> None:
         with Client(python) as caller:
             learn(caller, "logs")

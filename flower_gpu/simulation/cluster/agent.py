@@ -141,7 +141,7 @@ class Agent:
         import ray
 
         _be_as_nice_as_parent()
-        found = environment.without_ray(os.environ)
+        found = dict(environment.without_ray(os.environ))
         os.environ.clear()
         os.environ.update(found)
         self._folder, self._lock = _new_folder()

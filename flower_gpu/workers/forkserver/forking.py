@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from flower_gpu.errors import FlowerGPUError, text_of
 from flower_gpu.workers import worker as child
@@ -39,6 +39,22 @@ class Start:
     without: list[str]  # libraries that it must not have
     # Functions of the user's to call once, with their keyword arguments
     preload: list[Any] = field(default_factory=list)
+
+
+class Become(BaseException):
+    """Raised in a fork: let it leave all that its parent was in the middle of, and do ``work``.
+
+    So the stack of a worker begins with its own work, however many servers have come before its own. Tasks
+    feel that: ``torch.manual_seed`` writes down the stack while CUDA has not started.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+
+
+def become(work: Callable[[], object]) -> NoReturn:
+    """Raise it."""
+    raise Become(work)
 
 
 def describe(error: BaseException, *, is_of_user: bool = False) -> bytes:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -19,7 +19,7 @@ from flower_gpu.frameworks import cuda_answers
 from flower_gpu.workers import socket_folder, state_folder
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
-from flower_gpu.workers.forkserver.forking import READY, Start, describe
+from flower_gpu.workers.forkserver.forking import READY, Become, Start, describe
 from flower_gpu.workers.forkserver.identity import LIMITS, SHAPING_LIMITS
 from flower_gpu.workers.forkserver.libraries import Learning, learned_file
 from flower_gpu.workers.forkserver.server import Server
@@ -118,6 +118,16 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str) -> Iter
 
 def main() -> NoReturn:
     """Become the fork server that the first argument (JSON) describes."""
+    work: Callable[[], object] = _serve
+    while True:  # a fork goes on from here
+        try:
+            work()
+            os._exit(0)
+        except Become as fork:
+            work = fork.work
+
+
+def _serve() -> None:
     record = json.loads(sys.argv[1])
     ready, lock = record["ready"], record["lock"]
     try:
@@ -138,11 +148,12 @@ def main() -> NoReturn:
         socket_folder.remove_left()
         frameworks.use_one_thread()
         Server(wanted, use, learning).run(ready, lock)
+    except Become:
+        raise
     except BaseException as error:
         with suppress(OSError):  # it has been ready
             os.write(ready, describe(error))
         raise
-    os._exit(0)
 
 
 def _leave_limits_of_starter() -> None:

@@ -24,7 +24,7 @@ from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse, Shadows, UserFiles
-from flower_gpu.workers.forkserver.forking import READY, Loop, Session, Start, describe
+from flower_gpu.workers.forkserver.forking import READY, Become, Loop, Session, Start, become, describe
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with_parent, explained
@@ -153,6 +153,9 @@ class Server:
             answer = handle(session, message, descriptors)
             if answer is not None:
                 sockets.send(session.connection, answer)
+        except Become:
+            descriptors = []  # the fork's
+            raise
         except Exception as error:  # of this connection: whatever it sent, the others go on
             if not isinstance(error, sockets.Gone):
                 with suppress(OSError):  # the disk with the log is full
@@ -200,7 +203,8 @@ class Server:
         def fork() -> int:
             work = partial(self._work, session, ends)
             is_confined = session.record["is_confined"]
-            return child.fork_process(work, f"flower-gpu: {session.label}", own_session=is_confined)
+            name = f"flower-gpu: {session.label}"
+            return child.fork_process(work, name, own_session=is_confined, go_on=become)
 
         return self._forked(session, message, fork)
 
@@ -397,16 +401,20 @@ class Server:
         release_openmp_threads()
         pid = os.fork()
         if pid == 0:
-            try:
-                self._leave_parent(keep)
-                guard_rules.leave()  # code of the user's may run here
-                os.setsid()
-                begin()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+            become(partial(self._begin_derived, keep, begin))
         return pid
+
+    def _begin_derived(self, keep: Set[int], begin: Callable[[], None]) -> NoReturn:
+        try:
+            self._leave_parent(keep)
+            guard_rules.leave()  # code of the user's may run here
+            os.setsid()
+            begin()
+        except Become:
+            raise
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
 
     def _grow(self) -> None:
         """Derive one that imports what workers had to, and takes this one's place if that did no harm."""
@@ -436,12 +444,12 @@ class Server:
 
         try:
             pid = self._derive({listener, write, *callers}, begin)
-            self._orphans.add(pid)
         except OSError:  # no more processes now: after another worker
             os.close(report)
-            return
-        finally:
             os.close(write)
+            return
+        os.close(write)
+        self._orphans.add(pid)
         self._learning.running = Growth(pid, report, names, time.monotonic() + _TRIAL_S)
         self._selector.register(report, selectors.EVENT_READ, self._on_growth)
 

@@ -218,6 +218,10 @@ def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview])
         _reading.regions = before
 
 
+# Whose classes every process can import. Messages are made of them.
+_IMPORTABLE = {"flwr", "flower_gpu", "numpy"}
+
+
 class _ByName(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: Parts) -> None:
         # Before pickle's own __init__, which looks at it once.
@@ -230,6 +234,13 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
         table = {**cloudpickle.Pickler.dispatch_table, CodeType: _code_by_value}
         self.dispatch_table = _bound_to(parts, table)
         super().__init__(file, protocol=5, buffer_callback=parts.take)
+
+    def reducer_override(self, obj: Any) -> Any:
+        # cloudpickle looks for each class anew.
+        kind = obj if isinstance(obj, type) else type(obj)
+        if str(kind.__module__).partition(".")[0] in _IMPORTABLE:
+            return NotImplemented
+        return super().reducer_override(obj)
 
 
 def _code_by_value(code: CodeType) -> tuple[Any, ...]:
