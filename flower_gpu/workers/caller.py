@@ -31,6 +31,7 @@ from flower_gpu.workers.outcomes import Stream, Tail, output_of
 from flower_gpu.workers.worker import Outcome
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
+_WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
 _CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
 _STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
 _POLL_S = 0.05  # only where the kernel has no pidfd
@@ -201,7 +202,10 @@ class Line:
                 order = wanted.stopped_by
                 if seen.hangs and (not seen.is_stopped or order is None or order.asks_where):
                     worker.ask_where_it_is()
-                self._end_worker()
+                if seen.is_late_to_exit:
+                    self._leave_behind()
+                else:
+                    self._end_worker()
             else:
                 self._calls += 1
             self.call_s, self.had_imports = time.monotonic() - began, seen.had_imports
@@ -265,6 +269,23 @@ class Line:
                     files["request"] = prepared.request
                 return self._worker
         raise AssertionError
+
+    def _leave_behind(self) -> None:
+        """Let a worker that has done its call take its time to exit, while the next one begins."""
+        with deferred_interrupts():
+            with self._lock:
+                self._running = None
+            worker, place, self._worker, self._place = self._worker, self._place, None, None
+            assert worker is not None
+
+            def end() -> None:
+                with closing(worker):
+                    worker.leave(time.monotonic() + _EXIT_GRACE_S - _WAIT_FOR_EXIT_S)
+                    worker.end()
+                if place is not None:
+                    place.close()
+
+            threading.Thread(target=end, name="flower-gpu-leaving", daemon=True).start()
 
     def _end_worker(self) -> None:
         with deferred_interrupts():
@@ -347,6 +368,17 @@ class _Seen:
     def hangs(self) -> bool:
         """Whether the worker has to be ended while it does the call."""
         return not self.has_ended and not self.has_result
+
+    @property
+    def exit_s(self) -> float:
+        """How long to wait for the worker's exit after the result."""
+        may_be_late = self.call.held < 0 and self.call.confinement is None
+        return min(_EXIT_GRACE_S, _WAIT_FOR_EXIT_S) if may_be_late else _EXIT_GRACE_S
+
+    @property
+    def is_late_to_exit(self) -> bool:
+        """Whether the worker has not exited by then, and nobody has to wait for that."""
+        return self.has_result and not self.has_ended and self.exit_s < _EXIT_GRACE_S
 
     @property
     def is_unread(self) -> bool:
@@ -450,7 +482,7 @@ class _Worker:
             is_leaving = False
             while not seen.stays and not seen.is_stopped:
                 if seen.has_result and not is_leaving:
-                    is_leaving, deadline = True, time.monotonic() + _EXIT_GRACE_S
+                    is_leaving, deadline = True, time.monotonic() + seen.exit_s
                 left_s = None if deadline is None else deadline - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -91,6 +93,25 @@ def test_hang_after_the_result(task: str, caller: Caller, monkeypatch: pytest.Mo
     assert caller.run(f"plain_tasks:{task}") == 42
     assert caller.run(f"plain_tasks:{task}", calls=2) == 42
     caller.lines[0].retire()  # which waits no longer
+
+
+@pytest.mark.parametrize("task", ["never_ends_its_thread", "never_ends_at_exit"])
+def test_the_next_call_does_not_wait_for_a_worker_that_hangs_at_its_exit(
+    task: str, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("flower_gpu.workers.caller._WAIT_FOR_EXIT_S", 0.1)
+    hanging: list[int] = []
+    try:
+        for _ in range(3):
+            on_start = lambda pid, _: hanging.append(pid)  # noqa: E731
+            assert caller.run(f"plain_tasks:{task}", on_start=on_start) == 42
+        assert len(set(hanging)) == 3 and all(map(is_running, hanging))
+    finally:
+        for pid in hanging:
+            os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(is_running, hanging)))
+    assert wait_until(lambda: "flower-gpu-leaving" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_nothing_of_a_line_is_in_workers_of_others(caller: Caller) -> None:
