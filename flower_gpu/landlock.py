@@ -64,7 +64,7 @@ LEAST_VERSION: Final = 2
 _LEAST_KERNEL: Final = "5.19"
 
 
-class UnavailableError(Exception):
+class LandlockUnavailableError(Exception):
     """The kernel lets this process give nothing up. The text says why, in words."""
 
 
@@ -80,14 +80,16 @@ def version() -> int:
         found = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
     except OSError as error:
         if error.errno == errno.EOPNOTSUPP:
-            raise UnavailableError("Landlock is not among the kernel's security modules (lsm=)") from None
+            raise LandlockUnavailableError(
+                "Landlock is not among the kernel's security modules (lsm=)"
+            ) from None
         if error.errno == errno.EPERM:
-            raise UnavailableError("the container forbids Landlock (seccomp)") from None
-        raise UnavailableError(f"the kernel has no Landlock ({error.strerror})") from None
+            raise LandlockUnavailableError("the container forbids Landlock (seccomp)") from None
+        raise LandlockUnavailableError(f"the kernel has no Landlock ({error.strerror})") from None
     except AttributeError:
-        raise UnavailableError("there is no Landlock outside of Linux") from None
+        raise LandlockUnavailableError("there is no Landlock outside of Linux") from None
     if found < LEAST_VERSION:
-        raise UnavailableError(
+        raise LandlockUnavailableError(
             f"with Landlock {found} programs could not move files between folders: that takes Linux "
             f"{_LEAST_KERNEL}"
         )
@@ -175,7 +177,7 @@ class Ruleset:
             If the kernel cannot do that, or this process has other threads: they would stay as they are.
         """
         if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
-            raise UnavailableError(f"{threads - 1} other threads of the worker run already")
+            raise LandlockUnavailableError(f"{threads - 1} other threads of the worker run already")
         with _explained():
             try:
                 _call(_RESTRICT_SELF, self._descriptor, 0)
@@ -270,7 +272,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnavailableError(f"the kernel refuses Landlock's rules ({error.strerror})") from error
+        raise LandlockUnavailableError(f"the kernel refuses Landlock's rules ({error.strerror})") from error
 
 
 @cache

@@ -168,7 +168,7 @@ _SET_NO_NEW_PRIVS: Final = 38  # linux/prctl.h
 _Line = tuple[int, int, int, int]  # code, how many lines to skip if true and if not, operand
 
 
-class UnavailableError(Exception):
+class SeccompUnavailableError(Exception):
     """The kernel lets this process give up no calls. The text says why, in words."""
 
 
@@ -182,7 +182,7 @@ def check() -> None:
     """
     _machine()
     if not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
-        raise UnavailableError("the kernel has no seccomp filters")
+        raise SeccompUnavailableError("the kernel has no seccomp filters")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ def confine(*, network: bool = False, asks: bool = False) -> int:
     if found < 0 and asks and ctypes.get_errno() == errno.EBUSY:  # a process has one listener at most
         return confine(network=network)
     if found < 0:
-        raise UnavailableError(f"the kernel refuses a seccomp filter ({os.strerror(ctypes.get_errno())})")
+        raise SeccompUnavailableError(
+            f"the kernel refuses a seccomp filter ({os.strerror(ctypes.get_errno())})"
+        )
     return found if asks else -1
 
 
@@ -266,7 +268,7 @@ def answer(listener: int, opening: Opening, file: int | None) -> None:
 def _machine() -> str:
     machine = platform.machine()
     if machine not in _ARCHITECTURES or struct.calcsize("P") != 8:
-        raise UnavailableError(f"the numbers of system calls on {machine} are not known here")
+        raise SeccompUnavailableError(f"the numbers of system calls on {machine} are not known here")
     return machine
 
 

@@ -51,6 +51,16 @@ def module_name(path: Path) -> str:
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+def test_class_names_are_unique() -> None:
+    """One word for one thing: whoever reads a name need not ask which one it is."""
+    places: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def run_python(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", code, *arguments]
     done = run(command)

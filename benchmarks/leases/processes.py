@@ -12,7 +12,7 @@ from nvml_stub import allocate
 
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import Option
+from flower_gpu.leases.admission import CardRequest
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Wish
 from flower_gpu.leases.tickets import Ticket
@@ -37,8 +37,8 @@ def fork(action: Callable[[], None]) -> int:
 
 
 def wish(memory_bytes: int | None = None, share: float | None = None, count: int = 1) -> Wish:
-    def options(gpus: Sequence[GPU]) -> tuple[Option, ...]:
-        return tuple(Option(gpu.uuid, memory_bytes, share) for gpu in gpus)
+    def options(gpus: Sequence[GPU]) -> tuple[CardRequest, ...]:
+        return tuple(CardRequest(gpu.uuid, memory_bytes, share) for gpu in gpus)
 
     return Wish(options, count=count, label=f"benchmark {os.getpid()}")
 

@@ -23,8 +23,8 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
     They cannot be deleted either: ``clear`` leaves them, and ends. It is not noticed when a library in C sets
     them.
     """
-    outer: _Rules | None = os.environ.__dict__.get(_RULES)
-    found = _Rules(rules if outer is None else {**outer.rules, **rules})
+    outer: _VariableRules | None = os.environ.__dict__.get(_RULES)
+    found = _VariableRules(rules if outer is None else {**outer.rules, **rules})
     kind: Any = type(os.environ)
     module: Any = os
     putenv, unsetenv = os.putenv, os.unsetenv
@@ -49,7 +49,7 @@ def fixed(rules: Mapping[str, Rule]) -> Iterator[None]:
             mapping.__dict__[_RULES] = outer
 
 
-class _Rules:
+class _VariableRules:
     """What variables become when they are set, and what is said of that, once for each."""
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:

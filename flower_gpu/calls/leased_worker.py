@@ -89,7 +89,7 @@ def _leased(lease: Lease) -> Iterator[None]:
 
 @contextmanager
 def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
-    watch = _Watch(lease)
+    watch = _UsageWriter(lease)
     watch.start()
     error: BaseException | None = None
     try:
@@ -111,7 +111,7 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
 
 
 @dataclass
-class _Watch:
+class _UsageWriter:
     """Looks twice a second, in a thread of its own, what this process uses, and writes it into the ticket.
 
     All that asks NVML is done there: in the fork of a process that was asking, too, it may wait for ever.
@@ -252,7 +252,7 @@ def _figures() -> tuple[Figures, ...] | None:
         return ()
 
 
-def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> None:
+def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | None) -> None:
     """Send the caller the figures, and why there was not enough memory or no CUDA."""
     figures = _figures()
     in_force: list[int | None] = []
@@ -281,7 +281,7 @@ def _tell(holds: Sequence[Hold], watch: _Watch, error: BaseException | None) -> 
         events.send("no_cuda", **told)
 
 
-def _tell_out_of_memory(watch: _Watch, figures: Any, error: BaseException) -> None:
+def _tell_out_of_memory(watch: _UsageWriter, figures: Any, error: BaseException) -> None:
     from flower_gpu.frameworks import out_of_memory
 
     cause = out_of_memory.out_of_memory_in(error)

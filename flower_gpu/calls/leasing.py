@@ -24,9 +24,9 @@ from flower_gpu.errors import (
 from flower_gpu.gpu import cuda_version, inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
-from flower_gpu.leases.admission import CORES, MEMORY, Option
+from flower_gpu.leases.admission import CORES, MEMORY, CardRequest
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import Array, Key, key_of
+from flower_gpu.leases.footprint_rule import Key, ShapedArray, key_of
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.request import format_bytes
@@ -47,7 +47,7 @@ class Purpose:
 
     label: str  # names the call: "fit of client 3"
     task: str  # name of the user's function
-    arrays: Sequence[Array] = ()  # the weights that it gets
+    arrays: Sequence[ShapedArray] = ()  # the weights that it gets
     config: Mapping[str, Any] = field(default_factory=dict)  # what the server sent with them
 
     def key(self, gpu: str) -> Key:
@@ -286,25 +286,25 @@ class Leasing:
             "rounds and calls more time"
         )
 
-    def _options(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[Option, ...]:
+    def _options(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[CardRequest, ...]:
         return tuple(self._option(gpu, attempt) for gpu in gpus if gpu.uuid in self.uuids)
 
-    def _option(self, gpu: GPU, attempt: Attempt) -> Option:
+    def _option(self, gpu: GPU, attempt: Attempt) -> CardRequest:
         request = self.settings.request
         memory_bytes = attempt.memory_bytes
         if not attempt.alone and memory_bytes is None:
             if request.share is not None:
-                return Option(gpu.uuid, share=request.share)
+                return CardRequest(gpu.uuid, share=request.share)
             if request.memory_bytes is not None:
                 self._check_context(gpu.index, gpu.name, request.memory_bytes)
-                return Option(gpu.uuid, memory_bytes=request.memory_bytes)
+                return CardRequest(gpu.uuid, memory_bytes=request.memory_bytes)
             memory_bytes = self._learned_bytes(gpu.name)
         if memory_bytes is None:
-            return Option(gpu.uuid, alone=True)
+            return CardRequest(gpu.uuid, alone=True)
         most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
         if memory_bytes >= most:
-            return Option(gpu.uuid, alone=True)
-        return Option(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
+            return CardRequest(gpu.uuid, alone=True)
+        return CardRequest(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
 
     def _learned_bytes(self, model: str) -> int | None:
         peak = self.footprints.get(self.purpose.key(model))

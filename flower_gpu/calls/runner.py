@@ -27,7 +27,7 @@ from flower_gpu.errors import (
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host
-from flower_gpu.leases.footprint_rule import Array
+from flower_gpu.leases.footprint_rule import ShapedArray
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
@@ -89,7 +89,7 @@ def run_call(
     settings: CallSettings,
     kind: str,
     name: str | None = None,
-    arrays: Sequence[Array] = (),
+    arrays: Sequence[ShapedArray] = (),
     config: Mapping[str, Any] | None = None,
     server_round: int | None = None,
     workers: Workers | None = None,

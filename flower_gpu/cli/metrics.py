@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     int
         128 + n: ended by signal n.
     """
-    from flower_gpu.watch.metrics import Collector, Host, Runs, serve
+    from flower_gpu.watch.metrics import Collector, HostMetrics, Runs, serve
 
     return serve(
-        Collector(Host(), Runs(), per_client=arguments.per_client), arguments.address, arguments.port
+        Collector(HostMetrics(), Runs(), per_client=arguments.per_client), arguments.address, arguments.port
     )

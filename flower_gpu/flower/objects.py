@@ -46,7 +46,7 @@ def ask_for_many() -> None:
     refused = private_names.find(f"{private_names.UTILS}:ObjectPullError")
     if refused is None:
         return
-    asking = Asking(refused)
+    asking = ObjectBatches(refused)
     for name, around in (
         ("pull_objects", asking.pulling),
         ("push_object_contents_from_iterable", asking.pushing),
@@ -70,7 +70,7 @@ def answer_for_many(handlers: Iterable[str]) -> None:
             module.pull_object, module.push_object = answering_pulls(pull), answering_pushes(push)
 
 
-class Asking:
+class ObjectBatches:
     """Pulls and pushes several objects in one request, once the server has shown that it knows of that.
 
     Parameters

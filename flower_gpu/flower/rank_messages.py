@@ -12,7 +12,7 @@ from flower_gpu.flower.message_call import IDENTITY, take_over
 from flower_gpu.flower.records import records_in
 from flower_gpu.ranks import rank, results
 from flower_gpu.ranks.rank import Rendezvous
-from flower_gpu.ranks.results import Part
+from flower_gpu.ranks.results import RankNumbers
 
 if TYPE_CHECKING:
     from flower_gpu.ranks.function import Distributed
@@ -58,7 +58,7 @@ def main(
     return (value, _context_in(args).state) if rendezvous.rank == 0 else _part_of(value)
 
 
-def _part_of(value: Any) -> Part:
+def _part_of(value: Any) -> RankNumbers:
     """Return the numbers in a reply's MetricRecords."""
     if not isinstance(value, Message):
         return results.part_of(value)
@@ -70,7 +70,7 @@ def _part_of(value: Any) -> Part:
                 counts.append(number)
             else:
                 metrics[name, key] = number
-    return Part(None, counts[0] if counts else None, metrics)
+    return RankNumbers(None, counts[0] if counts else None, metrics)
 
 
 def _merged(values: Sequence[Any]) -> tuple[Any, RecordDict]:
@@ -78,7 +78,7 @@ def _merged(values: Sequence[Any]) -> tuple[Any, RecordDict]:
     (value, state), *others = values
     if not isinstance(value, Message):
         return results.merged([value, *others]), state
-    parts: list[Part] = [_part_of(value), *others]
+    parts: list[RankNumbers] = [_part_of(value), *others]
     results.check_num_examples([part.num_examples for part in parts])
     records = records_in(value, MetricRecord)
     for (name, key), number in results.averaged([part.metrics or {} for part in parts]).items():

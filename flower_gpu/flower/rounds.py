@@ -167,7 +167,7 @@ def run(
     log(INFO, "")
 
     started = time.time()
-    rounds = _Rounds(strategy, grid, timeout, evaluate_fn, receive, strategy_state)
+    rounds = _RoundParts(strategy, grid, timeout, evaluate_fn, receive, strategy_state)
     first = rounds.begin(initial_arrays, num_rounds)
     train_config = ConfigRecord() if train_config is None else train_config
     evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -193,7 +193,7 @@ def run(
     return rounds.result
 
 
-class _Rounds:
+class _RoundParts:
     """The parts of a round, and what came out so far."""
 
     def __init__(

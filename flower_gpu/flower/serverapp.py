@@ -23,7 +23,7 @@ from flower_gpu.flower.private_names import HTTP_GRID, find
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
 from flower_gpu.flower.recording.recorder import Recorder, write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
-from flower_gpu.flower.waits.reply_waits import Clock
+from flower_gpu.flower.waits.reply_waits import GridTime
 from flower_gpu.flower.waits.wakeup import group_of
 
 _NAME: Final = "flwr-serverapp"
@@ -32,7 +32,7 @@ _NAME: Final = "flwr-serverapp"
 def main() -> None:
     """Run Flower's command."""
     (command,) = entry_points(group="console_scripts", name=_NAME)
-    clock = Clock(group_of(os.environ))
+    clock = GridTime(group_of(os.environ))
     if find(f"{HTTP_GRID}:time") is not None:  # else it is another Flower, and keeps its own waits
         sys.modules[HTTP_GRID].time = clock  # type: ignore[attr-defined]
     ask_for_many()
@@ -41,7 +41,7 @@ def main() -> None:
     command.load()()
 
 
-def _recorded(call: Callable[..., None], clock: Clock) -> Callable[..., None]:
+def _recorded(call: Callable[..., None], clock: GridTime) -> Callable[..., None]:
     @functools.wraps(call)
     def recorded(app: ServerApp, grid: Grid, context: Any) -> None:
         with recorded_rounds(write_event) as recorder:
@@ -51,7 +51,7 @@ def _recorded(call: Callable[..., None], clock: Clock) -> Callable[..., None]:
     return recorded
 
 
-def record(grid: Grid, recorder: Recorder, clock: Clock) -> None:
+def record(grid: Grid, recorder: Recorder, clock: GridTime) -> None:
     """Note from now on what is sent through a grid of Flower's, also for the clock by which it waits.
 
     Its own ``send_and_receive`` pushes messages and pulls replies by the two methods that are replaced, so

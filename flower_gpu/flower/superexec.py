@@ -35,14 +35,14 @@ def main() -> None:
     wake_ups = wakeup.found()
     is_parents = not any(argument.startswith("--executor") for argument in sys.argv)
     if wake_ups is not None and is_parents and find(f"{SUPEREXEC}:time") is not None:
-        loop.time = Clock(wake_ups)
+        loop.time = SuperExecTime(wake_ups)
         if find(f"{SUPEREXEC}:{_MONITOR}") is not None:
             setattr(loop, _MONITOR, end_with)
     sys.argv[0] = "flower-superexec"
     flower_superexec()
 
 
-class Clock:
+class SuperExecTime:
     """The module ``time`` for a SuperExec's loop."""
 
     def __init__(self, wake_ups: wakeup.WakeUps, longest_s: float = LONGEST_S) -> None:

@@ -28,7 +28,7 @@ from flower_gpu.flower.private_names import HEARTBEATS, NODE_LOOP, NODE_STATE, O
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.waits import pace, ticks
 from flower_gpu.flower.waits.heartbeats import Heartbeats
-from flower_gpu.flower.waits.wakeup import Group, Waker, call_after, group_of
+from flower_gpu.flower.waits.wakeup import NodeGroup, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
 from flower_gpu.workers.forkserver.control import Stays
 
@@ -66,9 +66,9 @@ def main() -> None:
             find(name)  # the log says which are not there
         heartbeats = Heartbeats(busy_s, heartbeat, fleet_http_connection)
         idle_s = value_of(IDLE_POLL_VARIABLE, os.environ)
-        loop = Loop(least_s, idle_s, heartbeats, group_of(os.environ))
+        loop = SuperNodeLoop(least_s, idle_s, heartbeats, group_of(os.environ))
         loop.listen()
-        clock = Clock(loop, _look_after(CommandFolder()))
+        clock = SuperNodeTime(loop, _look_after(CommandFolder()))
         sys.modules[NODE_LOOP].time = clock  # type: ignore[attr-defined]
         objects.ask_for_many()
         objects.answer_for_many(objects.SUPERNODE)
@@ -105,7 +105,7 @@ def _look_after(folder: CommandFolder) -> Callable[[], None]:
     return look
 
 
-class Loop:
+class SuperNodeLoop:
     """What the loop of a SuperNode waits for, and whom it wakes.
 
     The loop asks its SuperLink for a message, makes a task of it, pulls what is in it, waits for the reply,
@@ -129,7 +129,7 @@ class Loop:
         least_s: float,
         idle_s: float,
         heartbeats: Heartbeats,
-        group: Group | None = None,
+        group: NodeGroup | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._least_s, self._idle_s = least_s, idle_s
@@ -199,10 +199,10 @@ class Loop:
         time.sleep(min(longest_s, max(_REPLY_S, _REPLY_PART * (now - self._waits_for_reply_since))))
 
 
-class Clock:
+class SuperNodeTime:
     """The module ``time`` for a SuperNode's loop; ``before_waiting`` is called before each wait."""
 
-    def __init__(self, loop: Loop, before_waiting: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, loop: SuperNodeLoop, before_waiting: Callable[[], object] = lambda: None) -> None:
         self._loop = loop
         self._before_waiting = before_waiting
 

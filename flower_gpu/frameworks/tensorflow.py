@@ -87,7 +87,7 @@ class TensorFlow(Framework):
             return None
 
 
-class _Hold(Hold):
+class _TensorFlowHold(Hold):
     def __init__(self, context: Any, kind: type) -> None:
         self._context = context  # by which TensorFlow starts its runtime
         self._kind = kind  # its class until now
@@ -144,7 +144,7 @@ def hold_to(caps: Sequence[Cap]) -> Hold | None:
 
     context.flower_gpu_limited = {}
     context.__class__ = Limited
-    return _Hold(context, kind)
+    return _TensorFlowHold(context, kind)
 
 
 def reduced(devices: Sequence[Any], limit_mib: int) -> list[Any]:

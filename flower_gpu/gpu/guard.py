@@ -48,7 +48,7 @@ def problem(environ: Mapping[str, str] = os.environ) -> str | None:
         return "it is turned off"
     try:
         landlock.version()
-    except landlock.UnavailableError as error:
+    except landlock.LandlockUnavailableError as error:
         return str(error)
     return None
 
@@ -143,7 +143,7 @@ def apply(environ: Mapping[str, str]) -> None:
                 rules.close_devices()
                 rules.ruleset.restrict_self()
         _applied = told
-    except landlock.UnavailableError as error:
+    except landlock.LandlockUnavailableError as error:
         if value_of(GUARD_VARIABLE, environ) == "require":
             raise _required(str(error)) from None
 

@@ -100,7 +100,7 @@ def prepare(environ: Mapping[str, str]) -> None:
     global _next
     _next = None
     if is_wanted(environ):
-        with suppress(OSError, landlock.UnavailableError):
+        with suppress(OSError, landlock.LandlockUnavailableError):
             _next = _kept().find(environ)
 
 

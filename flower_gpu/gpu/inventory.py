@@ -132,7 +132,7 @@ def take_here() -> Inventory:
 
     While the driver hangs this does not return.
     """
-    host = _Host()
+    host = _HeldNVML()
     try:
         return host.take_here()
     finally:
@@ -184,7 +184,7 @@ def _is_here(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Card:
+class _CardFacts:
     """What of a card stays the same while NVML is held."""
 
     handle: nvml.Handle
@@ -196,15 +196,15 @@ class _Card:
     device_files: tuple[str, ...] | None
 
 
-class _Host:
+class _HeldNVML:
     """NVML as this process holds it. Nothing is started before the first snapshot."""
 
     def __init__(self) -> None:
         self.thread = NVMLThread(self.forget)
-        self._session: nvml.Session | None = None
+        self._session: nvml.NVMLSession | None = None
         self._driver_version: str | None = None
         self._cuda_version: tuple[int, int] | None = None
-        self._cards: dict[int, _Card] = {}
+        self._cards: dict[int, _CardFacts] = {}
         self._last: dict[int, GPU] = {}  # of each card, for the name of one that answers no more
         self._asked = ""  # what the driver was asked for last, should it hang
 
@@ -245,7 +245,7 @@ class _Host:
             return ()
         return tuple(gpu for gpu in found if gpu is not None)
 
-    def _asked_of(self, look: Callable[[nvml.Session], T]) -> T:
+    def _asked_of(self, look: Callable[[nvml.NVMLSession], T]) -> T:
         try:
             was_open = self._session is not None
             try:
@@ -275,20 +275,20 @@ class _Host:
         if session is not None:
             session.close()
 
-    def _started(self) -> nvml.Session:
+    def _started(self) -> nvml.NVMLSession:
         self._asked = "to start"
         if self._session is None:
-            self._session = nvml.Session()
+            self._session = nvml.NVMLSession()
             self._driver_version = self._session.driver_version()
             self._cuda_version = self._session.cuda_version()
         return self._session
 
-    def _snapshot(self, session: nvml.Session, processes: bool) -> Inventory:
+    def _snapshot(self, session: nvml.NVMLSession, processes: bool) -> Inventory:
         gpus = [gpu for index in range(session.count()) for gpu in self._read_card(session, index, processes)]
         problem = None if gpus else _NO_GPU
         return Inventory(tuple(gpus), self._driver_version, problem, cuda_version=self._cuda_version)
 
-    def _read_card(self, session: nvml.Session, index: int, processes: bool) -> list[GPU]:
+    def _read_card(self, session: nvml.NVMLSession, index: int, processes: bool) -> list[GPU]:
         """Read a card and its MIG devices; one that fails is asked for anew once, its handle may be stale."""
         self._asked = f"about GPU {index}"
         while True:
@@ -307,7 +307,7 @@ class _Host:
             return gpus
 
 
-def _new_card(session: nvml.Session, index: int) -> _Card:
+def _new_card(session: nvml.NVMLSession, index: int) -> _CardFacts:
     handle = session.card(index)
     mig = True
     try:
@@ -319,10 +319,10 @@ def _new_card(session: nvml.Session, index: int) -> _Card:
     minor = session.minor_number(handle)
     files = None if minor is None else device_files.of_card(minor, session.bus_id(handle))
     mode = session.persistence_mode(handle)
-    return _Card(handle, session.uuid(handle), session.name(handle), mig, mode, minor, files)
+    return _CardFacts(handle, session.uuid(handle), session.name(handle), mig, mode, minor, files)
 
 
-def _read_devices(session: nvml.Session, index: int, card: _Card, processes: bool) -> list[GPU]:
+def _read_devices(session: nvml.NVMLSession, index: int, card: _CardFacts, processes: bool) -> list[GPU]:
     # MIG devices come and go, and NVML may give the handle of an old one to a new one: never kept.
     handles = session.mig_devices(card.handle) if card.mig else None
     try:
@@ -355,7 +355,7 @@ def _read_devices(session: nvml.Session, index: int, card: _Card, processes: boo
     return gpus
 
 
-def _files_of_mig(session: nvml.Session, card: _Card, handle: nvml.Handle) -> tuple[str, ...] | None:
+def _files_of_mig(session: nvml.NVMLSession, card: _CardFacts, handle: nvml.Handle) -> tuple[str, ...] | None:
     instances = session.mig_instances(handle)
     if card.minor is None or instances is None:
         return None
@@ -363,7 +363,7 @@ def _files_of_mig(session: nvml.Session, card: _Card, handle: nvml.Handle) -> tu
 
 
 def _read(
-    session: nvml.Session, index: int, handle: nvml.Handle, uuid: str, name: str, processes: bool
+    session: nvml.NVMLSession, index: int, handle: nvml.Handle, uuid: str, name: str, processes: bool
 ) -> GPU:
     gpu = _read_use(session, handle, uuid, processes)
     named = gpu.processes and tuple(
@@ -373,7 +373,7 @@ def _read(
     return replace(gpu, index=index, name=name, utilization_percent=percent, processes=named)
 
 
-def _read_by_uuid(session: nvml.Session, uuid: str) -> GPU | None:
+def _read_by_uuid(session: nvml.NVMLSession, uuid: str) -> GPU | None:
     try:
         # Each time anew: the handle of a MIG device may be another one's by now.
         return _read_use(session, session.with_uuid(uuid), uuid, processes=True)
@@ -383,7 +383,7 @@ def _read_by_uuid(session: nvml.Session, uuid: str) -> GPU | None:
         return None
 
 
-def _read_use(session: nvml.Session, handle: nvml.Handle, uuid: str, processes: bool) -> GPU:
+def _read_use(session: nvml.NVMLSession, handle: nvml.Handle, uuid: str, processes: bool) -> GPU:
     # In this order: one that starts in between then counts as used by nobody we know, and not as unused.
     listed = session.processes(handle) if processes else None
     memory = session.memory(handle)
@@ -419,14 +419,14 @@ def _broken(index: int, last: GPU | None, problem: str) -> GPU:
 
 # One for each process that asks, since starting NVML takes tens of milliseconds. By pid, because a fork
 # inherits the dict but can use neither the session nor a lock that another thread may have held.
-_hosts: dict[int, _Host] = {}
+_hosts: dict[int, _HeldNVML] = {}
 
 
-def _host() -> _Host:
+def _host() -> _HeldNVML:
     pid = os.getpid()
     host = _hosts.get(pid)
     if host is None:
-        host = _hosts.setdefault(pid, _Host())  # of two threads that come here, both get the same one
+        host = _hosts.setdefault(pid, _HeldNVML())  # of two threads that come here, both get the same one
         for other in set(_hosts) - {pid}:
             _hosts.pop(other, None)
     return host

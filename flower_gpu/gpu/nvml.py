@@ -1,7 +1,7 @@
 """NVIDIA's management library (NVML) through nvidia-ml-py: the only file that knows it.
 
 What it cannot answer is a :class:`QueryError` with a reason in words. Nothing is imported or loaded before
-the first :class:`Session`.
+the first :class:`NVMLSession`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class QueryError(Exception):
 Memory = tuple[int, int, int, int | None]
 
 
-class Session:
+class NVMLSession:
     """NVML from ``nvmlInit`` to ``nvmlShutdown``, for this process.
 
     The library counts who has initialised it, so a session takes nothing from others that use it here, and

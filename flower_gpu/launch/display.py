@@ -15,7 +15,7 @@ from flower_gpu.trace import NO_REPLY, Event
 from flower_gpu.watch.display import Display, make_display
 from flower_gpu.watch.fields import call_label, first_line, number, text, whole
 from flower_gpu.watch.history import History
-from flower_gpu.watch.waits import Waits
+from flower_gpu.watch.waits import WorkerWaits
 
 _SERVER: Final = (None, "server")
 
@@ -27,7 +27,7 @@ class LaunchDisplay:
         self.history = History(keep_finished=False)
         self.history.num_rounds = num_rounds
         self._is_quiet = is_quiet
-        self._waits = Waits(self._tell_of_wait)
+        self._waits = WorkerWaits(self._tell_of_wait)
         self._progress: Display = make_display(self.history, sys.stdout, is_shown=not is_quiet)
 
     def line(self, text: str) -> None:

@@ -21,7 +21,7 @@ PORT_ATTEMPTS: Final = 4
 _CLIENTS_END_S: Final = 5.0
 
 
-class Engine(ABC):
+class LaunchEngine(ABC):
     """Starts the processes of one run and finds out how it ends."""
 
     #: What clients and server are called.
@@ -98,7 +98,7 @@ def start_client_command(settings: Path, port: int, client: int | None = None) -
     return [*program, str(settings), f"{ports.HOST}:{port}", *number]
 
 
-class StartClientEngine(Engine):
+class StartClientEngine(LaunchEngine):
     """Runs an app's ``server_fn`` and ``client_fn`` on Flower's older, lighter pair of functions."""
 
     _attempts = 0

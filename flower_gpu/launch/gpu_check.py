@@ -18,7 +18,7 @@ from flower_gpu.gpu import inventory, policy, sharing
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases import admission
-from flower_gpu.leases.admission import Card, Claim, Option
+from flower_gpu.leases.admission import Card, CardRequest, Claim
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.request import NODE_KEYS, Request, format_bytes
@@ -135,7 +135,9 @@ def why_never(request: Request, gpus: Sequence[GPU], reserve_bytes: int) -> str 
         f"that is less than {format_bytes(admission.LEAST_SHARE_BYTES)}, too little for CUDA itself: {have}"
     )
     shares = (hundredth / 100 for hundredth in range(1, 101))
-    least = next((x for x in shares if admission.possible(sizes, [Option(u, share=x) for u in sizes])), None)
+    least = next(
+        (x for x in shares if admission.possible(sizes, [CardRequest(u, share=x) for u in sizes])), None
+    )
     return what if least is None else f"{what}; ask for at least {least:g}"
 
 
@@ -206,10 +208,10 @@ def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -
     return [f"leases: {callers.prefix}{request.describe()} for a call; {', '.join(rooms)}"]
 
 
-def _possible(request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[Option]:
+def _possible(request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[CardRequest]:
     """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
     asked = [
-        Option(
+        CardRequest(
             gpu.uuid,
             memory_bytes=request.memory_bytes,
             share=request.share,
@@ -230,7 +232,7 @@ def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
     return {gpu.uuid: footprints.context(gpu.name) for gpu in gpus}
 
 
-def _room(option: Option, size_bytes: int) -> int:
+def _room(option: CardRequest, size_bytes: int) -> int:
     """Ask admission how many such calls can have a lease on an empty GPU at a time."""
     most = size_bytes // min(option.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
     claims = [Claim(str(order), order, (option,)) for order in range(most + 1)]

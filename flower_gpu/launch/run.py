@@ -12,7 +12,7 @@ from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, short, write_json
 from flower_gpu.apps.recording import recorded_run
 from flower_gpu.launch.display import Failures, LaunchDisplay
-from flower_gpu.launch.engine import Engine, StartClientEngine
+from flower_gpu.launch.engine import LaunchEngine, StartClientEngine
 from flower_gpu.launch.environment import client_environment, service_environment
 from flower_gpu.launch.gpu_check import not_isolated, not_obeyed
 from flower_gpu.launch.options import LaunchOptions
@@ -26,7 +26,7 @@ from flower_gpu.simulation import machine
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers import tracking
 
-_ENGINES: Final[dict[str, type[Engine]]] = {
+_ENGINES: Final[dict[str, type[LaunchEngine]]] = {
     "superlink": SuperLinkEngine,
     "start-client": StartClientEngine,
 }
@@ -65,7 +65,7 @@ def launch(options: LaunchOptions) -> int:
     folder = RunFolder.create(plan.options.log_dir)
     write_json(folder.settings, settings)
     code = 0
-    engine: Engine | None = None
+    engine: LaunchEngine | None = None
     with (
         followers.following(
             folder.path,
@@ -138,7 +138,7 @@ def settings_of(plan: Plan) -> dict[str, object]:
 
 
 def _follow(
-    engine: Engine,
+    engine: LaunchEngine,
     supervisor: Supervisor,
     display: LaunchDisplay,
     verbosity: int,

@@ -19,7 +19,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.flower.commands import SERVER_COMMANDS, CommandFolder, fast_start, warm_up_command
 from flower_gpu.flower.waits.wakeup import with_group
 from flower_gpu.launch import ports
-from flower_gpu.launch.engine import PORT_ATTEMPTS, Engine, died
+from flower_gpu.launch.engine import PORT_ATTEMPTS, LaunchEngine, died
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, new_lines
 from flower_gpu.printable import told_if_slow
 
@@ -72,7 +72,7 @@ def supernode_command(superlink_port: int, port: int, node_config: Mapping[str, 
     ]
 
 
-class SuperLinkEngine(Engine):
+class SuperLinkEngine(LaunchEngine):
     """Runs an app the way Flower means it, with all parts on this machine."""
 
     parts = "SuperNodes and the ServerApp"

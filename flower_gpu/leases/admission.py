@@ -45,7 +45,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Option:
+class CardRequest:
     """What a claim asks for on one GPU."""
 
     uuid: str
@@ -75,7 +75,7 @@ class Claim:
 
     id: str  # its ticket
     order: int  # its place in the line; smaller ones came first
-    options: tuple[Option, ...]  # one for each GPU it may be on
+    options: tuple[CardRequest, ...]  # one for each GPU it may be on
     count: int = 1  # how many of these GPUs it needs, all at once; 0: none
     pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
     needs: tuple[Need, ...] = ()  # what it needs besides, at the same time
@@ -214,7 +214,7 @@ class _Spot:
         left = self.capacity - self.held_bytes
         return min(left, self._open_bytes) if self.reservations else left
 
-    def part(self, option: Option, order: int) -> Part | None:
+    def part(self, option: CardRequest, order: int) -> Part | None:
         """Return the share that an option comes to on this GPU; None if it is too small to be of use."""
         budget = self._budget(order)
         if option.memory_bytes is not None:
@@ -345,11 +345,11 @@ class _Room:
         return found
 
 
-def _least_bytes(option: Option) -> int:
+def _least_bytes(option: CardRequest) -> int:
     return LEAST_SHARE_BYTES if option.memory_bytes is None else option.memory_bytes
 
 
-def possible(sizes: Mapping[str, int], options: Sequence[Option]) -> list[Option]:
+def possible(sizes: Mapping[str, int], options: Sequence[CardRequest]) -> list[CardRequest]:
     """Return the options that could be granted on an otherwise empty host.
 
     Parameters

@@ -155,7 +155,7 @@ _LONGEST_TEXT = 64
 _SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-class Array(Protocol):
+class ShapedArray(Protocol):
     """What has a shape and a dtype: numpy arrays, tensors, Flower's arrays."""
 
     @property
@@ -177,7 +177,7 @@ class Key:
     sizes: tuple[tuple[str, int | str], ...] = ()  # what of the user's config is about sizes, sorted by name
 
 
-def key_of(task: str, arrays: Sequence[Array], settings: Mapping[str, Any], gpu: str) -> Key:
+def key_of(task: str, arrays: Sequence[ShapedArray], settings: Mapping[str, Any], gpu: str) -> Key:
     """Return the key of a call.
 
     Parameters
@@ -215,7 +215,7 @@ def sizes_of(settings: Mapping[str, Any]) -> tuple[tuple[str, int | str], ...]:
     return tuple(sorted(found.items()))
 
 
-def _describe(arrays: Sequence[Array]) -> str:
+def _describe(arrays: Sequence[ShapedArray]) -> str:
     count: dict[str, int] = {}
     digest = hashlib.sha256()
     for array in arrays:

@@ -19,7 +19,7 @@ from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory, sharing
 from flower_gpu.gpu.inventory import GPU, GPUProcess, Inventory
 from flower_gpu.leases import admission, host, tickets
-from flower_gpu.leases.admission import CORES, Card, Need, Option, Part
+from flower_gpu.leases.admission import CORES, Card, CardRequest, Need, Part
 from flower_gpu.leases.host import HostMeasured
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.request import format_bytes
@@ -44,7 +44,7 @@ class Wish:
 
     # Returns the options for these GPUs (all usable and allowed ones) as of now: the footprint of a task may
     # change while the request waits
-    options: Callable[[Sequence[GPU]], tuple[Option, ...]]
+    options: Callable[[Sequence[GPU]], tuple[CardRequest, ...]]
     version: Callable[[], object] = lambda: None  # returns a value that differs after such a change
     count: int = 1  # how many GPUs; 0: none, only what ``needs`` returns
     # Returns what it takes of the host's cores and main memory, as of now
@@ -108,7 +108,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _DriverReadings:
     """What NVML says, asked before the mutex is taken: the answer may take seconds, or never come.
 
     Leases come and go between the answer and the decision. So the decision reads leases from the tickets as
@@ -237,7 +237,7 @@ class Ledger:
             return self._look(measured, verify=True)
 
     @contextmanager
-    def _locked(self, asks_for_gpus: bool) -> Iterator[_Measured]:
+    def _locked(self, asks_for_gpus: bool) -> Iterator[_DriverReadings]:
         """Hold the mutex, with what was measured just before."""
         # The tickets are read here once more: then little is left to read while others wait for the mutex.
         measured = self._measure(self._reader.read(self.folder.all()), asks_for_gpus)
@@ -250,7 +250,7 @@ class Ledger:
         with self.folder.locked(measure_again) as is_held:
             yield replace(measured, is_held=is_held)
 
-    def _measure(self, entries: Sequence[Entry], asks_for_gpus: bool) -> _Measured:
+    def _measure(self, entries: Sequence[Entry], asks_for_gpus: bool) -> _DriverReadings:
         """Look what there is.
 
         NVML is not asked where no request is about GPUs: its answer takes long, and would start it in
@@ -262,7 +262,7 @@ class Ledger:
         if asks_for_gpus or any(not entry.parts and entry.count for entry in entries):
             told = {entry.id: entry.reported() for entry in held}
             found = inventory.take()  # after the reports, see _Measured
-        return _Measured(found, host.measure(), held, told, time.monotonic() + _FRESH_S)
+        return _DriverReadings(found, host.measure(), held, told, time.monotonic() + _FRESH_S)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -273,7 +273,7 @@ class Ledger:
         except OSError as error:
             raise LeaseError(f"the ledger in {self.folder.root} cannot be used: {error}") from error
 
-    def _look(self, measured: _Measured, *, verify: bool = False) -> State:
+    def _look(self, measured: _DriverReadings, *, verify: bool = False) -> State:
         """Read all tickets, with the mutex held.
 
         ``verify`` also checks which waiting processes are dead. With hundreds of them that takes most of the
@@ -306,13 +306,13 @@ class Ledger:
         )
         return _roughly(now) != _roughly((*state.cards, *state.host))
 
-    def _cards(self, measured: _Measured, holders: Sequence[Entry]) -> tuple[Card, ...]:
+    def _cards(self, measured: _DriverReadings, holders: Sequence[Entry]) -> tuple[Card, ...]:
         now = {entry.id for entry in holders}
         ended = [entry for entry in measured.held if entry.id not in now]
         return tuple(self._card(gpu, holders, ended, measured.told) for gpu in measured.found.usable)
 
     def _host_cards(
-        self, measured: _Measured, holders: Sequence[Entry], waiting: Sequence[Entry]
+        self, measured: _DriverReadings, holders: Sequence[Entry], waiting: Sequence[Entry]
     ) -> tuple[Card, ...]:
         return measured.host.cards(holders, waiting, self._host_reserve_bytes)
 
@@ -371,7 +371,7 @@ class Ledger:
             gpu.uuid: (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self._reserve_bytes for gpu in gpus
         }
 
-    def _options(self, wish: Wish, state: State) -> tuple[Option, ...]:
+    def _options(self, wish: Wish, state: State) -> tuple[CardRequest, ...]:
         if not wish.count:
             return ()
         options = wish.options(state.gpus)
@@ -380,7 +380,7 @@ class Ledger:
         if len(possible) < wish.count:
             raise LeaseError(_impossible(wish, options, state.gpus, sizes))
         alone = {gpu.uuid for gpu in state.gpus if sharing.is_for_one(gpu, os.environ)}
-        return tuple(Option(one.uuid, alone=True) if one.uuid in alone else one for one in possible)
+        return tuple(CardRequest(one.uuid, alone=True) if one.uuid in alone else one for one in possible)
 
     def _wait(self, ticket: Ticket, wish: Wish, version: object, state: State, deadline: Deadline) -> None:
         """Wait until the ticket is granted."""
@@ -472,7 +472,7 @@ def _other_program(gpu: GPU) -> GPUProcess | None:
     return next((process for process in gpu.processes or () if process.computes), None)
 
 
-def _check(measured: _Measured, wish: Wish) -> None:
+def _check(measured: _DriverReadings, wish: Wish) -> None:
     """Fail if NVML hangs: a process that kept its place in the line would keep the others waiting."""
     if wish.count and measured.found.hangs:
         raise LeaseError(f"{wish.label or 'a call'} gets no lease: {measured.found.problem}")
@@ -501,7 +501,7 @@ def _at(deadline: Deadline) -> float:
     return deadline() if callable(deadline) else deadline
 
 
-def _take_back(ticket: Ticket, measured: _Measured) -> None:
+def _take_back(ticket: Ticket, measured: _DriverReadings) -> None:
     """Give up what was just granted if another process may have decided at the same time.
 
     If the mutex was still the same file after the ticket was written, whoever decides later has seen that.
@@ -535,7 +535,9 @@ def _roughly(cards: Sequence[Card]) -> list[tuple[str, int]]:
     return [(card.uuid, card.capacity_bytes // _COARSE_BYTES) for card in cards]
 
 
-def _impossible(wish: Wish, options: Sequence[Option], gpus: Sequence[GPU], sizes: dict[str, int]) -> str:
+def _impossible(
+    wish: Wish, options: Sequence[CardRequest], gpus: Sequence[GPU], sizes: dict[str, int]
+) -> str:
     what = wish.label or "a request"
     if not gpus:
         return f"{what}: this host has no usable GPU (see flower-gpu gpus)"

@@ -9,7 +9,7 @@ import re
 from typing import TypeVar
 
 from flower_gpu.leases import admission
-from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, Part
+from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Need, Part
 
 T = TypeVar("T")
 
@@ -66,12 +66,12 @@ def of_host(resource: object, user: int) -> str:
     return name
 
 
-def option(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> Option:
+def option(uuid: str, memory_bytes: int | None, share: float | None, alone: bool) -> CardRequest:
     """Check what a ticket asks for on one GPU."""
     part = None if share is None else number(share, 1.0)
     if part == 0:
         raise ValueError("share")
-    return Option(
+    return CardRequest(
         gpu(uuid), None if memory_bytes is None else whole(memory_bytes), part, exactly(bool, alone)
     )
 

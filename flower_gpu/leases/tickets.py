@@ -29,7 +29,7 @@ from typing import Any
 
 from flower_gpu import files
 from flower_gpu.leases import ticket_checks
-from flower_gpu.leases.admission import CORES, MEMORY, Claim, Holding, Need, Option, Part
+from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Claim, Holding, Need, Part
 from flower_gpu.leases.lease import Lease
 from flower_gpu.printable import account_name, path_text
 
@@ -72,7 +72,7 @@ class Entry:
     pid: int  # the process that waits or has asked
     pid_namespace: int  # where that process id is valid
     since: float  # when the request was made, or granted; seconds since the epoch
-    options: tuple[Option, ...]  # the GPUs it may be on
+    options: tuple[CardRequest, ...]  # the GPUs it may be on
     count: int = 1  # how many of them it needs; 0: it asks for cores and memory only
     pack: bool = False  # see :class:`flower_gpu.leases.admission.Claim`
     parts: tuple[Part, ...] = ()  # what it holds; empty while it waits
@@ -470,7 +470,7 @@ def _read(path: Path, user: int) -> Entry | None:
 def new_entry(
     folder: Path,
     order: int,
-    options: tuple[Option, ...],
+    options: tuple[CardRequest, ...],
     count: int,
     pack: bool,
     needs: tuple[Need, ...] = (),

@@ -24,7 +24,7 @@ from flower_gpu.workers.outcomes import WorkerStoppedError
 
 
 @dataclass(frozen=True)
-class Part:
+class RankNumbers:
     """The numbers in a rank's result: all that ranks but the first give back."""
 
     loss: float | None = None
@@ -32,12 +32,12 @@ class Part:
     metrics: Mapping[Any, float] | None = None
 
 
-def part_of(value: Any) -> Part:
+def part_of(value: Any) -> RankNumbers:
     """Return the numbers in what a function returned; nothing where it is none of Flower's results."""
     if not (isinstance(value, tuple | list) and len(value) == 3 and isinstance(value[2], Mapping)):
-        return Part()
+        return RankNumbers()
     loss, num_examples, metrics = value
-    return Part(
+    return RankNumbers(
         float(loss) if _is_number(loss) else None,
         int(num_examples) if isinstance(num_examples, Integral) else None,
         numbers_in(metrics),

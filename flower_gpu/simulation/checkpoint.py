@@ -37,7 +37,7 @@ from flower_gpu.flower.record_bytes import Buffer
 from flower_gpu.flower.records import records_of
 from flower_gpu.flower.rounds import RoundState
 from flower_gpu.printable import path_text
-from flower_gpu.simulation.record_files import Place, disk_error
+from flower_gpu.simulation.record_files import FilePlace, disk_error
 from flower_gpu.simulation.states import StateStore
 
 INDEX_NAME: Final = "checkpoint.sqlite"
@@ -129,9 +129,9 @@ class Checkpoints:
                     raise ValueError("the states in it are not those of the round")
                 self._compare(content["identity"])
                 serial = int(content["serial"])
-                model = Place(self._folder / f"{serial}.model", *map(int, content["model"]))
+                model = FilePlace(self._folder / f"{serial}.model", *map(int, content["model"]))
                 places = {
-                    int(partition): Place(self._folder / f"{int(number)}.states", *map(int, numbers))
+                    int(partition): FilePlace(self._folder / f"{int(number)}.states", *map(int, numbers))
                     for partition, number, *numbers in rows
                 }
         except FlowerGPUError:
@@ -364,7 +364,7 @@ def _round_state(content: Mapping[str, Any], records: RecordDict) -> RoundState:
     )
 
 
-def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[Place]:
+def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[FilePlace]:
     """Write a new file, sync it, and return where each of its contents, given in parts, is."""
     places = []
     with path.open("wb") as file:
@@ -373,7 +373,7 @@ def _write_file(path: Path, contents: Iterable[Sequence[Buffer]]) -> list[Place]
             for part in parts:
                 file.write(part)
                 checksum = zlib.crc32(part, checksum)
-            places.append(Place(path, offset, file.tell() - offset, checksum))
+            places.append(FilePlace(path, offset, file.tell() - offset, checksum))
         file.flush()
         os.fsync(file.fileno())
     return places
@@ -394,7 +394,7 @@ def _damaged(path: Path, reason: str) -> ConfigError:
     )
 
 
-def _numbers(place: Place) -> tuple[int, int, int]:
+def _numbers(place: FilePlace) -> tuple[int, int, int]:
     return place.offset_bytes, place.size_bytes, place.checksum
 
 

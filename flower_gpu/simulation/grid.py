@@ -47,7 +47,7 @@ from flower_gpu.simulation.checkpoint import Checkpoints
 from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.trace import NO_REPLY
-from flower_gpu.watch.waits import Waits
+from flower_gpu.watch.waits import WorkerWaits
 from flower_gpu.workers.outcomes import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
@@ -138,7 +138,7 @@ class SimulationGrid(Grid):
         self._app_thread = threading.get_ident()
         #: Gets the events of a run that waits for what others have.
         self.tell: Callable[..., Any] = trace.make
-        self._waits = Waits(lambda name, **fields: self.tell(name, **fields))
+        self._waits = WorkerWaits(lambda name, **fields: self.tell(name, **fields))
         self._asked = 0  # for the nodes, since the last message
         self._asked_at = 0.0
         self._has_warned = False

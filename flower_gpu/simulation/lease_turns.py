@@ -15,7 +15,7 @@ from typing import Final
 from flower_gpu.calls.leasing import MOST_TOO_MUCH, Attempt, Leasing
 from flower_gpu.errors import GPUError
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import Option
+from flower_gpu.leases.admission import CardRequest
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -26,7 +26,7 @@ from flower_gpu.workers.caller import Line
 _LOOK_S: Final = 2.0
 
 
-class Place:
+class LeasedLine:
     """A line of workers, and the lease that its worker has.
 
     Parameters
@@ -91,7 +91,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Asking:
+class _LeaseAsker:
     """A message that asks the ledger for a lease."""
 
     label: str  # of its ticket
@@ -119,13 +119,13 @@ class LeaseTurns:
         self._most = most
         self._changed = threading.Condition()
         self._lines: dict[str, deque[object]] = defaultdict(deque)
-        self._asking: list[_Asking] = []
+        self._asking: list[_LeaseAsker] = []
         self._held = 0
         self._none_since = time.monotonic()
         self._reading = threading.Lock()
         self._reader = tickets.Reader()
         self._pid_namespace = tickets.pid_namespace()
-        self._idle: list[Place] = []  # the one that idles for the shortest time is the last
+        self._idle: list[LeasedLine] = []  # the one that idles for the shortest time is the last
         self._needs_room = False  # whether a message waits here that can have none of these
         self._seen: set[str] = set()  # tickets that waited at the last look
         self._is_closed = False
@@ -150,7 +150,7 @@ class LeaseTurns:
             Tells whether an idle worker would do: then ``check`` raises an error.
         """
         me = object()
-        asking = _Asking(label, fits)
+        asking = _LeaseAsker(label, fits)
         with self._changed:
             line = self._lines[kind]
             line.append(me)
@@ -209,7 +209,7 @@ class LeaseTurns:
 
     # Idle workers
 
-    def park(self, place: Place) -> None:
+    def park(self, place: LeasedLine) -> None:
         """Let a worker idle with its lease, until a message or somebody else takes it."""
         with self._changed:
             if self._is_watched():
@@ -225,7 +225,7 @@ class LeaseTurns:
         with self._changed:
             return self._found_idle(fits) is not None
 
-    def take_idle(self, fits: Callable[[Lease], bool]) -> Place | None:
+    def take_idle(self, fits: Callable[[Lease], bool]) -> LeasedLine | None:
         """Return such a worker, which does not idle any more; None: there is none."""
         with self._changed:
             place = self._found_idle(fits)
@@ -234,7 +234,7 @@ class LeaseTurns:
                 self._look_again()
             return place
 
-    def _found_idle(self, fits: Callable[[Lease], bool]) -> Place | None:
+    def _found_idle(self, fits: Callable[[Lease], bool]) -> LeasedLine | None:
         waiting = self._waiting() if self._idle else []
         for place in reversed(self._idle):
             lease, ticket = place.lease_held()
@@ -291,7 +291,7 @@ class LeaseTurns:
             for thread in threads:
                 thread.join()
 
-    def _to_end(self, *, is_late: bool) -> list[Place]:
+    def _to_end(self, *, is_late: bool) -> list[LeasedLine]:
         """Return the idle workers that have to end; they do not idle any more."""
         with self._changed:
             with suppress(BlockingIOError):
@@ -336,7 +336,7 @@ class LeaseTurns:
             found |= ledger.status().in_the_way(list(idle), {entry.id for entry in waiting})
         return found
 
-    def _asking_by(self, entry: Entry) -> _Asking | None:
+    def _asking_by(self, entry: Entry) -> _LeaseAsker | None:
         """Return the message of this run that a ticket is of; not of the server's evaluation, say."""
         if entry.pid != os.getpid() or entry.pid_namespace != self._pid_namespace:
             return None
@@ -381,7 +381,7 @@ def _wait(watched: Sequence[int], timeout_s: float | None) -> None:
     poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
-def _is_alike(one: Option, other: Option) -> bool:
+def _is_alike(one: CardRequest, other: CardRequest) -> bool:
     """Tell whether options ask for as much, as far as a footprint that is learned stays the same."""
     if (one.uuid, one.share, one.alone) != (other.uuid, other.share, other.alone):
         return False

@@ -15,7 +15,7 @@ from flower_gpu.printable import path_text
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """Where in a file, which never changes, the bytes of a state or a model are."""
 
     path: Path

@@ -17,7 +17,7 @@ from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.core_leases import CoreLeases
-from flower_gpu.simulation.lease_turns import LeaseTurns, Place
+from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.caller import Line
@@ -60,7 +60,7 @@ class Slot(Workers):
     ) -> None:
         self._turns = turns
         self._without = without
-        self._place = Place(Line(), turns)
+        self._place = LeasedLine(Line(), turns)
         self._cores = cores
         self._calls = 1  # of a worker, at most
         self._chosen: dict[tuple[str, bool], StartMethod] = {}
@@ -202,7 +202,7 @@ class Slot(Workers):
     def idle(self) -> None:
         """Let a worker with a lease idle: any message of the run may have it, and others its room."""
         if self.has_lease:
-            self._turns.park(self._replaced(Place(Line(), self._turns)))
+            self._turns.park(self._replaced(LeasedLine(Line(), self._turns)))
 
     def _leave_place(self) -> None:
         """Have no worker here: one with a lease idles."""
@@ -216,7 +216,7 @@ class Slot(Workers):
             self._replaced(place).close()
         return place is not None
 
-    def _replaced(self, place: Place) -> Place:
+    def _replaced(self, place: LeasedLine) -> LeasedLine:
         """Go to another place; returns the one before."""
         with self._replacing:
             before, self._place = self._place, place

@@ -18,7 +18,7 @@ from flower_gpu.errors import FlowerGPUError
 from flower_gpu.flower import record_bytes
 from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import path_text
-from flower_gpu.simulation.record_files import Place, disk_error
+from flower_gpu.simulation.record_files import FilePlace, disk_error
 
 _FILE: Final = re.compile(r"\d+-\d+\.state")
 
@@ -40,7 +40,7 @@ class StateStore:
         self._limit_bytes = memory_limit_bytes
         self._lock = threading.RLock()
         self._memory: OrderedDict[int, bytes] = OrderedDict()  # the least recently used state first
-        self._places: dict[int, Place] = {}  # of the same bytes, where a state is in both
+        self._places: dict[int, FilePlace] = {}  # of the same bytes, where a state is in both
         self._changed: set[int] = set()
         self._versions = itertools.count(1)
         self.memory_bytes = 0
@@ -104,7 +104,7 @@ class StateStore:
         place = self._places.get(partition)
         return place.size_bytes if place is not None else len(self._memory.get(partition, b""))
 
-    def saved(self, places: Mapping[int, Place]) -> None:
+    def saved(self, places: Mapping[int, FilePlace]) -> None:
         """Take note of copies in the checkpoint, which now has all states."""
         with self._lock:
             for partition, place in places.items():
@@ -150,7 +150,7 @@ class StateStore:
             with contextlib.suppress(OSError):
                 place.path.unlink()
 
-    def _write(self, folder: Path, partition: int, data: bytes) -> Place:
+    def _write(self, folder: Path, partition: int, data: bytes) -> FilePlace:
         # A file for each version: if a new one cannot be written, the earlier one is still there.
         path = folder / f"{partition}-{next(self._versions)}.state"
         try:
@@ -172,4 +172,4 @@ class StateStore:
                 f"The states of virtual nodes take over {format_bytes(self._limit_bytes)} of memory, and the "
                 "rest goes there. Free space, or give the states more memory (state_memory)",
             ) from error
-        return Place(path, 0, len(data), zlib.crc32(data))
+        return FilePlace(path, 0, len(data), zlib.crc32(data))

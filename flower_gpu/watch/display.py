@@ -78,7 +78,7 @@ class Display:
         return per_s if left_s is None else [*per_s, f"{duration_text(left_s)} left"]
 
 
-class Lines(Display):
+class RoundLines(Display):
     """A line for what has finished of each round, at once and in columns; now and then one within a round.
 
     At once: what comes on the stream next, such as Flower's log, is of the next part or round.
@@ -234,7 +234,7 @@ class _Bars(Display):
         return f"  {label}{more} {desc}".rstrip(), done, total
 
 
-class Terminal(_Bars):
+class TerminalBars(_Bars):
     """Bars of rich at the bottom of the terminal; lines of logs and of ``print`` appear above them.
 
     Nothing refreshes them but events and ticks: this process forks, and so it has no thread for that.
@@ -357,10 +357,10 @@ def make_display(history: History, stream: TextIO | None, is_shown: bool = True)
     if stream is None or stream.closed or not is_shown:
         return Display(history, stream)
     if stream.isatty() and os.environ.get("TERM") != "dumb":
-        return Terminal(history, stream)
+        return TerminalBars(history, stream)
     # Without widgets tqdm would write bars of text, which a notebook does not draw over each other.
     has_widgets = in_notebook() and find_spec("ipywidgets") is not None
-    return Notebook(history, stream) if has_widgets else Lines(history, stream)
+    return Notebook(history, stream) if has_widgets else RoundLines(history, stream)
 
 
 def in_notebook() -> bool:

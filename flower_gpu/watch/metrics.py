@@ -46,7 +46,7 @@ _RUN_HOST: Final = ("run", "host")
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One metric."""
 
     name: str  # without the prefix; of counters without ``_total``
@@ -56,49 +56,53 @@ class Row:
 
 
 _ROWS: Final = (
-    Row("build_info", "gauge", "1; the version of flower-gpu is a label.", ("version",)),
-    Row("gpus", "gauge", "GPUs and MIG devices of this host that can be used."),
-    Row("usable", "gauge", "1 if the GPU can be used, 0 if it is broken or hides its memory.", _GPU),
-    Row("memory_used_bytes", "gauge", "Memory of the GPU in use, by anybody.", _GPU),
-    Row("memory_total_bytes", "gauge", "Memory of the GPU.", _GPU),
-    Row("memory_capacity_bytes", "gauge", "Memory of the GPU that leases can have in all, now.", _GPU),
-    Row("memory_leased_bytes", "gauge", "Memory of the GPU that is leased.", _GPU),
-    Row("utilization_ratio", "gauge", "Part of the last moments in which the GPU was computing.", _GPU),
-    Row("temperature_celsius", "gauge", "Temperature of the GPU.", _GPU),
-    Row("ledger_up", "gauge", "1 if the ledger of leases can be read, 0 if not."),
-    Row("cores_capacity", "gauge", "Cores of this host that leases can have in all."),
-    Row("cores_leased", "gauge", "Cores that are leased, by all accounts of this host."),
-    Row("host_memory_capacity_bytes", "gauge", "Main memory that leases can have in all, now."),
-    Row("host_memory_leased_bytes", "gauge", "Main memory that is leased, by all accounts of this host."),
-    Row("leases_held", "gauge", "Leases that are held, by all accounts of this host."),
-    Row("leases_waiting", "gauge", "Calls that wait for a lease, of all accounts of this host."),
-    Row("runs", "gauge", "Runs of this account that go on.", ("kind",)),
-    Row("run_info", "gauge", "1; kind and app of a run are labels.", ("run", "kind", "app")),
-    Row("run_start_time_seconds", "gauge", "When the run began, in Unix time.", ("run",)),
-    Row("run_round", "gauge", "The highest round that anything in the run is of.", ("run",)),
-    Row("run_rounds", "gauge", "How many rounds the run will have, where that is known.", ("run",)),
-    Row("workers", "gauge", "Workers that are there, by what they do.", ("run", "phase")),
-    Row("run_host_up", "gauge", "1 if a host of a run is there, 0 if it is lost.", _RUN_HOST),
-    Row("run_host_messages", "gauge", "Messages under way on a host of a run.", _RUN_HOST),
-    Row("run_host_messages_capacity", "gauge", "Messages that the host handles at a time.", _RUN_HOST),
-    Row(
+    MetricRow("build_info", "gauge", "1; the version of flower-gpu is a label.", ("version",)),
+    MetricRow("gpus", "gauge", "GPUs and MIG devices of this host that can be used."),
+    MetricRow("usable", "gauge", "1 if the GPU can be used, 0 if it is broken or hides its memory.", _GPU),
+    MetricRow("memory_used_bytes", "gauge", "Memory of the GPU in use, by anybody.", _GPU),
+    MetricRow("memory_total_bytes", "gauge", "Memory of the GPU.", _GPU),
+    MetricRow("memory_capacity_bytes", "gauge", "Memory of the GPU that leases can have in all, now.", _GPU),
+    MetricRow("memory_leased_bytes", "gauge", "Memory of the GPU that is leased.", _GPU),
+    MetricRow("utilization_ratio", "gauge", "Part of the last moments in which the GPU was computing.", _GPU),
+    MetricRow("temperature_celsius", "gauge", "Temperature of the GPU.", _GPU),
+    MetricRow("ledger_up", "gauge", "1 if the ledger of leases can be read, 0 if not."),
+    MetricRow("cores_capacity", "gauge", "Cores of this host that leases can have in all."),
+    MetricRow("cores_leased", "gauge", "Cores that are leased, by all accounts of this host."),
+    MetricRow("host_memory_capacity_bytes", "gauge", "Main memory that leases can have in all, now."),
+    MetricRow(
+        "host_memory_leased_bytes", "gauge", "Main memory that is leased, by all accounts of this host."
+    ),
+    MetricRow("leases_held", "gauge", "Leases that are held, by all accounts of this host."),
+    MetricRow("leases_waiting", "gauge", "Calls that wait for a lease, of all accounts of this host."),
+    MetricRow("runs", "gauge", "Runs of this account that go on.", ("kind",)),
+    MetricRow("run_info", "gauge", "1; kind and app of a run are labels.", ("run", "kind", "app")),
+    MetricRow("run_start_time_seconds", "gauge", "When the run began, in Unix time.", ("run",)),
+    MetricRow("run_round", "gauge", "The highest round that anything in the run is of.", ("run",)),
+    MetricRow("run_rounds", "gauge", "How many rounds the run will have, where that is known.", ("run",)),
+    MetricRow("workers", "gauge", "Workers that are there, by what they do.", ("run", "phase")),
+    MetricRow("run_host_up", "gauge", "1 if a host of a run is there, 0 if it is lost.", _RUN_HOST),
+    MetricRow("run_host_messages", "gauge", "Messages under way on a host of a run.", _RUN_HOST),
+    MetricRow("run_host_messages_capacity", "gauge", "Messages that the host handles at a time.", _RUN_HOST),
+    MetricRow(
         "evaluation",
         "gauge",
         "Metrics that the server has told last, of an evaluation or of training.",
         ("run", "task", "metric"),
     ),
-    Row("evaluation_round", "gauge", "The round of these metrics.", ("run", "task")),
-    Row("workers_started", "counter", "Workers that were started."),
-    Row("workers_finished", "counter", "Workers that have ended, by how.", ("outcome",)),
-    Row("leases_granted", "counter", "Leases that calls were granted."),
-    Row("leases_not_granted", "counter", "Requests that ended without a lease."),
-    Row("lease_wait_seconds", "histogram", "How long calls have waited for the leases they got."),
-    Row("cores_granted", "counter", "Leases on cores that calls on the CPU were granted."),
-    Row("cores_not_granted", "counter", "Requests for cores that ended without a lease."),
-    Row("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
-    Row("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
-    Row("rounds_finished", "counter", "Rounds that are finished."),
-    Row("host_calls", "counter", "Calls that have ended on hosts of clusters, by how.", ("host", "outcome")),
+    MetricRow("evaluation_round", "gauge", "The round of these metrics.", ("run", "task")),
+    MetricRow("workers_started", "counter", "Workers that were started."),
+    MetricRow("workers_finished", "counter", "Workers that have ended, by how.", ("outcome",)),
+    MetricRow("leases_granted", "counter", "Leases that calls were granted."),
+    MetricRow("leases_not_granted", "counter", "Requests that ended without a lease."),
+    MetricRow("lease_wait_seconds", "histogram", "How long calls have waited for the leases they got."),
+    MetricRow("cores_granted", "counter", "Leases on cores that calls on the CPU were granted."),
+    MetricRow("cores_not_granted", "counter", "Requests for cores that ended without a lease."),
+    MetricRow("cores_wait_seconds", "histogram", "How long calls on the CPU have waited for their cores."),
+    MetricRow("out_of_memory", "counter", "Calls that ran out of GPU memory, by what followed.", ("then",)),
+    MetricRow("rounds_finished", "counter", "Rounds that are finished."),
+    MetricRow(
+        "host_calls", "counter", "Calls that have ended on hosts of clusters, by how.", ("host", "outcome")
+    ),
 )
 
 #: By name, without the prefix.
@@ -122,7 +126,7 @@ class HostState:
     leases: State | None = None  # None: the ledger cannot be read
 
 
-class Host:
+class HostMetrics:
     """Looks at GPUs and ledger; what cannot be had is missing, and the reason is logged once."""
 
     def __init__(self) -> None:
@@ -208,7 +212,7 @@ _BUSY_S: Final = 30.0  # longer than anybody waits for an answer
 class Collector:
     """The object that :mod:`prometheus_client` asks for metrics, as its ``registry.Collector`` says."""
 
-    def __init__(self, host: Host, runs: Runs, *, per_client: bool = False) -> None:
+    def __init__(self, host: HostMetrics, runs: Runs, *, per_client: bool = False) -> None:
         self._host = host
         self._runs = runs
         self._more_labels = ("client",) if per_client else ()  # of workers

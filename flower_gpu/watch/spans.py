@@ -233,7 +233,7 @@ _OTHER_REASONS: Final = "other reasons"
 _OF_ONE_WORKER: Final = re.compile(r" \(pid \d+\)| after \d+\.\d s(?=, before)")
 
 
-class Waits:
+class LeaseWaits:
     """How long calls have waited for leases, counted in buckets."""
 
     def __init__(self) -> None:
@@ -259,10 +259,10 @@ class Tally:
     workers_finished: Counter[str] = field(default_factory=Counter)  # by outcome
     leases_granted: int = 0
     leases_not_granted: int = 0
-    lease_waits: Waits = field(default_factory=Waits)  # of granted leases
+    lease_waits: LeaseWaits = field(default_factory=LeaseWaits)  # of granted leases
     cores_granted: int = 0  # to calls on the CPU
     cores_not_granted: int = 0
-    cores_waits: Waits = field(default_factory=Waits)
+    cores_waits: LeaseWaits = field(default_factory=LeaseWaits)
     out_of_memory: Counter[str] = field(default_factory=Counter)  # by what followed
     rounds_finished: int = 0
     host_calls: dict[str, Counter[str]] = field(default_factory=dict)  # by host, then by outcome

@@ -9,7 +9,7 @@ from typing import Any
 from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
 
 
-class Waits:
+class WorkerWaits:
     """Adds up how long no call of a run could get a worker, as often as somebody looks.
 
     Parameters

@@ -72,7 +72,7 @@ class Line:
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
-        self._place: client.Place | None = None  # at the fork server that has forked the last one
+        self._place: client.ServerPlace | None = None  # at the fork server that has forked the last one
         self._method = start.SPAWN
         self._like: Any = None  # calls that the worker may have
         self._calls = 0  # that it has done
@@ -184,13 +184,13 @@ class Line:
             if place is not None:
                 place.close()
 
-    def _done(self, call: Call, wanted: _Wanted) -> tuple[_Seen, Outcome | None]:
+    def _done(self, call: Call, wanted: _Wanted) -> tuple[_CallWatch, Outcome | None]:
         """Have a call done; return what was seen of it, and its outcome where there is one."""
         began = time.monotonic()
         files: dict[str, int] = {}
         try:
             worker, is_new = self._sent(call, wanted, files)
-            seen = _Seen(call, worker.pid, wanted.on_event, is_begun=is_new)
+            seen = _CallWatch(call, worker.pid, wanted.on_event, is_begun=is_new)
             with self._lock:
                 if self.is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
@@ -318,7 +318,7 @@ class _Wanted:
         if self.timeout_s is not None:
             self.deadline = time.monotonic() + self.timeout_s
 
-    def prepared(self, call: Call, place: client.Place | None) -> start.Prepared:
+    def prepared(self, call: Call, place: client.ServerPlace | None) -> start.Prepared:
         """Do what comes before the start of its worker; see :func:`flower_gpu.workers.methods.prepare`."""
         try:
             return start.prepare(
@@ -337,7 +337,7 @@ class _Wanted:
 
 
 @dataclass
-class _Seen:
+class _CallWatch:
     """What is known of one call that a worker does."""
 
     call: Call
@@ -428,7 +428,7 @@ class _Worker:
         except BaseException:
             self._end_left()
             raise
-        self._seen: _Seen | None = None
+        self._seen: _CallWatch | None = None
         self._streams: dict[int, Stream] = {}
         self._calls = self._lines.calls.fileno()
         self._pidfd = _open_pidfd(self.pid)
@@ -467,7 +467,7 @@ class _Worker:
             else:
                 os.kill(self.pid, signal.SIGKILL)
 
-    def watch(self, seen: _Seen, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
+    def watch(self, seen: _CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
         """Wait for the end of a call, on the worker's lines, the deadline and an order to stop together.
 
         It ends with the worker, or, if that stays, with the result.

@@ -136,7 +136,7 @@ def apply(environ: Mapping[str, str]) -> None:
         listener = seccomp.confine(network=bool(told.ports), asks=True)
         if listener >= 0:
             thread_names.ask(told.folder, listener)
-    except (landlock.UnavailableError, seccomp.UnavailableError) as error:
+    except (landlock.LandlockUnavailableError, seccomp.SeccompUnavailableError) as error:
         raise ConfigError(f"--confine: {error}. The app was not run") from None
     except OSError as error:
         raise ConfigError(f"--confine: nobody answers this worker ({error}). The app was not run") from None
@@ -171,7 +171,7 @@ def problem() -> str | None:
     try:
         landlock.version()
         seccomp.check()
-    except (landlock.UnavailableError, seccomp.UnavailableError) as error:
+    except (landlock.LandlockUnavailableError, seccomp.SeccompUnavailableError) as error:
         return str(error)
     return None
 
@@ -241,4 +241,4 @@ def _drop_capabilities() -> None:
         data = struct.pack("=6I", effective & kept, permitted & kept, 0, 0, 0, 0)
         if library.capset(header, data) != 0:
             error = ctypes.get_errno()
-            raise seccomp.UnavailableError(f"capabilities cannot be given up ({os.strerror(error)})")
+            raise seccomp.SeccompUnavailableError(f"capabilities cannot be given up ({os.strerror(error)})")

@@ -35,7 +35,7 @@ _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.worker
 
 
 @dataclass(frozen=True)
-class Lines:
+class WorkerConnection:
     """The caller's ends of the lines to one worker; see :class:`flower_gpu.workers.worker.Ends`."""
 
     life: int  # write end of the life pipe; to be closed by :func:`close_life_end`
@@ -57,7 +57,7 @@ class Prepared:
 
     method: StartMethod
     request: int = -1  # memory file with the task and its arguments; -1 where the worker has them by itself
-    place: client.Place | None = None  # at the fork server that will fork the worker
+    place: client.ServerPlace | None = None  # at the fork server that will fork the worker
 
     def close(self) -> None:
         """Let go of both."""
@@ -80,7 +80,7 @@ def prepare(
     or_spawn: bool,
     or_copy: bool = False,
     deadline: float | None = None,
-    place: client.Place | None = None,
+    place: client.ServerPlace | None = None,
 ) -> Prepared:
     """Do what comes before the start of a worker; may take long, and may be interrupted.
 
@@ -200,7 +200,9 @@ def send_call(call: Call, to: socket.socket, request: int, reply: int, *, stays:
     sockets.send(to, message, list(files.values()))
 
 
-def launch(call: Call, prepared: Prepared, reply: int, *, stays: bool = False) -> tuple[Process, Lines]:
+def launch(
+    call: Call, prepared: Prepared, reply: int, *, stays: bool = False
+) -> tuple[Process, WorkerConnection]:
     """Make the lines to a worker, send it its first call, and start it. After an error no line is left.
 
     Raises WorkerStartError if it could not be started.
@@ -229,7 +231,7 @@ def launch(call: Call, prepared: Prepared, reply: int, *, stays: bool = False) -
             raise WorkerStartError(f"cannot start a worker: {explained(error)}") from error
         # Theirs are closed at once: with a copy here, the end of the worker's streams would never be seen.
         ours.pop_all()
-    return process, Lines(life_write, calls, stdout, stderr)
+    return process, WorkerConnection(life_write, calls, stdout, stderr)
 
 
 def choose(start_method: str, *, server_first: bool = False) -> StartMethod:

@@ -78,7 +78,7 @@ class Stream:
         self._on_data(b"")
 
 
-class Lines:
+class LineCutter:
     """Cuts bytes into lines; an empty chunk flushes an unfinished one."""
 
     def __init__(self, on_line: Callable[[str], None], max_unfinished: int | None = None) -> None:
@@ -103,9 +103,9 @@ class Tail:
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=_REMEMBERED_LINES)
 
-    def reader(self) -> Lines:
+    def reader(self) -> LineCutter:
         """Return what remembers the lines of one stream; the streams share the tail."""
-        return Lines(self._remember, max_unfinished=_CHUNK)
+        return LineCutter(self._remember, max_unfinished=_CHUNK)
 
     def __str__(self) -> str:
         lines = list(self._lines)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(180)
 def why_not() -> str:
     try:
         landlock.version()
-    except landlock.UnavailableError as error:
+    except landlock.LandlockUnavailableError as error:
         return str(error)
     return ""
 

@@ -10,20 +10,20 @@ import time
 from collections.abc import Sequence
 
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.leases.admission import Option
+from flower_gpu.leases.admission import CardRequest
 from flower_gpu.leases.ledger import Ledger, Wish
 
 
-def option(gpu: GPU, asked: str) -> Option:
+def option(gpu: GPU, asked: str) -> CardRequest:
     if asked == "alone":
-        return Option(gpu.uuid, alone=True)
+        return CardRequest(gpu.uuid, alone=True)
     if "." in asked:
-        return Option(gpu.uuid, share=float(asked))
-    return Option(gpu.uuid, memory_bytes=int(asked))
+        return CardRequest(gpu.uuid, share=float(asked))
+    return CardRequest(gpu.uuid, memory_bytes=int(asked))
 
 
 def main(label: str, count: str, asked: str) -> None:
-    def options(gpus: Sequence[GPU]) -> tuple[Option, ...]:
+    def options(gpus: Sequence[GPU]) -> tuple[CardRequest, ...]:
         return tuple(option(gpu, asked) for gpu in gpus)
 
     ledger = Ledger()

@@ -69,7 +69,7 @@ class Caller:
     """Flower's functions with ours around them, for one server."""
 
     def __init__(self, server: Server) -> None:
-        asking = objects.Asking(inflatable_utils.ObjectPullError)
+        asking = objects.ObjectBatches(inflatable_utils.ObjectPullError)
         self._pull, self._push = asking.pulling(PULL), asking.pushing(PUSH)
         node = Node(node_id=3)
         self._pull_one = inflatable_protobuf_utils.make_pull_object_fn_protobuf(server.pull, node, 7)

@@ -100,7 +100,7 @@ def plan_in(tmp_path: Path, tiny_app: Path, **changes: Any) -> Plan:
     return make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs", **changes))
 
 
-class OneServer(engine.Engine):
+class OneServer(engine.LaunchEngine):
     """The base class's own part."""
 
     server_log = Path("unused")

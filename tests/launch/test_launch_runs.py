@@ -22,7 +22,7 @@ from waiting import until
 
 from flower_gpu import trace
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import Clock, tries_of
+from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.report.page import write_report
 from flower_gpu.watch.report.totals import totals_of
 
@@ -286,7 +286,7 @@ def test_nothing_survives_the_launcher(
         assert not any(map(is_running, pids))
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
         history = History.read(folder / "trace.jsonl")
-        clock = Clock.of(history)
+        clock = RunClock.of(history)
         assert totals_of(history, clock, tries_of(history, clock), {}).failures == {}
         result = json.loads((folder / "result.json").read_text())
         assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)

@@ -25,7 +25,7 @@ from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.leases import ledger as ledger_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Need, of_task
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, State, Wish
 from flower_gpu.leases.ledger_folder import LedgerFolder
@@ -47,9 +47,9 @@ def wish(
     host_memory: int | None = None,
     guess: int | None = None,
 ) -> Wish:
-    def options(usable: Any) -> tuple[Option, ...]:
+    def options(usable: Any) -> tuple[CardRequest, ...]:
         chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
-        return tuple(Option(gpu.uuid, memory, share, alone) for gpu in chosen)
+        return tuple(CardRequest(gpu.uuid, memory, share, alone) for gpu in chosen)
 
     needs = []
     if cores is not None:

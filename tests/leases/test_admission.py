@@ -16,10 +16,10 @@ from flower_gpu.leases.admission import (
     MEMORY,
     SHARED_PART,
     Card,
+    CardRequest,
     Claim,
     Holding,
     Need,
-    Option,
     Part,
     answers,
     of_group,
@@ -38,13 +38,13 @@ def cards(*sizes_gib: float) -> list[Card]:
 
 def memory(order: int, gib: float, uuids: Iterable[str] = (A, B, C), **fields: object) -> Claim:
     alone = bool(fields.pop("alone", False))
-    options = tuple(Option(uuid, memory_bytes=int(gib * GIB), alone=alone) for uuid in uuids)
+    options = tuple(CardRequest(uuid, memory_bytes=int(gib * GIB), alone=alone) for uuid in uuids)
     return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
 
 
 def share(order: int, part: float | None, uuids: Iterable[str] = (A,), **fields: object) -> Claim:
     alone = bool(fields.pop("alone", False))
-    options = tuple(Option(uuid, share=part, alone=alone) for uuid in uuids)
+    options = tuple(CardRequest(uuid, share=part, alone=alone) for uuid in uuids)
     return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
 
 
@@ -282,12 +282,12 @@ def test_a_control_group_has_limits_of_its_own() -> None:
 def test_options_that_can_never_be_granted_are_left_out() -> None:
     sizes = {A: 16 * GIB, B: 2 * GIB}
     options = [
-        Option(A, memory_bytes=16 * GIB),
-        Option(B, memory_bytes=16 * GIB),
-        Option(A, share=0.25),
-        Option(B, share=0.25),
-        Option(B),
-        Option(C, memory_bytes=1),
+        CardRequest(A, memory_bytes=16 * GIB),
+        CardRequest(B, memory_bytes=16 * GIB),
+        CardRequest(A, share=0.25),
+        CardRequest(B, share=0.25),
+        CardRequest(B),
+        CardRequest(C, memory_bytes=1),
     ]
     assert possible(sizes, options) == [options[0], options[2], options[4]]
 
@@ -321,10 +321,10 @@ def claims_of(draw: st.DrawFn, order: int) -> Claim:
     alone = draw(st.sampled_from([False, False, False, True]))
     if draw(st.booleans()):
         nbytes = draw(memories)
-        options = tuple(Option(uuid, memory_bytes=nbytes, alone=alone) for uuid in uuids)
+        options = tuple(CardRequest(uuid, memory_bytes=nbytes, alone=alone) for uuid in uuids)
     else:
         part = draw(shares)
-        options = tuple(Option(uuid, share=part, alone=alone) for uuid in uuids)
+        options = tuple(CardRequest(uuid, share=part, alone=alone) for uuid in uuids)
     count, pack = draw(st.integers(1, len(uuids))), draw(st.booleans())
     return Claim(f"t{order}", order, options, count, pack, needs)
 
@@ -528,7 +528,7 @@ def test_other_programs_that_come_and_go_starve_nobody(
 
 def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
     card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
-    claim = Claim("late", 2, (Option(A, share=0.25),))
+    claim = Claim("late", 2, (CardRequest(A, share=0.25),))
     [part] = plan([card], [], [claim])["late"]
     assert part.memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
 
@@ -549,5 +549,5 @@ def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
     ],
 )
 def test_a_grant_answers_a_request_or_is_none(parts: tuple[Part, ...], expected: bool) -> None:
-    claim = Claim("one", 1, (Option(A, GIB),), needs=(Need(CORES, 500, 100),))
+    claim = Claim("one", 1, (CardRequest(A, GIB),), needs=(Need(CORES, 500, 100),))
     assert answers(parts, claim) is expected

@@ -20,7 +20,7 @@ from flower_gpu.cli import leases
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, Need, Option, Part, of_group, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Need, Part, of_group, of_task
 from flower_gpu.leases.ledger import Ledger, Wish, describe
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Entry, Ticket
@@ -154,7 +154,7 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
         )
 
     ledger = Ledger(LedgerFolder(root.parent))
-    wish = Wish(lambda gpus: tuple(Option(gpu.uuid, 8 * GIB) for gpu in gpus), needs=needed)
+    wish = Wish(lambda gpus: tuple(CardRequest(gpu.uuid, 8 * GIB) for gpu in gpus), needs=needed)
     with ExitStack() as stack:
         for name, data, report in found:
             path = root / f"{name}.ticket"
@@ -196,7 +196,7 @@ def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
 
     monkeypatch.setattr(Ticket, "write", replaced)
     ledger = Ledger(LedgerFolder(root.parent))
-    wish = Wish(lambda gpus: tuple(Option(gpu.uuid, 8 * GIB) for gpu in gpus))
+    wish = Wish(lambda gpus: tuple(CardRequest(gpu.uuid, 8 * GIB) for gpu in gpus))
     ticket = ledger.acquire(wish, deadline=time.monotonic() + 60)
     assert [bool(parts) for parts in seen] == [True, False, True, False, True]
     assert ticket.entry.parts == seen[-1]

@@ -10,7 +10,7 @@ from ledger_hosts import LedgerHost
 from nvml_stub import GIB
 
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import MEMORY, Card, Need, Option, Part
+from flower_gpu.leases.admission import MEMORY, Card, CardRequest, Need, Part
 from flower_gpu.leases.ledger import State
 from flower_gpu.leases.tickets import Entry, Ticket
 
@@ -29,7 +29,7 @@ def held(order: int, gib: int, uuid: str = A) -> Entry:
 
 
 def asked(order: int, gib: int | None, *uuids: str, memory_gib: int = 0) -> Entry:
-    options = tuple(Option(uuid, gib and gib * GIB, alone=gib is None) for uuid in uuids)
+    options = tuple(CardRequest(uuid, gib and gib * GIB, alone=gib is None) for uuid in uuids)
     needs = (Need(MEMORY, memory_gib * GIB, memory_gib * GIB),) if memory_gib else ()
     return entry(order, options=options, count=min(1, len(options)), needs=needs)
 
@@ -95,7 +95,7 @@ def test_what_is_granted_at_once_asks_nobody(ledger_host: LedgerHost) -> None:
 @pytest.mark.parametrize("told", [b"true", b"1", b'"yes"'])
 def test_a_report_says_whether_a_worker_idles(tmp_path: Path, told: bytes) -> None:
     """What another account writes may be anything."""
-    new = tickets.new_entry(tmp_path, 1, (Option(A, GIB),), 1, pack=False)
+    new = tickets.new_entry(tmp_path, 1, (CardRequest(A, GIB),), 1, pack=False)
     ticket = Ticket.create(tmp_path, new, "")
     try:
         ticket.report_worker(7, 0, {A: 5})

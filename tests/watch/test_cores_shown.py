@@ -6,7 +6,7 @@ from typing import Any
 
 from flower_gpu.launch.result import result_of
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import Clock, tries_of
+from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.report.totals import CoresTotals
 
 MIB = 1 << 20
@@ -33,7 +33,7 @@ def test_cores_of_a_run_are_summed_up_and_the_wait_is_a_part_of_the_call() -> No
     events = [*call("1", 0.0, 0.0, 10.0, 1.5), *call("2", 1.0, 1.0, 4.0, 0.5), *call("3", 2.0, 10.0, 12.0, 1)]
     history = History()
     history.feed(sorted(events, key=lambda one: one["time"]))
-    clock = Clock.of(history)
+    clock = RunClock.of(history)
     assert CoresTotals.of(history, clock) == CoresTotals(3, 8.0, 2.0, 200 * MIB)
     waited = {one.call: one.parts[0].seconds for one in tries_of(history, clock)}
     assert len(waited) == 3 and waited["3"] == 8.0

@@ -23,7 +23,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import metrics as command
-from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, Row
+from flower_gpu.watch.metrics import METRICS, PREFIX, Collector, MetricRow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -232,7 +232,7 @@ def test_a_port_that_is_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
 # The table --------------------------------------------------------------------------------------------------
 
 
-def name_of(row: Row) -> str:
+def name_of(row: MetricRow) -> str:
     return f"{PREFIX}{row.name}{'_total' if row.kind == 'counter' else ''}"
 
 

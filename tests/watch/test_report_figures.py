@@ -13,13 +13,21 @@ from nvml_stub import GIB
 from report_traces import START, Event, Run, at, history_of, joined, lost, on_hosts
 
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.calls import NO_LEASE, PHASES, CallTry, Clock, client_key, client_rows, tries_of
+from flower_gpu.watch.report.calls import (
+    NO_LEASE,
+    PHASES,
+    CallTry,
+    RunClock,
+    client_key,
+    client_rows,
+    tries_of,
+)
 from flower_gpu.watch.report.drawing import ClientColours
 from flower_gpu.watch.report.figures_gpus import MOST_NAMED_CLIENTS, memory_picture
 from flower_gpu.watch.report.figures_rounds import panels_of
 from flower_gpu.watch.report.figures_workers import group, pack, workers_picture
 from flower_gpu.watch.report.totals import (
-    Holding,
+    HeldPart,
     Totals,
     bands,
     holdings_of,
@@ -43,9 +51,9 @@ RUNS = st.builds(
 )
 
 
-def read(events: list[Event]) -> tuple[Any, Clock, list[CallTry], dict[str, list[Holding]], Totals]:
+def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, list[HeldPart]], Totals]:
     history = history_of(events)
-    clock = Clock.of(history)
+    clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.gpus}
     return history, clock, tries, holdings, totals_of(history, clock, tries, holdings)

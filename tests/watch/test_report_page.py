@@ -27,7 +27,7 @@ from flower_gpu.cli import main as cli
 from flower_gpu.errors import ConfigError
 from flower_gpu.watch.report import drawing
 from flower_gpu.watch.report import page as report
-from flower_gpu.watch.report.calls import Clock, client_rows, tries_of
+from flower_gpu.watch.report.calls import RunClock, client_rows, tries_of
 from flower_gpu.watch.report.page import page as report_page
 from flower_gpu.watch.report.totals import holdings_of, totals_of
 
@@ -181,7 +181,7 @@ def spoiled(value: Any, draw: random.Random, often: float) -> Any:
 def check_sums(events: list[dict[str, Any]]) -> None:
     """Make a page, but for the pictures: they take too long for so many."""
     history = history_of(events)
-    clock = Clock.of(history)
+    clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
     totals = totals_of(history, clock, tries, holdings)

@@ -18,7 +18,7 @@ from flower_gpu.leases.ledger import Ledger, Wish
 from flower_gpu.printable import account_name
 from flower_gpu.watch.display import make_display
 from flower_gpu.watch.history import History
-from flower_gpu.watch.waits import Waits
+from flower_gpu.watch.waits import WorkerWaits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,7 +39,7 @@ def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
         history.feed([event])
         display.show(event)
 
-    waits = Waits(tell)
+    waits = WorkerWaits(tell)
     ledger = Ledger()
     held = ledger.acquire(wish)
     asks, is_over = threading.Event(), threading.Event()

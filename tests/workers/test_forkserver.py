@@ -165,7 +165,7 @@ class TestReplacement:
     def test_one_that_hangs_between_finding_and_forking(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(client, "_SAY_S", 0.1)
         monkeypatch.setattr(client, "_ANSWER_S", 0.5)
-        fork, stopped = client.Place.fork, []
+        fork, stopped = client.ServerPlace.fork, []
 
         def stop_and_fork(*args: object) -> client.ForkedWorker:
             if not stopped:
@@ -173,7 +173,7 @@ class TestReplacement:
                 os.kill(stopped[0], signal.SIGSTOP)
             return fork(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(client.Place, "fork", stop_and_fork)
+        monkeypatch.setattr(client.ServerPlace, "fork", stop_and_fork)
         assert call() not in stopped
         assert not is_running(stopped[0])
 

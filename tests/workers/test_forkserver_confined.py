@@ -29,7 +29,7 @@ from flower_gpu.workers.forkserver import client, control, identity, proof
 def _can_confine() -> bool:
     try:
         return landlock.version() >= landlock.TRUNCATE_VERSION
-    except landlock.UnavailableError:
+    except landlock.LandlockUnavailableError:
         return False
 
 

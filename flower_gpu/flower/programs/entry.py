@@ -25,7 +25,7 @@ class NoEntryError(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProgramEntry:
     """What a command runs."""
 
     path: str  # its script
@@ -40,7 +40,7 @@ class Entry:
         return found  # type: ignore[no-any-return]
 
 
-def find(name: str, environ: Mapping[str, str]) -> Entry:
+def find(name: str, environ: Mapping[str, str]) -> ProgramEntry:
     """Return what the command of this name runs that is first on the ``PATH`` of an environment.
 
     Raises NoEntryError if it is not known what that does.
@@ -51,7 +51,7 @@ def find(name: str, environ: Mapping[str, str]) -> Entry:
     folder, name = Path(path).parent, Path(path).name
     for commands in (COMMANDS, SERVER_COMMANDS, flowers()):
         if name in commands and folder == CommandFolder(commands).path:
-            return Entry(path, *function_of(commands[name]))
+            return ProgramEntry(path, *function_of(commands[name]))
     if name not in flowers() or folder not in map(Path, script_folders()):
         raise NoEntryError(f"{path} is another program")
-    return Entry(path, *function_of(flowers()[name]))
+    return ProgramEntry(path, *function_of(flowers()[name]))

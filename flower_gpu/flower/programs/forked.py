@@ -12,7 +12,7 @@ from socket import socket
 from typing import Any, Final
 
 from flower_gpu.flower.programs import starter
-from flower_gpu.flower.programs.entry import Entry
+from flower_gpu.flower.programs.entry import ProgramEntry
 from flower_gpu.workers import interpreter
 
 # Modules of Flower's that start programs of Flower's, by ``subprocess.Popen``.
@@ -28,7 +28,7 @@ _programs: starter.Programs | None = None
 
 
 def become(
-    found: Entry,
+    found: ProgramEntry,
     argv: Sequence[str],
     env: Mapping[str, str],
     group: int | None,

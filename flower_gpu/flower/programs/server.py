@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 import httpx
 
 from flower_gpu.flower.programs import forked
-from flower_gpu.flower.programs.entry import Entry, NoEntryError, find
+from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
 from flower_gpu.workers import interpreter
 from flower_gpu.workers.forkserver import identity, sockets
@@ -113,14 +113,14 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     httpx.Client(verify=False).close()  # the first one has OpenSSL take 10 MB, which forks share from here
     gc.collect()
     gc.freeze()  # the collector of a fork would touch, and so copy, every object
-    program = _Server(connection, started_with).run()
+    program = _ProgramForker(connection, started_with).run()
     if program is None:
         os._exit(0)
     interpreter.run_to_end(program)
 
 
 @dataclass(frozen=True)
-class _Request:
+class _ProgramRequest:
     """One program to start; the fields of the message, and the descriptors that came with it."""
 
     argv: list[str]
@@ -135,7 +135,7 @@ class _Request:
     log: int = -1  # its standard error, for as long as this process waits for its end
 
     @classmethod
-    def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _Request:
+    def of(cls, message: Mapping[str, Any], descriptors: list[int]) -> _ProgramRequest:
         stdin, stdout, stderr, folder, answer, *kept = descriptors
         return cls(
             message["argv"],
@@ -175,11 +175,11 @@ class _Request:
             os.write(self.answer, json.dumps(answer).encode() + b"\n")
 
 
-class _Server:
+class _ProgramForker:
     def __init__(self, connection: socket.socket, started_with: Mapping[str, str]) -> None:
         self._started_with = MappingProxyType(dict(started_with))
         self._first = connection
-        self._running: dict[int, _Request] = {}  # by process id
+        self._running: dict[int, _ProgramRequest] = {}  # by process id
         self._has_ended = False
         self._children = ChildWatch(self._on_child)
         self._selector = self._children.selector
@@ -205,7 +205,7 @@ class _Server:
             self._selector.unregister(connection)
             connection.close()
             return None
-        request = _Request.of(message, descriptors)
+        request = _ProgramRequest.of(message, descriptors)
         try:
             if not request.is_awaited:
                 raise NoEntryError("nobody waits for it any more")
@@ -221,7 +221,7 @@ class _Server:
         os.close(request.answer)
         return None
 
-    def _fork(self, request: _Request, found: Entry) -> Callable[[], object] | None:
+    def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> Callable[[], object] | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if not request.is_adopted:
             request = replace(request, log=os.dup(request.streams[2]))

@@ -46,7 +46,7 @@ def is_flowers(name: str) -> bool:
     return name == "flwr" or name.startswith(("flower-super", "flwr-"))
 
 
-class Program:
+class ProgramHandle:
     """A program that a server has forked, as far as Flower uses :class:`subprocess.Popen`."""
 
     def __init__(self, argv: Sequence[str], pid: int, answer: int) -> None:
@@ -242,7 +242,7 @@ class Subprocess:
     def Popen(self, args: Sequence[str], **options: Any) -> Any:  # noqa: N802 - its name there
         """Have it started by the server, else start it."""
         started = self._forked(args, **options) if options.keys() <= _OPTIONS else None
-        return subprocess.Popen(args, **options) if started is None else Program(args, *started)
+        return subprocess.Popen(args, **options) if started is None else ProgramHandle(args, *started)
 
     def _forked(
         self,

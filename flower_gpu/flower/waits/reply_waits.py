@@ -7,7 +7,7 @@ import time
 from typing import Any, Final
 
 from flower_gpu.flower.waits import pace
-from flower_gpu.flower.waits.wakeup import Group
+from flower_gpu.flower.waits.wakeup import NodeGroup
 
 _LEAST_S: Final = 0.1  # where nobody tells of replies
 _TOLD_LEAST_S: Final = 0.5  # where SuperNodes tell: only errors of the SuperLink's own are found by asking
@@ -16,13 +16,13 @@ _QUESTIONS_PER_S: Final = 40.0
 _FOREVER_S: Final = 3600.0
 
 
-class Clock:
+class GridTime:
     """The module ``time`` for Flower's grid, of which several threads may wait.
 
     ``group`` are the SuperNodes that tell of their replies.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, group: NodeGroup | None = None) -> None:
         self._wake_ups = group.lead() if group is not None else None
         self._group = group
         self._changed = threading.Condition()

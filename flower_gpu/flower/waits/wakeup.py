@@ -56,7 +56,7 @@ class Waker:
         self._sender.wake([self._name])
 
 
-class Group:
+class NodeGroup:
     """The SuperNodes that one command has started on this host, and the ServerApp where that is ours."""
 
     def __init__(self, name: str, nodes: int) -> None:
@@ -101,10 +101,10 @@ def with_group(env: Mapping[str, str], nodes: int) -> dict[str, str]:
     return {GROUP_VARIABLE: f"{_new_name()}:{nodes}", **env}
 
 
-def group_of(environ: Mapping[str, str]) -> Group | None:
+def group_of(environ: Mapping[str, str]) -> NodeGroup | None:
     """Return the group of this process; None where it is in none."""
     name, sign, nodes = environ.get(GROUP_VARIABLE, "").partition(":")
-    return Group(name, int(nodes)) if sign and nodes.isdecimal() and _IS_LINUX else None
+    return NodeGroup(name, int(nodes)) if sign and nodes.isdecimal() and _IS_LINUX else None
 
 
 class _Sender:

@@ -30,7 +30,7 @@ from flower_gpu.flower import record_bytes
 from flower_gpu.gpu import guard, inventory
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import machine
-from flower_gpu.simulation.cluster.visits import FetchedModels, Part, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.visits import FetchedModels, HostSums, SummedPart, Visit, Visited
 from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import reply_of
 from flower_gpu.simulation.host import Host, Work
@@ -147,7 +147,7 @@ class Agent:
         self._folder, self._lock = _new_folder()
         os.environ[RUN_DIR_VARIABLE] = str(self._folder)
         self._trace = trace.Follower(self._folder / trace.FILE_NAME)
-        self._lines = _Lines()
+        self._lines = _KeptWarnings()
         logging.getLogger("flwr").addHandler(self._lines)
         if isinstance(work.app, AppReference):
             work = replace(work, app=replace(work.app, folder=self._own_copy(Path.cwd())))
@@ -155,7 +155,7 @@ class Agent:
         guard.check(os.environ)
         self._host = Host(work)
         self._models = FetchedModels(ray.get)
-        self._sums = Sums()
+        self._sums = HostSums()
         self._nodes = _Nodes(work.num_supernodes, work.seed, run_id, run_config)
         self._under_way: dict[str, Message] = {}
         self._here = threading.local()
@@ -222,7 +222,7 @@ class Agent:
         """Sum the replies of a group, all of which are there."""
         self._sums.settle(group)
 
-    def take(self, group: int) -> Part | None:
+    def take(self, group: int) -> SummedPart | None:
         """Return the sums of a group so far; None where there is nothing."""
         return self._sums.take(group)
 
@@ -336,7 +336,7 @@ def _be_as_nice_as_parent() -> None:
             os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
 
-class _Lines(logging.Handler):
+class _KeptWarnings(logging.Handler):
     """Keeps warnings until somebody takes them."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from flwr.supercore.run import Run
 from flower_gpu.errors import NotDeterministicError, RunEndedError, WorkerDiedError
 from flower_gpu.flower.averaging import BLOCK_NODES, SummedElsewhere, SummedReplies
 from flower_gpu.simulation.boxes import Box
-from flower_gpu.simulation.cluster.hosts import Host, HostLostError, Hosts, Listener
+from flower_gpu.simulation.cluster.hosts import HostLostError, Hosts, Listener, RemoteHost
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox, Held, SumBox
 from flower_gpu.simulation.cluster.visits import SentModels, Visit, Visited
 from flower_gpu.simulation.durations import Durations
@@ -55,7 +55,7 @@ _MOST_COMING: Final = 4  # sums that are on their way to the driver at a time
 class _Job:
     """A message that a host has."""
 
-    host: Host
+    host: RemoteHost
     message: Message
     box: Box
     held: Held | None  # what its reply goes to, if that is summed there
@@ -106,10 +106,12 @@ class ClusterGrid(SimulationGrid):
         self._learned = Durations() if learned is None else learned
         self._group_numbers = itertools.count(1)
         self._jobs: dict[str, _Job] = {}  # that hosts have, by message
-        self._under_way: Counter[Host] = Counter()  # how many of them each host has
-        self._with_room: set[Host] = set()
+        self._under_way: Counter[RemoteHost] = Counter()  # how many of them each host has
+        self._with_room: set[RemoteHost] = set()
         self._losses: Counter[str] = Counter()  # of messages that hosts had that were lost
-        self._alone: set[Host] = set()  # hosts that have one message, and get no other until it is finished
+        self._alone: set[RemoteHost] = (
+            set()
+        )  # hosts that have one message, and get no other until it is finished
         self._sum_boxes: set[SumBox] = set()
         self._exchanging: list[threading.Thread] = []
         self._start_threads([threading.Thread(target=self._give_all, name="flower-gpu-giver", daemon=True)])
@@ -122,7 +124,7 @@ class ClusterGrid(SimulationGrid):
         self, messages: Iterable[Message], timeout: float | None, *, in_order: bool
     ) -> SummedElsewhere:
         """Return what sends messages and brings the sums of their replies."""
-        return _Sums(self, messages, timeout, in_order=in_order)
+        return _RoundSums(self, messages, timeout, in_order=in_order)
 
     def cancel(self, message: Message) -> None:
         """Give up a message that a host has."""
@@ -138,7 +140,7 @@ class ClusterGrid(SimulationGrid):
 
     # Hosts
 
-    def _joined(self, host: Host) -> None:
+    def _joined(self, host: RemoteHost) -> None:
         with self._changed:
             self._most_unread += 2 * (host.about.concurrency + 1)
             self._with_room.add(host)
@@ -149,7 +151,7 @@ class ClusterGrid(SimulationGrid):
         self._exchanging = [*(each for each in self._exchanging if each.is_alive()), thread]
         thread.start()
 
-    def _lost(self, host: Host) -> None:
+    def _lost(self, host: RemoteHost) -> None:
         with self._changed:
             for box in self._sum_boxes:
                 box.lost(host)
@@ -160,7 +162,7 @@ class ClusterGrid(SimulationGrid):
             timer.daemon = True
             timer.start()
 
-    def _set_full(self, host: Host, is_full: bool) -> None:
+    def _set_full(self, host: RemoteHost, is_full: bool) -> None:
         with self._changed:
             if host.is_full and not is_full:
                 self._changed.notify_all()
@@ -194,7 +196,7 @@ class ClusterGrid(SimulationGrid):
                     self._hosts.lost(host, error)
             del jobs, its_jobs
 
-    def _exchange_all(self, host: Host) -> None:
+    def _exchange_all(self, host: RemoteHost) -> None:
         """Fetch what a host has finished, and give it the next messages, until it is lost."""
         jobs: list[_Job] = []
         try:
@@ -209,7 +211,7 @@ class ClusterGrid(SimulationGrid):
                 self._again(job)
             self._with_room.discard(host)
 
-    def _finished(self, host: Host, finished: Sequence[Visited]) -> list[_Job]:
+    def _finished(self, host: RemoteHost, finished: Sequence[Visited]) -> list[_Job]:
         """Take what has become of messages; returns what the host is to have next."""
         if not finished:
             return []
@@ -225,9 +227,9 @@ class ClusterGrid(SimulationGrid):
                 self._learn(job, visited.call_s)
         return next_jobs
 
-    def _next_jobs(self, hosts: Iterable[Host]) -> dict[Host, list[_Job]]:
+    def _next_jobs(self, hosts: Iterable[RemoteHost]) -> dict[RemoteHost, list[_Job]]:
         """Return what hosts are to have now: first messages for all workers, then those that wait there."""
-        jobs: dict[Host, list[_Job]] = {}
+        jobs: dict[RemoteHost, list[_Job]] = {}
         if self._waiting:
             concurrency = self._hosts.concurrency
             with_room = [host for host in hosts if not (host.is_full or host.is_gone)]
@@ -246,7 +248,7 @@ class ClusterGrid(SimulationGrid):
                     self._with_room.discard(host)
         return jobs
 
-    def _next_job(self, host: Host, concurrency: int, *, is_ahead: bool) -> _Job | None:
+    def _next_job(self, host: RemoteHost, concurrency: int, *, is_ahead: bool) -> _Job | None:
         for box in self._waiting:
             most = host.about.concurrency
             if is_ahead:  # and leaves the others their part
@@ -277,7 +279,7 @@ class ClusterGrid(SimulationGrid):
             return job
         return None
 
-    def _is_for_others(self, host: Host, box: Box, concurrency: int) -> bool:
+    def _is_for_others(self, host: RemoteHost, box: Box, concurrency: int) -> bool:
         """Tell whether the last messages of a round are done earlier by hosts that are far faster."""
         if box.count_waiting > concurrency:
             return False
@@ -470,9 +472,9 @@ class ClusterGrid(SimulationGrid):
         while waiting or coming:
             while waiting and len(coming) < _MOST_COMING:
                 held = waiting.popleft()
-                coming.append((held, cast(Host, held.host).taking(held.group.number)))
+                coming.append((held, cast(RemoteHost, held.host).taking(held.group.number)))
             held, one = coming.popleft()
-            host = cast(Host, held.host)
+            host = cast(RemoteHost, held.host)
             try:
                 part = host.taken(one)
             except HostLostError as error:
@@ -507,7 +509,7 @@ def _of_failed(errors: list[Message]) -> SummedReplies:
     return summed
 
 
-class _Sums(SummedElsewhere):
+class _RoundSums(SummedElsewhere):
     """The sums of one round's replies."""
 
     def __init__(
@@ -538,7 +540,7 @@ class _Sums(SummedElsewhere):
         )
 
 
-def _most(host: Host, kind: str) -> int:
+def _most(host: RemoteHost, kind: str) -> int:
     """Return how many messages a host has at most: those that it handles, and short ones that wait there."""
     concurrency, call_s = host.about.concurrency, host.call_s.get(kind, math.inf)
     if call_s > SHORT_S:

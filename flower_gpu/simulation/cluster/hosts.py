@@ -21,7 +21,7 @@ from flower_gpu.errors import ConfigError, FlowerGPUError, shortened
 from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.simulation import machine
 from flower_gpu.simulation.cluster.agent import About, Agent, News, packages_of
-from flower_gpu.simulation.cluster.visits import Part, Visit, Visited
+from flower_gpu.simulation.cluster.visits import SummedPart, Visit, Visited
 from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.trace import Event
@@ -92,7 +92,7 @@ def connected(address: str, app: object) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Host:
+class RemoteHost:
     """An agent, and what is known of it.
 
     Attributes
@@ -152,7 +152,7 @@ class Host:
         """Ask for the sums of a group so far; :meth:`taken` waits for them."""
         return self.agent.take.remote(group)
 
-    def taken(self, coming: Any) -> Part | None:
+    def taken(self, coming: Any) -> SummedPart | None:
         """Return what was asked for.
 
         Raises
@@ -160,7 +160,7 @@ class Host:
         HostLostError
             If the agent is gone.
         """
-        part: Part | None = self._got(lambda: coming)
+        part: SummedPart | None = self._got(lambda: coming)
         return part
 
     def settle(self, group: int) -> None:
@@ -194,9 +194,9 @@ class Host:
 class Listener:
     """What is called when something happens to a host; each in some thread."""
 
-    on_joined: Callable[[Host], None]
-    on_lost: Callable[[Host], None]
-    on_full: Callable[[Host, bool], None]  # and whether it is
+    on_joined: Callable[[RemoteHost], None]
+    on_lost: Callable[[RemoteHost], None]
+    on_full: Callable[[RemoteHost, bool], None]  # and whether it is
 
 
 class Hosts:
@@ -228,21 +228,23 @@ class Hosts:
         self._is_closed = threading.Event()
         self._listener: Listener | None = None
         self._kept: list[Event] | None = []  # until the run has begun
-        self._all: list[Host] = []
+        self._all: list[RemoteHost] = []
         self._facts: dict[int, dict[str, Any]] = {}
         self._all += self._started(self._nodes_alive())
         if not self._all:
             raise ConfigError("the Ray cluster has no host")
         # Machines without an agent: when they are asked again, and after how many seconds.
         self._refused: dict[str, tuple[float, float]] = {}
-        self._asked: dict[Host, tuple[Any, int]] = {}  # for news to come, and how often it was looked for
+        self._asked: dict[
+            RemoteHost, tuple[Any, int]
+        ] = {}  # for news to come, and how often it was looked for
         self._watchers = [
             threading.Thread(target=watch, name=f"flower-gpu-hosts-{number}", daemon=True)
             for number, watch in enumerate((self._hear_all, self._look_for_more))
         ]
 
     @property
-    def there(self) -> list[Host]:
+    def there(self) -> list[RemoteHost]:
         """The hosts that are not lost."""
         return [host for host in self._all if not host.is_gone]
 
@@ -269,7 +271,7 @@ class Hosts:
         for thread in self._watchers:
             thread.start()
 
-    def lost(self, host: Host, error: Exception) -> None:
+    def lost(self, host: RemoteHost, error: Exception) -> None:
         """Take note that a host is gone; the second time nothing happens."""
         with self._lock:
             if host.is_gone or self._is_closed.is_set():
@@ -295,7 +297,7 @@ class Hosts:
         for host, told in self._answers([(host, host.agent.facts.remote()) for host in self.there]):
             self._facts[id(host)] = told
         found = list(self._facts.values())
-        by_node: dict[str, list[Host]] = {}
+        by_node: dict[str, list[RemoteHost]] = {}
         for host in self._all:
             by_node.setdefault(host.node, []).append(host)
         return {
@@ -331,7 +333,7 @@ class Hosts:
         for host in hosts:  # threads that wait for it go on
             _kill(host)
 
-    def _answers(self, asked: Sequence[tuple[Host, Any]]) -> Iterator[tuple[Host, Any]]:
+    def _answers(self, asked: Sequence[tuple[RemoteHost, Any]]) -> Iterator[tuple[RemoteHost, Any]]:
         """Yield what hosts answer; not those that need too long for it, or are gone."""
         deadline = time.monotonic() + _ANSWER_S
         for host, coming in asked:
@@ -361,7 +363,7 @@ class Hosts:
                 if looks >= _SILENT:
                     self.lost(host, HostLostError(f"its agent gives no answer for {looks * _NEWS_S:.0f} s"))
 
-    def _hear(self, host: Host, news: News) -> None:
+    def _hear(self, host: RemoteHost, news: News) -> None:
         for level, line in news.lines:
             log(level, "Host %s: %s", host.name, line)
         if self._listener is None:
@@ -415,7 +417,7 @@ class Hosts:
         _check_connection()
         return [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
 
-    def _started(self, nodes: Sequence[str]) -> list[Host]:
+    def _started(self, nodes: Sequence[str]) -> list[RemoteHost]:
         """Start an agent on each of these hosts, all at a time. Those that die meanwhile are left out.
 
         Raises
@@ -439,7 +441,7 @@ class Hosts:
         ]
         asked = [agent.begin.remote(self._packages) for agent in agents]
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in self._ray.nodes()}
-        hosts: list[Host] = []
+        hosts: list[RemoteHost] = []
         dead: list[str] = []
         for node, agent, coming in zip(nodes, agents, asked, strict=True):
             try:
@@ -447,7 +449,7 @@ class Hosts:
                     if self._is_closed.is_set():
                         return []
                 about: About = self._ray.get(coming)
-                host = Host(node, about, agent, self._ahead_s(agent))
+                host = RemoteHost(node, about, agent, self._ahead_s(agent))
             except self._ray.exceptions.RayTaskError as error:
                 raise ConfigError(f"host {names[node]}: {_cause(error)}") from error
             except self._ray.exceptions.RayError as error:
@@ -516,7 +518,7 @@ def _get(coming: Any, timeout_s: float | None = None) -> Any:
     return ray.get(coming, timeout=timeout_s)
 
 
-def _kill(host: Host) -> None:
+def _kill(host: RemoteHost) -> None:
     """End an agent, if Ray can be reached."""
     import ray
 
@@ -539,13 +541,13 @@ def _check_connection() -> None:
         raise ConnectionError("the connection to the Ray cluster is lost")
 
 
-def _joined(host: Host) -> Event:
+def _joined(host: RemoteHost) -> Event:
     about = host.about
     told = {"concurrency": about.concurrency, "cores": about.cores, "gpus": about.gpus}
     return trace.make("host_joined", host=host.name, ray_node=host.node, **told)
 
 
-def _here(host: Host, event: Event) -> Event:
+def _here(host: RemoteHost, event: Event) -> Event:
     """Return an event of a host with its name, and with times of this machine's clock."""
     times = {
         name: value - host.ahead_s

@@ -16,7 +16,7 @@ from typing import ClassVar
 from flwr.app import Message
 
 from flower_gpu.simulation.boxes import Box
-from flower_gpu.simulation.cluster.visits import Group
+from flower_gpu.simulation.cluster.visits import SumGroup
 
 #: An agent. Another one on the same machine is another host.
 Host = Hashable
@@ -27,7 +27,7 @@ class Held:
     """A group of replies on a host."""
 
     host: Host
-    group: Group
+    group: SumGroup
     messages: dict[str, Message] = field(default_factory=dict)  # whose replies are in it, by id
 
 
@@ -129,7 +129,7 @@ class SumBox(Box):
 
     def _new_group(self, host: Host) -> Held:
         number = next(self._group_numbers)
-        return Held(host, Group(number, self._weighted_by_key, self._keeps_integers, self.in_order))
+        return Held(host, SumGroup(number, self._weighted_by_key, self._keeps_integers, self.in_order))
 
     def _wait_again(self, held: Held) -> None:
         for message in held.messages.values():

@@ -26,7 +26,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Group:
+class SumGroup:
     """Replies that a host sums.
 
     Attributes
@@ -68,7 +68,7 @@ class Visit:
     content: list[tuple[str, Any]]
     seed: int
     state: bytes
-    group: Group | None
+    group: SumGroup | None
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Visited:
 
 
 @dataclass
-class Part:
+class SummedPart:
     """Replies that were summed on a host.
 
     Attributes
@@ -138,20 +138,20 @@ class Part:
             self.error = error
 
 
-class Sums:
+class HostSums:
     """The groups of a host: replies are added as they come, or are kept until all of a group are there."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, SummedPart] = {}
         self._kept: dict[int, list[tuple[int, Message, bytes]]] = {}
 
-    def add(self, group: Group, place: int, reply: Message, state: bytes) -> None:
+    def add(self, group: SumGroup, place: int, reply: Message, state: bytes) -> None:
         """Add the reply of a node with this place among all nodes."""
         with self._lock:
             part = self._parts.get(group.number)
             if part is None:
-                part = self._parts[group.number] = Part(
+                part = self._parts[group.number] = SummedPart(
                     SummedReplies(group.weighted_by_key, keeps_integers=group.keeps_integers)
                 )
             if group.in_order:
@@ -164,7 +164,7 @@ class Sums:
         with self._lock:
             self._settle(number)
 
-    def take(self, number: int) -> Part | None:
+    def take(self, number: int) -> SummedPart | None:
         """Return the sums of a group so far, and begin anew; None where there is nothing."""
         with self._lock:
             self._settle(number)
@@ -200,7 +200,7 @@ class SentModels:
         self._there: OrderedDict[tuple[Any, ...], tuple[Model, list[bytes]]] = OrderedDict()
         self._count = 0
 
-    def visit(self, message: Message, seed: int, state: bytes, group: Group | None) -> Visit:
+    def visit(self, message: Message, seed: int, state: bytes, group: SumGroup | None) -> Visit:
         """Pack a message, with its models by their numbers."""
         content = [
             (name, self._model(record) if isinstance(record, ArrayRecord) else record)

@@ -31,7 +31,7 @@ _MOST_DIGITS: Final = 15
 
 
 @dataclass(frozen=True)
-class Clock:
+class RunClock:
     """Turns Unix seconds into seconds of a run."""
 
     start: float  # of the run
@@ -40,7 +40,7 @@ class Clock:
     work: float | None = None  # when the first call began
 
     @classmethod
-    def of(cls, history: History) -> Clock:
+    def of(cls, history: History) -> RunClock:
         """Return the clock of a run."""
         start = history.started_at if history.started_at is not None else history.first_at
         if start is None:  # there is no event
@@ -93,7 +93,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Part:
+class CallPhase:
     """A phase of a call, in seconds of the run."""
 
     phase: str
@@ -116,7 +116,7 @@ class CallTry:
     round: int | None
     gpus: tuple[str, ...]  # UUIDs of the GPUs that it had a share of; empty on the CPU, and while it waits
     process: int  # the same for all calls that one worker handles one after the other; 0: there was none
-    parts: tuple[Part, ...]  # without gaps, in the order of PHASES, at least one
+    parts: tuple[CallPhase, ...]  # without gaps, in the order of PHASES, at least one
     outcome: str  # of the worker, or NO_LEASE, or HOST_LOST; empty where the trace does not tell
     error: str = ""
     peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
@@ -144,7 +144,7 @@ class CallTry:
         return self.outcome not in NO_FAILURES
 
 
-def tries_of(history: History, clock: Clock) -> list[CallTry]:
+def tries_of(history: History, clock: RunClock) -> list[CallTry]:
     """Return all calls of a run and their tries, in the order in which they began."""
     with_worker = {worker.lease for worker in history.workers if worker.lease}
     found = [_of_worker(history, clock, one) for one in history.workers]
@@ -157,7 +157,7 @@ def tries_of(history: History, clock: Clock) -> list[CallTry]:
     return sorted(found, key=lambda one: (one.begin_s, one.end_s))
 
 
-def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
+def _of_worker(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry:
     lease = history.lease_of(worker)
     is_first = lease is not None and lease.call == worker.call  # others find the lease with the worker
     end = worker.finished_at
@@ -188,7 +188,7 @@ def _of_worker(history: History, clock: Clock, worker: WorkerSpan) -> CallTry:
     )
 
 
-def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry:
+def _without_worker(history: History, clock: RunClock, lease: LeaseSpan) -> CallTry:
     times = [time for time in (lease.requested_at, lease.granted_at) if time is not None]
     end = lease.refused_at if lease.granted_at is None else lease.released_at
     outcome = ""
@@ -214,17 +214,17 @@ def _without_worker(history: History, clock: Clock, lease: LeaseSpan) -> CallTry
     )
 
 
-def _parts(clock: Clock, phases: Sequence[str], times: Sequence[float]) -> tuple[Part, ...]:
+def _parts(clock: RunClock, phases: Sequence[str], times: Sequence[float]) -> tuple[CallPhase, ...]:
     """Return what lies between times, in order also where processes have looked at the clock too early."""
-    found: list[Part] = []
+    found: list[CallPhase] = []
     at = clock.seconds(times[0])
     for phase, time in zip(phases, times[1:], strict=True):
         until = max(at, clock.seconds(time))
         if until > at:
-            found.append(Part(phase, at, until))
+            found.append(CallPhase(phase, at, until))
         at = until
     # What is over in no time at all is there, too.
-    return tuple(found) or (Part(phases[-1], at, at),)
+    return tuple(found) or (CallPhase(phases[-1], at, at),)
 
 
 def client_key(client: str) -> tuple[bool, list[tuple[int, int, str]]]:

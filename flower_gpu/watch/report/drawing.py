@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from flower_gpu.printable import printable
-from flower_gpu.watch.report.calls import SERVER, Clock, client_key
+from flower_gpu.watch.report.calls import SERVER, RunClock, client_key
 from flower_gpu.watch.spans import GPUInfo
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _variable(colour: str) -> str:
     return f"var({_NAMES[colour]})" if colour in _NAMES else colour
 
 
-def time_axis(axes: Axes, clock: Clock, *, has_label: bool = True) -> None:
+def time_axis(axes: Axes, clock: RunClock, *, has_label: bool = True) -> None:
     """Set up the x axis: the time of the run, its beginning without calls, and where it was interrupted."""
     unit, unit_s = clock.unit
     axes.set_xlim(0, clock.length_s / unit_s)
@@ -135,18 +135,18 @@ def time_axis(axes: Axes, clock: Clock, *, has_label: bool = True) -> None:
         axes.tick_params(labelbottom=False)
 
 
-def inch_s(axes: Axes, clock: Clock) -> float:
+def inch_s(axes: Axes, clock: RunClock) -> float:
     """Return about how many seconds an inch of the axis of time has."""
     figure: Any = axes.get_figure()
     return clock.length_s / (float(figure.get_figwidth()) - 0.75)
 
 
-def places(clock: Clock, seconds: Sequence[float] | Numbers) -> Numbers:
+def places(clock: RunClock, seconds: Sequence[float] | Numbers) -> Numbers:
     """Return where on the axis of time some seconds of the run lie."""
     return np.asarray(seconds, dtype=float) / clock.unit[1]
 
 
-def places_of(clock: Clock, times: Iterable[float]) -> Numbers:
+def places_of(clock: RunClock, times: Iterable[float]) -> Numbers:
     """Return where on the axis of time some moments (Unix seconds) lie."""
     return places(clock, [clock.seconds(time) for time in times])
 

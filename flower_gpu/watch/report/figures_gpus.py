@@ -10,9 +10,9 @@ import numpy as np
 from flower_gpu.printable import printable
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.calls import SERVER, Clock
+from flower_gpu.watch.report.calls import SERVER, RunClock
 from flower_gpu.watch.report.drawing import GIB, ClientColours, Numbers, Picture, gpu_name, places, places_of
-from flower_gpu.watch.report.totals import Holding, bands, leased_steps
+from flower_gpu.watch.report.totals import HeldPart, bands, leased_steps
 from flower_gpu.watch.spans import GPUInfo, GPUSample, OutOfMemory
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _ALL_CLIENTS: Final = drawing.mixed(drawing.SKY, 0.15)
 
 def memory_picture(
     history: History,
-    clock: Clock,
-    holdings: Mapping[str, Sequence[Holding]],
+    clock: RunClock,
+    holdings: Mapping[str, Sequence[HeldPart]],
     colours: ClientColours,
     width_in: float,
 ) -> Picture | None:
@@ -75,7 +75,7 @@ def memory_picture(
     )
 
 
-def utilization_picture(history: History, clock: Clock, width_in: float) -> Picture | None:
+def utilization_picture(history: History, clock: RunClock, width_in: float) -> Picture | None:
     """Draw how busy and how warm each GPU was; None where the driver tells neither."""
     gpus = [
         gpu
@@ -103,7 +103,7 @@ def utilization_picture(history: History, clock: Clock, width_in: float) -> Pict
 
 def _panels(
     history: History,
-    clock: Clock,
+    clock: RunClock,
     gpus: Sequence[GPUInfo],
     size_in: tuple[float, float],
     y_label: str,
@@ -125,14 +125,14 @@ def _left_out(gpus: Sequence[GPUInfo]) -> str:
     return f" The first {MOST_GPUS} of {len(gpus)} GPUs." if len(gpus) > MOST_GPUS else ""
 
 
-def _top(gpu: GPUInfo, holdings: Sequence[Holding], samples: Sequence[GPUSample]) -> float:
+def _top(gpu: GPUInfo, holdings: Sequence[HeldPart], samples: Sequence[GPUSample]) -> float:
     known = [gpu.total_bytes, gpu.capacity_bytes, *(sample.used_bytes for sample in samples)]
     known += leased_steps(holdings)[1]
     return 1.04 * max((nbytes for nbytes in known if nbytes), default=GIB) / GIB
 
 
 def _draw_leases(
-    axes: Axes, clock: Clock, holdings: Sequence[Holding], colours: ClientColours, is_named: bool
+    axes: Axes, clock: RunClock, holdings: Sequence[HeldPart], colours: ClientColours, is_named: bool
 ) -> None:
     """Draw leases as a stack."""
     # Few clients have a place in the stack each; of many, the first to come is at the bottom.
@@ -170,7 +170,7 @@ def _draw_limits(axes: Axes, gpu: GPUInfo, samples: Sequence[GPUSample]) -> dict
     }
 
 
-def _draw_used(axes: Axes, clock: Clock, samples: Sequence[GPUSample]) -> dict[str, Any]:
+def _draw_used(axes: Axes, clock: RunClock, samples: Sequence[GPUSample]) -> dict[str, Any]:
     from matplotlib import patheffects
 
     at, used = _line_of(clock, samples, "used_bytes")
@@ -182,14 +182,14 @@ def _draw_used(axes: Axes, clock: Clock, samples: Sequence[GPUSample]) -> dict[s
     return {"in use": line}
 
 
-def _line_of(clock: Clock, samples: Sequence[GPUSample], name: str) -> tuple[Numbers, Numbers]:
+def _line_of(clock: RunClock, samples: Sequence[GPUSample], name: str) -> tuple[Numbers, Numbers]:
     """Return a figure of the driver over time, with gaps where it does not tell."""
     at = places_of(clock, (sample.time for sample in samples))
     return drawing.thinned(at, drawing.known_or_nan(getattr(sample, name) for sample in samples))
 
 
 def _draw_out_of_memory(
-    axes: Axes, clock: Clock, events: Sequence[OutOfMemory], gpu: GPUInfo
+    axes: Axes, clock: RunClock, events: Sequence[OutOfMemory], gpu: GPUInfo
 ) -> dict[str, Any]:
     at = places_of(clock, (event.time for event in events if event.uuid == gpu.uuid))
     if not len(at):
@@ -211,7 +211,7 @@ def _lease_handles(clients: Sequence[str], colours: ClientColours, is_named: boo
     return {_client_names(own): Patch(facecolor=colour) for colour, own in alike.items()}
 
 
-def _draw_busy(axes: Axes, clock: Clock, samples: Sequence[GPUSample]) -> dict[str, Any]:
+def _draw_busy(axes: Axes, clock: RunClock, samples: Sequence[GPUSample]) -> dict[str, Any]:
     handles: dict[str, Any] = {}
     axes.set_ylim(0, 103)
     at, percent = _line_of(clock, samples, "utilization_percent")

@@ -16,7 +16,7 @@ import numpy as np
 from flower_gpu.printable import printable
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report import drawing
-from flower_gpu.watch.report.calls import PHASES, CallTry, Clock, Part
+from flower_gpu.watch.report.calls import PHASES, CallPhase, CallTry, RunClock
 from flower_gpu.watch.report.drawing import Picture, counted, gpu_name, on_host, places
 from flower_gpu.watch.report.totals import steps
 from flower_gpu.watch.spans import EXITING, HOST_LOST, OUT_OF_MEMORY, RUNNING, STARTING, WAITING
@@ -41,12 +41,12 @@ _GAP: Final = 0.8  # lanes between groups
 
 
 @dataclass(frozen=True)
-class Row:
+class LaneRow:
     """A call, and the lane that it lies in, from 0."""
 
     call: CallTry
     lane: int
-    parts: tuple[Part, ...]
+    parts: tuple[CallPhase, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LaneGroup:
 
     label: str
     lanes: int
-    rows: tuple[Row, ...]
+    rows: tuple[LaneRow, ...]
 
 
 def pack(spans: Sequence[tuple[float, float]]) -> list[int]:
@@ -90,7 +90,7 @@ def group(label: str, calls: Sequence[CallTry], with_waiting: bool) -> LaneGroup
         before = spans.get(call.process or call, (begin, end))
         spans[call.process or call] = (min(begin, before[0]), max(end, before[1]))
     lane_of = dict(zip(spans, pack(list(spans.values())), strict=True))
-    rows = tuple(Row(call, lane_of[call.process or call], parts[id(call)]) for call in shown)
+    rows = tuple(LaneRow(call, lane_of[call.process or call], parts[id(call)]) for call in shown)
     return LaneGroup(label, 1 + max(lane_of.values(), default=-1), rows)
 
 
@@ -102,7 +102,7 @@ def waiting_steps(calls: Sequence[CallTry]) -> tuple[list[float], list[int]]:
 
 
 def workers_picture(
-    history: History, clock: Clock, tries: Sequence[CallTry], width_in: float
+    history: History, clock: RunClock, tries: Sequence[CallTry], width_in: float
 ) -> Picture | None:
     """Draw all calls as bars in lanes, by GPU; None where there was no call."""
     if not tries:
@@ -159,7 +159,7 @@ def _groups(history: History, tries: Sequence[CallTry], with_waiting: bool) -> l
 
 
 def _draw_groups(
-    axes: Axes, clock: Clock, groups: Sequence[LaneGroup], is_dense: bool, columns: int
+    axes: Axes, clock: RunClock, groups: Sequence[LaneGroup], is_dense: bool, columns: int
 ) -> dict[str, Any]:
     """Draw bars, or so many columns, from the top to the bottom; return what a legend is made of."""
     tops, at = [], 0.0
@@ -194,7 +194,7 @@ def _draw_groups(
 
 
 def _draw_phase(
-    axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]], phase: str, is_dense: bool
+    axes: Axes, clock: RunClock, placed: Sequence[tuple[float, LaneRow]], phase: str, is_dense: bool
 ) -> Any:
     from matplotlib.patches import Patch
 
@@ -215,7 +215,7 @@ def _draw_phase(
 
 
 def _draw_columns(
-    axes: Axes, clock: Clock, groups: Sequence[tuple[float, LaneGroup]], columns: int
+    axes: Axes, clock: RunClock, groups: Sequence[tuple[float, LaneGroup]], columns: int
 ) -> dict[str, Any]:
     """Draw for each part of the time how many calls were in which phase, on average."""
     from matplotlib.patches import Patch
@@ -239,7 +239,7 @@ def _draw_columns(
     return handles
 
 
-def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]) -> None:
+def _write_clients(axes: Axes, clock: RunClock, placed: Sequence[tuple[float, LaneRow]]) -> None:
     """Write a client's name where it has room."""
     inch_s = drawing.inch_s(axes, clock)
     for lane, row in placed:
@@ -266,7 +266,7 @@ def _write_clients(axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]]
 
 
 def _draw_ends(
-    axes: Axes, clock: Clock, placed: Sequence[tuple[float, Row]], is_dense: bool
+    axes: Axes, clock: RunClock, placed: Sequence[tuple[float, LaneRow]], is_dense: bool
 ) -> dict[str, Any]:
     """Mark how calls have ended that have not ended well."""
     kinds: list[tuple[str, str, str, Callable[[CallTry], bool]]] = [
@@ -285,7 +285,7 @@ def _draw_ends(
     return handles
 
 
-def _draw_waiting(axes: Axes, clock: Clock, steps: tuple[list[float], list[int]]) -> None:
+def _draw_waiting(axes: Axes, clock: RunClock, steps: tuple[list[float], list[int]]) -> None:
     seconds, counts = places(clock, steps[0]), np.array(steps[1], dtype=float)
     look = {"color": drawing.INK, "linewidth": 0.8}
     drawing.draw_steps(axes, seconds, counts, "post", _COLOURS[WAITING], **look)

@@ -25,7 +25,7 @@ from flower_gpu.leases.request import format_bytes
 from flower_gpu.printable import duration_text, path_text, printable
 from flower_gpu.watch.fields import mapping, metric_rank
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import PHASES, Clock, client_key, client_rows, tries_of
+from flower_gpu.watch.report.calls import PHASES, RunClock, client_key, client_rows, tries_of
 from flower_gpu.watch.report.drawing import (
     LOOK,
     NARROW_IN,
@@ -110,7 +110,7 @@ def write_at_end(run_dir: Path) -> Path | None:
 
 
 def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, bytes]]:
-    clock = Clock.of(history)
+    clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
     colours = ClientColours([*(one.client for one in tries), *(lease.client for lease in history.leases)])

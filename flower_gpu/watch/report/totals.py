@@ -15,7 +15,7 @@ from flower_gpu.watch.report.calls import (
     PHASES,
     SERVER,
     CallTry,
-    Clock,
+    RunClock,
     highest_peak,
     processes,
 )
@@ -27,7 +27,7 @@ _LATE_S: Final = 5.0
 
 
 @dataclass
-class Holding:
+class HeldPart:
     """A lease's part of one GPU, in seconds of the run."""
 
     client: str
@@ -48,7 +48,7 @@ class Band:
     top_bytes: int
 
 
-def holdings_of(history: History, clock: Clock, uuid: str) -> list[Holding]:
+def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
     """Return who held a part of a GPU, in the order in which they got it.
 
     The ledger gives memory away only when it is free. So where a lease needs memory of an earlier lease, the
@@ -63,9 +63,9 @@ def holdings_of(history: History, clock: Clock, uuid: str) -> list[Holding]:
             end = history.over_at(lease.granted_at, clock.end) if released_at is None else released_at
             begin_s, end_s = clock.seconds(lease.granted_at), clock.seconds(max(end, lease.granted_at))
             nbytes = lease.memory_bytes[uuid]
-            every.append(Holding(lease.client, begin_s, end_s, nbytes, released_at is not None))
+            every.append(HeldPart(lease.client, begin_s, end_s, nbytes, released_at is not None))
     every.sort(key=lambda one: one.begin_s)
-    active: list[Holding] = []
+    active: list[HeldPart] = []
     for new in every:
         active = [one for one in active if one.end_s > new.begin_s]
         over = sum(one.memory_bytes for one in active) + new.memory_bytes - (capacity or 0)
@@ -90,12 +90,12 @@ def steps(spans: Iterable[tuple[float, float, int]]) -> tuple[list[float], list[
     return seconds, list(itertools.accumulate(changes[at] for at in seconds))
 
 
-def leased_steps(holdings: Sequence[Holding]) -> tuple[list[float], list[int]]:
+def leased_steps(holdings: Sequence[HeldPart]) -> tuple[list[float], list[int]]:
     """Return when the sum of leases changed, and what it was from then on."""
     return steps((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
 
 
-def occupied_s(holdings: Sequence[Holding]) -> float:
+def occupied_s(holdings: Sequence[HeldPart]) -> float:
     """Return for how long there was a lease at all."""
     seconds, counts = steps((one.begin_s, one.end_s, 1) for one in holdings)
     return sum(
@@ -104,7 +104,7 @@ def occupied_s(holdings: Sequence[Holding]) -> float:
     )
 
 
-def bands(holdings: Sequence[Holding], place: Callable[[str], int], most: int) -> list[Band]:
+def bands(holdings: Sequence[HeldPart], place: Callable[[str], int], most: int) -> list[Band]:
     """Put leases one on top of the other, as they were held, in pieces of rectangles without overlaps.
 
     ``place`` says where in the stack a client's leases are: the lowest number at the bottom. At most so many
@@ -115,7 +115,7 @@ def bands(holdings: Sequence[Holding], place: Callable[[str], int], most: int) -
         first, span = at_s[0], at_s[-1] - at_s[0]
         at_s = [first + span * number / most for number in range(most)] + [at_s[-1]]
     todo = sorted(holdings, key=lambda one: one.begin_s, reverse=True)
-    stack: list[tuple[int, float, int, Holding]] = []  # in its order
+    stack: list[tuple[int, float, int, HeldPart]] = []  # in its order
     last: dict[int, Band] = {}  # by the place in the list of holdings
     found: list[Band] = []
     for begin, end in itertools.pairwise(at_s):
@@ -148,7 +148,7 @@ class GPUTotals:
     hottest_c: float | None
 
     @classmethod
-    def of(cls, gpu: GPUInfo, holdings: Sequence[Holding], samples: Sequence[GPUSample]) -> GPUTotals:
+    def of(cls, gpu: GPUInfo, holdings: Sequence[HeldPart], samples: Sequence[GPUSample]) -> GPUTotals:
         """Sum up what is known of a GPU."""
         used = [sample.used_bytes for sample in samples if sample.used_bytes is not None]
         busy = [one.utilization_percent / 100 for one in samples if one.utilization_percent is not None]
@@ -184,7 +184,7 @@ class CoresTotals:
     most_memory_bytes: int
 
     @classmethod
-    def of(cls, history: History, clock: Clock) -> CoresTotals | None:
+    def of(cls, history: History, clock: RunClock) -> CoresTotals | None:
         """Sum up leases of calls on the CPU, and what leases on GPUs have beside these."""
         waited_s, steps = 0.0, []
         for lease in (*history.leases, *history.cores_leases):
@@ -217,7 +217,7 @@ class HostTotals:
     lost_s: float | None  # the last time; None: never
 
     @classmethod
-    def of(cls, history: History, clock: Clock, host: HostSpan, own: Sequence[CallTry]) -> HostTotals:
+    def of(cls, history: History, clock: RunClock, host: HostSpan, own: Sequence[CallTry]) -> HostTotals:
         """Sum up a host's own calls."""
         parts = [part for one in own for part in one.parts if part.phase != WAITING]
         gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
@@ -234,7 +234,7 @@ class HostTotals:
 
 
 @dataclass
-class Failure:
+class AlikeFailures:
     """Failures of calls that are alike."""
 
     what: str  # the outcome, and the first line of the error
@@ -243,9 +243,9 @@ class Failure:
     clients: set[str] = field(default_factory=set)
 
     @classmethod
-    def all_of(cls, tries: Sequence[CallTry]) -> list[Failure]:
+    def all_of(cls, tries: Sequence[CallTry]) -> list[AlikeFailures]:
         """Put failures together, the most frequent first."""
-        found: dict[str, Failure] = {}
+        found: dict[str, AlikeFailures] = {}
         for one in tries:
             if one.has_failed:
                 what = ": ".join(filter(None, (one.outcome, reason_of(one.error))))
@@ -268,7 +268,7 @@ class Totals:
     server_workers: int
     unfinished: int  # calls whose end is not in the trace
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
-    errors: Sequence[Failure] = ()  # of failed calls
+    errors: Sequence[AlikeFailures] = ()  # of failed calls
     peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
     cores: CoresTotals | None = None  # None: none were leased
     hosts: tuple[HostTotals, ...] = ()  # of a Ray cluster
@@ -315,7 +315,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def totals_of(
-    history: History, clock: Clock, tries: Sequence[CallTry], holdings: Mapping[str, Sequence[Holding]]
+    history: History, clock: RunClock, tries: Sequence[CallTry], holdings: Mapping[str, Sequence[HeldPart]]
 ) -> Totals:
     """Sum up a run; ``holdings`` says which leases its GPUs had, by UUID."""
     samples = history.samples
@@ -336,7 +336,7 @@ def totals_of(
         server_workers=processes(one for one in tries if one.client == SERVER),
         unfinished=sum(not one.outcome for one in tries),
         outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
-        errors=Failure.all_of(tries),
+        errors=AlikeFailures.all_of(tries),
         peak_bytes=highest_peak(tries),
         cores=CoresTotals.of(history, clock),
         hosts=tuple(

@@ -39,13 +39,13 @@ class Past:
 
     def __init__(self, interval_s: float) -> None:
         self.slot_s = max(_SLOT_S, 2 * interval_s)
-        self._slots: deque[_Slot] = deque(maxlen=_MOST_SLOTS)
+        self._slots: deque[_TwoSeconds] = deque(maxlen=_MOST_SLOTS)
 
     def add(self, snapshot: Snapshot) -> None:
         """Take in what is seen now."""
         number = int(snapshot.time // self.slot_s)
         if not self._slots or self._slots[-1].number < number:
-            self._slots.append(_Slot(number))
+            self._slots.append(_TwoSeconds(number))
         for key, memory, busy in _shares(snapshot):
             self._slots[-1].add(key, memory, busy)
 
@@ -57,7 +57,7 @@ class Past:
         """Return how busy a GPU, or the cores, were in the last slots."""
         return [slot.busy(key) if slot else None for slot in self._last(count)]
 
-    def _last(self, count: int) -> list[_Slot | None]:
+    def _last(self, count: int) -> list[_TwoSeconds | None]:
         if not self._slots:
             return [None] * count
         by_number = {slot.number: slot for slot in self._slots}
@@ -65,7 +65,7 @@ class Past:
         return [by_number.get(number) for number in range(end - count, end)]
 
 
-class _Slot:
+class _TwoSeconds:
     """The looks of two seconds: the most memory, and how busy it was on average."""
 
     def __init__(self, number: int) -> None:

@@ -96,7 +96,7 @@ class Tracking:
         before = _ids(found) if resumes else {}
         ids = _IdFile(found, before)
         threads = [
-            _Follower(
+            _TrackerFeed(
                 name,
                 tracker,
                 TrackedRun(found, app, flat({**config, "app": app}), before.get(name, {})),
@@ -124,7 +124,7 @@ class Tracking:
                     thread.warn(f"it has not taken everything within {PATIENCE_S:g} s after the run")
 
 
-class _Follower(threading.Thread):
+class _TrackerFeed(threading.Thread):
     """Sends what is new in a trace to one tracker. The trace keeps what the tracker has no time for yet."""
 
     def __init__(

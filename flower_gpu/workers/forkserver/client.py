@@ -53,7 +53,7 @@ def is_supported() -> bool:
 
 
 @dataclass
-class _Kind:
+class _ServerKind:
     """What this process has found out about the servers that fit it."""
 
     variables: set[str] = field(default_factory=set)
@@ -72,19 +72,19 @@ class _Memory:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.kind = _Kind()
+        self.kind = _ServerKind()
         self.stays = Stays()
 
-    def known_kind(self) -> _Kind:
+    def known_kind(self) -> _ServerKind:
         """Return a copy of what is known by now."""
         with self.lock:
-            return _Kind(set(self.kind.variables), set(self.kind.without))
+            return _ServerKind(set(self.kind.variables), set(self.kind.without))
 
 
 _memory = _Memory()
 
 
-class Place:
+class ServerPlace:
     """A fork server that is good for a call and others like it, and forks one worker for them at a time."""
 
     def __init__(self, connection: socket.socket, call: Call) -> None:
@@ -132,7 +132,7 @@ def likeness(call: Call) -> tuple[Any, ...]:
 class Forked:
     """A process that the fork server has forked for this one."""
 
-    def __init__(self, pid: int, place: Place) -> None:
+    def __init__(self, pid: int, place: ServerPlace) -> None:
         self.pid = pid
         #: The most memory that it had, once it is reaped; 0 where that is not known.
         self.peak_bytes = 0
@@ -160,7 +160,7 @@ class Forked:
         return exitcode
 
 
-def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Place:
+def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> ServerPlace:
     """Find a fork server for ``call``; start or replace one where necessary.
 
     ``variables``: what the task's module sets in the environment, as far as that is known: found there by the
@@ -199,7 +199,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Pl
             answer = _ask_or_end(connection, message, [folder, own], deadline)
             if "fit" in answer:
                 _memory.stays.ask(name)
-                return Place(connection, call)
+                return ServerPlace(connection, call)
             connection.close()
             if "wait" in answer:
                 _wait_a_moment(deadline, pause_s)
@@ -298,7 +298,7 @@ def ask(
     return sockets.receive_answer(connection, in_line)
 
 
-def _remember(kind: _Kind, answer: dict[str, Any]) -> None:
+def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
     variables, without = set(answer["variables"]), set(answer["without"])
     if variables <= kind.variables and without <= kind.without:
         hidden = ", ".join(sorted(without)) or ", ".join(sorted(variables))
@@ -312,7 +312,7 @@ def _remember(kind: _Kind, answer: dict[str, Any]) -> None:
 
 
 def _connected(
-    kind: _Kind, call: Call, inherited: Inherited, folder: int, deadline: float | None
+    kind: _ServerKind, call: Call, inherited: Inherited, folder: int, deadline: float | None
 ) -> tuple[str, socket.socket]:
     """Connect to a server of this kind, and of the call's preloaded data."""
     environ = inherited.environ
@@ -340,7 +340,7 @@ def _connected(
     return name, _connect_or(derive, name, deadline)
 
 
-def _connect_or_start(kind: _Kind, environ: Mapping[str, str], deadline: float | None) -> socket.socket:
+def _connect_or_start(kind: _ServerKind, environ: Mapping[str, str], deadline: float | None) -> socket.socket:
     """Connect to a server with libraries only."""
     name = kind.name(environ)
 

@@ -131,7 +131,7 @@ def preload_on_cpu(functions: Preload) -> None:
     gc.collect()  # what loading has left: each fork would have it
 
 
-class _Watch:
+class _ImportWatch:
     """A finder in front of all others that looks what each library's execution does to the process.
 
     It looks where a library ends, or begins to import another one: at each of its modules that would take as
@@ -226,7 +226,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    watch = _Watch()
+    watch = _ImportWatch()
     sys.meta_path.insert(0, watch)
     try:
         yield

@@ -162,7 +162,7 @@ def _checksum(header: bytes, table: bytes, head: bytes) -> int:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _IndexEntry:
     where: int
     kind: int
     offset: int
@@ -174,7 +174,7 @@ class _Index:
     """What a memory file says about itself."""
 
     head: bytes
-    entries: list[_Entry]
+    entries: list[_IndexEntry]
 
     def has(self, where: int) -> bool:
         return any(entry.where == where for entry in self.entries)
@@ -199,7 +199,7 @@ def _read_index(descriptor: int) -> _Index:
     head = start[table_end : table_end + head_size]
     if checksum != _checksum(header, table, head):
         raise WorkerError(_FOREIGN)
-    entries = [_Entry(*fields) for fields in _REGION.iter_unpack(table)]
+    entries = [_IndexEntry(*fields) for fields in _REGION.iter_unpack(table)]
     return _Index(head, entries)
 
 
@@ -232,7 +232,7 @@ class _File:
         except OSError:  # too many maps
             self.map = None
 
-    def region(self, entry: _Entry) -> Region:
+    def region(self, entry: _IndexEntry) -> Region:
         place = slice(entry.offset, entry.offset + entry.size)
         if self.map is None:
             # Memory of its own: whoever keeps one array must not keep the others with it.

@@ -58,7 +58,7 @@ class Region:
 
 
 @dataclass
-class Part:
+class SideBytes:
     """Bytes that go beside a pickle."""
 
     view: memoryview
@@ -76,7 +76,7 @@ class Parts:
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]], request: Map | None = None) -> None:
-        self.all: list[Part] = []
+        self.all: list[SideBytes] = []
         self._roots = roots
         self._request = request
 
@@ -95,7 +95,7 @@ class Parts:
         ``shareable``: the same bytes, if other calls may send this very object: then it is written once.
         Returns becomes a :class:`Region` on arrival.
         """
-        part = Part(view, IMMUTABLE if immutable else ARRAY, shareable)
+        part = SideBytes(view, IMMUTABLE if immutable else ARRAY, shareable)
         if self._request is not None and address is not None:
             offset = self._request.offset_of(address, view.nbytes)
             if offset is not None:
@@ -108,7 +108,7 @@ class Parts:
         view = buffer.raw()
         if view.nbytes < SMALL_BYTES:
             return True  # keep it in the pickle
-        self.all.append(Part(view, BUFFER))
+        self.all.append(SideBytes(view, BUFFER))
         return False
 
     def path_to(self, wanted: Any) -> str | None:

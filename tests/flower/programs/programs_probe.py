@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from flower_gpu.flower.programs import forked, server
-from flower_gpu.flower.programs.entry import Entry, NoEntryError
+from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry
 
 handler = logging.StreamHandler()  # as Flower's: to the stream that there was at the import
 
@@ -79,11 +79,11 @@ def _blas_threads() -> list[int]:
     return [pool.get() for pool in threads._pools() if pool.starts_threads]
 
 
-def find(name: str, environ: dict[str, str]) -> Entry:
+def find(name: str, environ: dict[str, str]) -> ProgramEntry:
     """Stand for the search on the PATH: these programs are no commands of Flower's."""
     if name not in ("tell", "flwr-serverapp"):
         raise NoEntryError(f"{name} is another program")
-    return Entry(f"/usr/bin/{name}", "programs_probe", "tell")
+    return ProgramEntry(f"/usr/bin/{name}", "programs_probe", "tell")
 
 
 if __name__ == "__main__":

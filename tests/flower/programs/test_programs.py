@@ -17,8 +17,8 @@ import pytest
 from waiting import until
 
 from flower_gpu.flower.programs import server, starter
-from flower_gpu.flower.programs.entry import Entry
-from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, UNKNOWN, Program, Programs
+from flower_gpu.flower.programs.entry import ProgramEntry
+from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, UNKNOWN, ProgramHandle, Programs
 from flower_gpu.workers.life import adopt_orphans
 
 pytestmark = [
@@ -47,13 +47,13 @@ class Probe:
 
     def start(
         self, how: str, env: dict[str, str] | None = None, name: str = "tell", **options: Any
-    ) -> Program | None:
+    ) -> ProgramHandle | None:
         """Start the program that tells what it has."""
         self.told = self.folder / "told"
         self.told.unlink(missing_ok=True)  # of an earlier program
         argv = [name, str(self.told), how]
         started = self.programs.start(argv, {**self.env, **(env or {})}, **options)
-        return Program(argv, *started) if started else None
+        return ProgramHandle(argv, *started) if started else None
 
     def run(self, how: str, code: int, **options: Any) -> dict[str, Any]:
         """Have it run, and end so; return what it has told."""
@@ -228,11 +228,11 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "fork", fork)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        forks = server._Server(theirs, {})
-        request = server._Request(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=-1)
+        forks = server._ProgramForker(theirs, {})
+        request = server._ProgramRequest(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=-1)
         before = os.listdir("/proc/self/fd")  # noqa: PTH208
         with pytest.raises(BlockingIOError):
-            forks._fork(request, Entry("flwr", "os", "getpid"))
+            forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
         assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
 
 

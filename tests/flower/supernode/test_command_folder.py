@@ -114,7 +114,8 @@ def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest
     as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
     wait = "from types import SimpleNamespace; from flower_gpu.flower import commands, supernode as own"
     wait += "; heartbeats = own.Heartbeats(1, SimpleNamespace(), SimpleNamespace())"
-    wait += "; own.Clock(own.Loop(0.01, 1.0, heartbeats), commands.CommandFolder().make).sleep(3.0)"
+    wait += "; loop = own.SuperNodeLoop(0.01, 1.0, heartbeats)"
+    wait += "; own.SuperNodeTime(loop, commands.CommandFolder().make).sleep(3.0)"
     shutil.rmtree(folder)
     python = [sys.executable, *identity.interpreter_flags()]
     subprocess.run([*python, "-c", f"{as_in_supernode}\n{wait}"], timeout=60, check=True)

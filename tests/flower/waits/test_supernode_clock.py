@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_programs import run_python
 
-from flower_gpu.flower.supernode import Clock, Loop, is_on_this_host
+from flower_gpu.flower.supernode import SuperNodeLoop, SuperNodeTime, is_on_this_host
 from flower_gpu.flower.waits import pace, wakeup
 from flower_gpu.flower.waits.heartbeats import Heartbeats
 
@@ -78,8 +78,8 @@ def test_heartbeats_of_another_flower_are_its_own() -> None:
 
 def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> None:
     now_s = 1000.0
-    loop = Loop(0.01, 0.05, no_heartbeats(), monotonic=lambda: now_s)
-    clock = Clock(loop)
+    loop = SuperNodeLoop(0.01, 0.05, no_heartbeats(), monotonic=lambda: now_s)
+    clock = SuperNodeTime(loop)
     for after_s, least_s in ((0, 0.01), (0.4, 0.02), (100, 0.05)):
         now_s = 1000.0 + after_s
         began_s = time.monotonic()
@@ -117,7 +117,7 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
 
 
 def test_it_is_the_module_time_otherwise() -> None:
-    assert Clock(Loop(0.5, 1.0, no_heartbeats())).time is time.time
+    assert SuperNodeTime(SuperNodeLoop(0.5, 1.0, no_heartbeats())).time is time.time
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import pytest
 from run_programs import run_python
 
-from flower_gpu.flower.superexec import Clock
+from flower_gpu.flower.superexec import SuperExecTime
 from flower_gpu.flower.waits import wakeup
 
 pytestmark = [
@@ -29,7 +29,7 @@ WAIT = """
 import os, sys
 from flower_gpu.flower import superexec
 from flower_gpu.flower.waits import wakeup
-clock = superexec.Clock(wakeup.found())
+clock = superexec.SuperExecTime(wakeup.found())
 superexec.end_with(int(sys.argv[1]))
 print(os.environ.get("FLOWER_GPU_WAKEUP"), flush=True)
 try:
@@ -86,7 +86,7 @@ def test_another_account_wakes_nobody(waker: wakeup.Waker) -> None:
 def test_it_looks_by_itself_and_waits_no_less_than_flower(waker: wakeup.Waker) -> None:
     wake_ups = wakeup.found()
     assert wake_ups is not None
-    clock = Clock(wake_ups, longest_s=0.2)
+    clock = SuperExecTime(wake_ups, longest_s=0.2)
     began_s = clock.monotonic()
     clock.sleep(0.01)
     clock.sleep(0.3)
@@ -122,9 +122,9 @@ from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from flower_gpu.flower.waits import wakeup
-from flower_gpu.flower.supernode import Heartbeats, Loop
+from flower_gpu.flower.supernode import Heartbeats, SuperNodeLoop
 
-loop = Loop(1.0, 1.0, Heartbeats(1, SimpleNamespace(), SimpleNamespace()))
+loop = SuperNodeLoop(1.0, 1.0, Heartbeats(1, SimpleNamespace(), SimpleNamespace()))
 loop.listen()
 wait_for_reply = loop.wait_for_reply
 wake_ups = wakeup.found()

@@ -35,7 +35,7 @@ from flower_gpu.simulation.cluster.agent import About, News
 from flower_gpu.simulation.cluster.grid import ClusterGrid
 from flower_gpu.simulation.cluster.hosts import HostLostError, Listener
 from flower_gpu.simulation.cluster.sum_boxes import BlockBox
-from flower_gpu.simulation.cluster.visits import FetchedModels, Sums, Visit, Visited
+from flower_gpu.simulation.cluster.visits import FetchedModels, HostSums, Visit, Visited
 from flower_gpu.simulation.cluster.work_queue import WorkQueue
 from flower_gpu.simulation.grid import SimulationGrid, reply_of
 from flower_gpu.simulation.local_grid import LocalGrid
@@ -85,7 +85,7 @@ class InThread:
         self.call_s: dict[str, float] = {}
         self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
-        self._sums, self._models = Sums(), FetchedModels(lambda where: pickle.loads(where))
+        self._sums, self._models = HostSums(), FetchedModels(lambda where: pickle.loads(where))
         self._left = dies_at
         self._lock = threading.Lock()
         self.forgotten: list[int] = []
@@ -619,7 +619,7 @@ def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(name)
         return "hangs" if name == "hangs" else lambda: News([], [], False)
 
-    lost: list[cluster_hosts.Host] = []
+    lost: list[cluster_hosts.RemoteHost] = []
     hosts = _hosts("hangs", "answers", on_lost=lost.append, news=news, exchange=lambda name, visits: "hangs")
     errors: list[str] = []
     exchanges = threading.Thread(target=lambda: errors.append(_error_of(hosts._all[0])), daemon=True)
@@ -636,14 +636,14 @@ def test_an_agent_that_hangs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _hosts(
-    *names: str, on_lost: Callable[[cluster_hosts.Host], None], **methods: Callable[..., Any]
+    *names: str, on_lost: Callable[[cluster_hosts.RemoteHost], None], **methods: Callable[..., Any]
 ) -> cluster_hosts.Hosts:
     """Return hosts whose agents have methods that get the host's name first."""
 
-    def host(name: str) -> cluster_hosts.Host:
+    def host(name: str) -> cluster_hosts.RemoteHost:
         agent = {key: SimpleNamespace(remote=partial(method, name)) for key, method in methods.items()}
         about = SimpleNamespace(name=name)
-        return cluster_hosts.Host(name, about, SimpleNamespace(**agent), 0.0)  # type: ignore[arg-type]
+        return cluster_hosts.RemoteHost(name, about, SimpleNamespace(**agent), 0.0)  # type: ignore[arg-type]
 
     hosts = cluster_hosts.Hosts.__new__(cluster_hosts.Hosts)
     hosts._all, hosts._kept, hosts._lock = [host(name) for name in names], [], threading.Lock()
@@ -675,7 +675,7 @@ def test_news_that_are_under_way_at_the_end_are_heard(monkeypatch: pytest.Monkey
     assert [event["event"] for event in hosts._kept or ()] == ["first", "last"] and asked == ["host"]
 
 
-def _error_of(host: cluster_hosts.Host) -> str:
+def _error_of(host: cluster_hosts.RemoteHost) -> str:
     with pytest.raises(HostLostError) as told:
         host.exchange([])
     return str(told.value)
