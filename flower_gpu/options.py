@@ -159,7 +159,7 @@ class CallOptions(TypedDict, total=False):
         Option(
             "GPU numbers or UUIDs of a node, such as 0,1",
             GPU_IDS,
-            "FLOWER_GPU_NUM",
+            "FLOWER_GPU_IDS",
             None,
             "GPUs",
             _EVERYWHERE,

@@ -152,7 +152,7 @@ def calls(found: Inventory) -> Iterator[Found]:
         return
     level = "problem" if decision.is_serious else "note"
     for warning in decision.warnings:
-        yield level, warning, "change FLOWER_GPU_POLICY or FLOWER_GPU_NUM, if that is not meant"
+        yield level, warning, "change FLOWER_GPU_POLICY or FLOWER_GPU_IDS, if that is not meant"
     if not decision.on_gpu:
         yield "ok", f"policy {word}: calls run on the CPU"
         return

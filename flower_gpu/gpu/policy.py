@@ -130,7 +130,7 @@ class DevicePolicy:
         node_config : mapping
             The SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-ids``.
         environ : mapping of str to str
-            The environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_NUM``. Empty is not set.
+            The environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_IDS``. Empty is not set.
 
         Returns
         -------

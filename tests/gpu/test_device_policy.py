@@ -289,7 +289,7 @@ def test_entries_that_name_no_gpu_are_refused(value: str) -> None:
 
 
 NODE = {"gpu": "force", "gpu-ids": 1, "partition-id": 0}
-ENVIRON = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM": "2,3"}
+ENVIRON = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_IDS": "2,3"}
 
 
 @pytest.mark.parametrize(
@@ -304,9 +304,9 @@ ENVIRON = {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM": "2,3"}
         ({"gpu_ids": "GPU-ab"}, {"gpu": "never"}, {}, ("never", ("GPU-ab",))),
         # A number alone is an offer.
         ({}, {"gpu-ids": 0}, {}, ("offer", (0,))),
-        ({}, {}, {"FLOWER_GPU_NUM": "0"}, ("offer", (0,))),
+        ({}, {}, {"FLOWER_GPU_IDS": "0"}, ("offer", (0,))),
         # Empty variables are not set.
-        ({"gpu": "force"}, {}, {"FLOWER_GPU_POLICY": "", "FLOWER_GPU_NUM": ""}, ("force", None)),
+        ({"gpu": "force"}, {}, {"FLOWER_GPU_POLICY": "", "FLOWER_GPU_IDS": ""}, ("force", None)),
         # What is hidden is not looked at.
         ({"gpu": "always"}, {"gpu": "offer"}, {}, ("offer", None)),
     ],

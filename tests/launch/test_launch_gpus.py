@@ -111,7 +111,7 @@ def test_other_programs_are_no_reason_to_refuse_but_the_reserve_is(plan_on: Plan
 
 def test_requests_of_the_environment_count_too(plan_on: PlanOn, host: Host) -> None:
     size, gpus = {"FLOWER_GPU_MEMORY": "100GiB"}, {"FLOWER_GPU_NUM_GPUS": "4"}
-    wanted = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_NUM": "5"}
+    wanted = {"FLOWER_GPU_POLICY": "require", "FLOWER_GPU_IDS": "5"}
     lines = [(line, size) for line in ("", "--gpu-memory 1GiB", "--num-gpus 0.5")]
     lines += [(line, gpus) for line in ("", "--num-gpus 0.5", "--gpu-memory 1GiB")]
     answers = plan_on(host, *lines, ("", wanted), ("--gpu-ids 1", wanted))
@@ -129,7 +129,7 @@ def test_wrong_variables_are_refused_by_their_names(plan_on: PlanOn, host: Host)
         "FLOWER_GPU_MEMORY": "lots",
         "FLOWER_GPU_NUM_GPUS": "1.5",
         "FLOWER_GPU_POLICY": "maybe",
-        "FLOWER_GPU_NUM": "zero",
+        "FLOWER_GPU_IDS": "zero",
         "FLOWER_GPU_ON_OOM": "pray",
         "FLOWER_GPU_PLACEMENT": "anywhere",
         "FLOWER_GPU_RESERVE": "-1",
@@ -179,7 +179,7 @@ def plan_of(app: Path, line: str) -> Plan:
 
 
 def gpu_variables(env: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name in ("FLOWER_GPU_POLICY", "FLOWER_GPU_NUM")}
+    return {name: value for name, value in env.items() if name in ("FLOWER_GPU_POLICY", "FLOWER_GPU_IDS")}
 
 
 def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path) -> None:
@@ -189,19 +189,19 @@ def test_gpus_are_dealt_out_to_the_clients_and_the_server_has_all(tiny_app: Path
     assert {config["gpu"] for config in configs} == {"offer"}
     assert [config["partition-id"] for config in configs] == [0, 1, 2, 3, 4]
     env = service_environment({}, RunFolder(tiny_app), plan.options.calls)
-    assert gpu_variables(env) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_NUM": "1,GPU-89"}
+    assert gpu_variables(env) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_IDS": "1,GPU-89"}
     client = client_environment(env, 1, 5, configs[1])
-    assert gpu_variables(client) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_NUM": "GPU-89"}
+    assert gpu_variables(client) == {"FLOWER_GPU_POLICY": "offer", "FLOWER_GPU_IDS": "GPU-89"}
 
 
 @pytest.mark.parametrize(
     ("line", "base"),
     [
         ("--gpu never --gpu-ids 1", {}),
-        ("--gpu never --gpu-ids 1", {"FLOWER_GPU_POLICY": "force", "FLOWER_GPU_NUM": "0"}),
+        ("--gpu never --gpu-ids 1", {"FLOWER_GPU_POLICY": "force", "FLOWER_GPU_IDS": "0"}),
         ("--node-config gpu='never' --node-config gpu-ids=1", {"FLOWER_GPU_POLICY": "force"}),
-        ("--gpu never --node-config gpu-ids='1'", {"FLOWER_GPU_NUM": "0"}),
-        ("", {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_NUM": "1"}),
+        ("--gpu never --node-config gpu-ids='1'", {"FLOWER_GPU_IDS": "0"}),
+        ("", {"FLOWER_GPU_POLICY": "never", "FLOWER_GPU_IDS": "1"}),
     ],
 )
 def test_code_with_and_without_context_gets_the_same_policy(

@@ -162,7 +162,7 @@ def test_each_option_becomes_a_variable_and_wins_over_the_one_that_is_there() ->
     env = environment(line, base)
     assert "FLOWER_GPU_NUM_GPUS" not in env  # a share would say again, and something else, than the size
     assert env["FLOWER_GPU_POLICY"] == "require"
-    assert env["FLOWER_GPU_NUM"] == "0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59"
+    assert env["FLOWER_GPU_IDS"] == "0,GPU-6f0b1f2e-5d0c-4a6b-9b1a-0f1d2c3b4a59"
     assert env["FLOWER_GPU_MEMORY"] == "2GiB"
     assert env["FLOWER_GPU_LEASE_TIMEOUT_S"] == "7.0"
     assert env["FLOWER_GPU_ON_OOM"] == "cpu"
@@ -260,7 +260,7 @@ def test_each_supernode_is_told_its_part_and_its_gpu_and_the_users_own_words_win
         expected = {"partition-id": number, "num-partitions": count, **mine}
         if gpus is not None:
             expected["gpu-ids"] = gpus[number % len(gpus)]
-            assert one.env["FLOWER_GPU_NUM"] == str(expected["gpu-ids"])
+            assert one.env["FLOWER_GPU_IDS"] == str(expected["gpu-ids"])
         if policy is not None:
             expected["gpu"] = policy
             assert one.env["FLOWER_GPU_POLICY"] == policy
