@@ -8,6 +8,6 @@ There is one for each user and environment of a host; one with preloaded data is
       │ identity: which one fits a caller; proof: that it may be one; sockets: messages
       │ libraries: what it imports and learns; fitness: whether a caller would find the same
       ▼
-    a fork is a worker (workers/worker.py), or a program (workers/interpreter.py) for which the command that the
-    user started stands (proxy)
+    a fork is a worker (workers/worker.py), or a program (workers/interpreter.py), for which the command that
+    the user has started waits (proxy)
 """
