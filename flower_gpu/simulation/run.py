@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Unpack
 
@@ -19,38 +19,32 @@ from flwr.supercore.object_ref import load_app
 from flwr.supercore.task_identity import TaskIdentity
 
 from flower_gpu import files
-from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.recording import RecordedRun, recorded_run
-from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import message_call
 from flower_gpu.flower.recording.recorded_grid import RecordedGrid
+from flower_gpu.flower.rounds import RoundState
 from flower_gpu.flower.strategy_state import OURS
-from flower_gpu.gpu import guard
-from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import RUN_DIR_VARIABLE, CallOptions
-from flower_gpu.printable import path_text, told_if_slow
+from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation import determinism, machine, verifying, workers
 from flower_gpu.simulation.checkpoint import Checkpoints
-from flower_gpu.simulation.durations import LONGEST, ORDERS, OrderWord
+from flower_gpu.simulation.durations import LONGEST, OrderWord
 from flower_gpu.simulation.engine import Engine, LocalEngine, Rounds
-from flower_gpu.simulation.host import Work
-from flower_gpu.simulation.in_worker import AppReference, seed_of
-from flower_gpu.simulation.messages import MANY
+from flower_gpu.simulation.grid import SimulationGrid
+from flower_gpu.simulation.in_worker import seed_of
 from flower_gpu.simulation.nodes import VirtualNodes
+from flower_gpu.simulation.plan import RunPlan
 from flower_gpu.simulation.reporting import Report, reported_run
 from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
 from flower_gpu.workers.own_calls import borrowed
-from flower_gpu.workers.threads import cores
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
 
-_SEEDS: Final = 1 << 31
-_UNNAMED: Final = "app"  # two components without a folder
 _is_running: Final = threading.Lock()
 
 
@@ -154,205 +148,176 @@ def simulate(
     --------
     >>> result = simulate("examples/quickstart", 100, run_config={"num-server-rounds": 5})
     """
-    for label, count in (
-        ("num_supernodes", num_supernodes),
-        ("max_workers", max_workers),
-        ("calls_per_worker", calls_per_worker),
-    ):
-        if count is not None and count < 1:
-            raise ConfigError(f"{label} is a number from 1 on, not {count}")
-    if order not in ORDERS:
-        raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
-    settings = CallSettings.resolve(options)  # what is wrong with them is said before anything starts
-    settings.host.check()
-    guard.check(os.environ)
-    folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
-    before = folder.read_config() if folder is not None else {}
-    name, where, server, client = _components(app)
-    if before.get("app", name) != name:
-        theirs = _shown(before["app"], before.get("app_folder"))
-        raise ConfigError(
-            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
-            "Give that app, or start a new run without --resume"
-        )
-    given = {**before.get("run_config", {}), **(run_config or {})}
-    values = given if where is None else FlowerApp.load(where).simulated(given, num_supernodes)
-    if seed is None:
-        seed = before.get("seed")
-    seed = secrets.randbelow(_SEEDS) if seed is None else seed
-    deterministic = deterministic or bool(before.get("deterministic"))
-    if trackers is None and folder is not None:
-        trackers = tracking.known(folder.path)
-    names = tracking.checked(trackers)
-    if names and folder is None and log_dir is None:
-        raise ConfigError("trackers follow the trace in the run's folder: log_dir=None makes no folder")
-    env: dict[str, str] = dict(options.get("env") or {})
-    of_all: dict[str, str] = {}
-    if deterministic:
-        determinism.check_interpreter()
-        of_all = determinism.variables({**os.environ, **env}, before.get("threads", 1))
-    of_calls: CallOptions = {**options, "env": {**env, **of_all}}
-    is_strict = deterministic and not keep_going
-    if calls_per_worker is None:
-        calls_per_worker = 1 if deterministic else MANY  # what a client leaves in modules is not to be found
-    if verify_recycling and calls_per_worker == 1:
-        raise ConfigError(
-            "there is nothing to verify: with calls_per_worker=1, the default of deterministic runs, no "
-            "worker is used again"
-        )
-    if verify_recycling and ray_address is not None:
-        raise ConfigError("verify_recycling is a check on one machine: leave ray_address out")
-    work = Work(
-        name,
-        client,
-        of_calls,
+    plan = RunPlan.of(
+        app,
         num_supernodes,
-        seed,
-        max_workers,
-        calls_per_worker,
-        verify_recycling,
-        deterministic,
-        is_strict,
+        run_config=run_config,
+        max_workers=max_workers,
+        calls_per_worker=calls_per_worker,
+        verify_recycling=verify_recycling,
+        order=order,
+        seed=seed,
+        log_dir=log_dir,
+        resume=resume,
+        state_memory=state_memory,
+        keep_going=keep_going,
+        deterministic=deterministic,
+        ray_address=ray_address,
+        trackers=trackers,
+        options=options,
     )
-    run_id = determinism.run_id(seed) if deterministic else secrets.randbits(63)
     with ExitStack() as stack:
         stack.enter_context(_alone())
-        engine = _engine(work, ray_address, run_id, values, stack)
-        if deterministic:
-            machine.check_same(before, engine.described(), is_strict=is_strict)
-        # What a run that goes on must have in common with the run before.
-        identity = {"app": name, "num_supernodes": num_supernodes, "seed": seed}
-        if deterministic:
-            identity |= {"deterministic": True, "threads": engine.threads}
-        memory_limit_bytes = memory_bytes(state_memory, "state_memory")
-        recorded: RecordedRun | None = None
-        followers = tracking.Tracking(names)
-        config = dict(before)
-        if folder is None and log_dir is not None:
-            config = {
-                "deterministic": deterministic,
-                "threads": engine.threads,
-                **identity,
-                "app_folder": where,
-                "run_config": values,
-                "max_workers": engine.concurrency,
-                "calls_per_worker": calls_per_worker,
-                "verify_recycling": verify_recycling,
-                "order": order,
-                "state_memory_bytes": memory_limit_bytes,
-                "options": {option: _plain(value) for option, value in options.items()},
-                "cores": cores(),
-                **engine.described(),
-            }
-            folder = ResultFolder.create(Path(log_dir), config)
+        engine = _engine(plan, stack)
+        if plan.work.is_deterministic:
+            machine.check_same(plan.before, engine.described(), is_strict=plan.work.is_strict)
+        record = _Record.begun(plan, engine, stack)
+        if plan.work.is_deterministic:
+            stack.enter_context(determinism.here(seed_of(f"{plan.work.seed} server"), plan.server_env))
+        nodes = VirtualNodes(num_supernodes, plan.work.seed, plan.run_id, plan.run_config, record.states)
+        stack.enter_context(_identity(plan.run_id))
+        report = record.report(plan, engine, nodes, stack, progress=progress, verbose=verbose)
+        grid = _grid(plan, record, engine, nodes, report, stack)
+        context = Context(plan.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(plan.run_config))
+        _run_server(plan, engine, RecordedGrid(grid, report.recorder), context, report.say)
+        grid.close()  # here workers that wait for another message end by themselves
+        model = report.recorder.model
+    path = None if record.folder is None else record.folder.path
+    return SimulationResult(context, model, report.summary, path, plan.work.name, report.history.rounds)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Where a run is written down, and what it goes on from; without a folder nothing stays but states."""
+
+    folder: ResultFolder | None
+    states: StateStore
+    checkpoints: Checkpoints | None
+    state: RoundState | None  # of the run that goes on
+    trace: RecordedRun | None
+    is_tracked: bool
+
+    @classmethod
+    def begun(cls, plan: RunPlan, engine: Engine, stack: ExitStack) -> _Record:
+        """Make the folder, or go on in that of the earlier run; ``stack`` closes all that."""
+        folder, trace, followers = plan.folder, None, tracking.Tracking(plan.trackers)
+        config = dict(plan.before)
+        if folder is None and plan.log_dir is not None:
+            config = plan.config(engine)
+            folder = ResultFolder.create(plan.log_dir, config)
         if folder is not None:
             stack.enter_context(borrowed([RUN_DIR_VARIABLE]))
             os.environ[RUN_DIR_VARIABLE] = str(folder.path)
-            told = config | identity | {"run_config": values, "clients": num_supernodes, "engine": "simulate"}
+            name, clients = plan.work.name, plan.work.num_supernodes
+            told = {"run_config": plan.run_config, "clients": clients, "engine": "simulate"}
+            told = config | plan.identity(engine) | told
             # First in, last out: the last look at the GPUs is when all workers are gone, and trackers get it.
-            following = followers.following(folder.path, name, told, resumes=resume is not None)
-            stack.enter_context(following)
-            recorded = stack.enter_context(
-                recorded_run(folder.path, "simulate", name, clients=num_supernodes, begins=resume is None)
+            stack.enter_context(followers.following(folder.path, name, told, resumes=plan.resumes))
+            trace = stack.enter_context(
+                recorded_run(folder.path, "simulate", name, clients=clients, begins=not plan.resumes)
             )
-            if recorded.is_elsewhere:
-                raise ConfigError(f"--resume {resume}: another process goes on with this run already")
-        states = StateStore(_state_folder(folder, stack), memory_limit_bytes)
+            if trace.is_elsewhere:
+                raise ConfigError(f"--resume {folder.path}: another process goes on with this run already")
+        states = StateStore(_state_folder(folder, stack), plan.state_memory_bytes)
         stack.callback(states.close)
         checkpoints = state = None
         if folder is not None:
-            checkpoints = Checkpoints(folder.checkpoint, states, identity)
+            checkpoints = Checkpoints(folder.checkpoint, states, plan.identity(engine))
             stack.callback(checkpoints.close)
-            state = checkpoints.read() if resume is not None else None
-        if deterministic:
-            stack.enter_context(determinism.here(seed_of(f"{seed} server"), of_all))
-        nodes = VirtualNodes(num_supernodes, seed, run_id, values, states)
-        stack.enter_context(_identity(run_id))
-        report: Report | None = None
-        stack.callback(lambda: _count(recorded, report))
+            state = checkpoints.read() if plan.resumes else None
+        return cls(folder, states, checkpoints, state, trace, followers.is_on)
+
+    def report(
+        self,
+        plan: RunPlan,
+        engine: Engine,
+        nodes: VirtualNodes,
+        stack: ExitStack,
+        *,
+        progress: bool,
+        verbose: bool | None,
+    ) -> Report:
+        """Begin to show and to write down what happens."""
+        reports: list[Report] = []
+        stack.callback(lambda: self._count(reports))  # once its summary is there
+        state = self.state
         report = stack.enter_context(
             reported_run(
-                folder,
-                num_supernodes,
+                self.folder,
+                plan.work.num_supernodes,
                 nodes.partition_of,
                 progress=progress,
                 verbose=verbose,
                 resumed_round=None if state is None else state.server_round,
                 resumed_strategy=OURS if state is None else state.strategy,
-                on_resume=lambda: _begin(recorded, engine),
-                keep_going=keep_going,
-                is_tracked=followers.is_on,
+                on_resume=lambda: self._begin_again(engine),
+                keep_going=plan.keep_going,
+                is_tracked=self.is_tracked,
             )
         )
+        reports.append(report)
         report.recorder.concurrency = engine.concurrency
-        has_longest_first = order == LONGEST and engine.concurrency > 1  # with one worker no order is faster
-        rounds = Rounds(run_id, nodes, states, checkpoints, state, has_longest_first)
-        grid = engine.open(rounds, stack.callback)
-        grid.tell = report.recorder.tell
-        if resume is None:
-            engine.has_begun()
-        report.say(engine.where())
-        if verify_recycling:
-            report.say(verifying.NOTE)
-        if has_longest_first:
-            report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
-                [(kind, nodes.find(node_id)) for node_id in ids]
-            )
-        stack.callback(lambda: report.facts.update(engine.facts()))
-        workers.seed_server(seed)
-        context = Context(run_id, SUPERLINK_NODE_ID, {}, RecordDict(), dict(values))
-        recorded_grid = RecordedGrid(grid, report.recorder)
-        if isinstance(server, str):
-            with told_if_slow(report.say, f"importing {server.partition(':')[0]} of {name}"):
-                server = _loaded(server, where)
-        with told_if_slow(report.say, f"preparing the workers of {name}"):
-            engine.load_data()
-        server(grid=recorded_grid, context=context)
-        recorded_grid.close()
-        grid.close()  # here workers that wait for another message end by themselves
-        model = report.recorder.model
-    return SimulationResult(
-        context, model, report.summary, None if folder is None else folder.path, name, report.history.rounds
-    )
+        return report
+
+    def _begin_again(self, engine: Engine) -> None:
+        """Have the trace say that a run which goes on has begun again."""
+        if self.trace is not None:
+            self.trace.begin()
+        engine.has_begun()
+
+    def _count(self, reports: Sequence[Report]) -> None:
+        """Have the run's end in the trace say how many messages failed."""
+        for report in reports:
+            if self.trace is not None:
+                self.trace.messages = report.summary.get("messages")
+                self.trace.failed = report.summary.get("failed")
 
 
-def _engine(
-    work: Work, ray_address: str | None, run_id: int, run_config: Mapping[str, Any], stack: ExitStack
-) -> Engine:
+def _grid(
+    plan: RunPlan, record: _Record, engine: Engine, nodes: VirtualNodes, report: Report, stack: ExitStack
+) -> SimulationGrid:
+    """Return the grid of a run whose messages the engine handles."""
+    has_longest_first = plan.order == LONGEST and engine.concurrency > 1  # with one worker no order is faster
+    rounds = Rounds(plan.run_id, nodes, record.states, record.checkpoints, record.state, has_longest_first)
+    grid = engine.open(rounds, stack.callback)
+    grid.tell = report.recorder.tell
+    if not plan.resumes:
+        engine.has_begun()
+    report.say(engine.where())
+    if plan.work.verify_recycling:
+        report.say(verifying.NOTE)
+    if has_longest_first:
+        report.recorder.expected_s = lambda kind, ids: engine.durations.expected_s(
+            [(kind, nodes.find(node_id)) for node_id in ids]
+        )
+    stack.callback(lambda: report.facts.update(engine.facts()))
+    return grid
+
+
+def _run_server(
+    plan: RunPlan, engine: Engine, grid: RecordedGrid, context: Context, say: Callable[[str], None]
+) -> None:
+    """Import the ServerApp, load what workers find loaded, and run the one with the others."""
+    workers.seed_server(plan.work.seed)
+    server, name = plan.server, plan.work.name
+    if isinstance(server, str):
+        with told_if_slow(say, f"importing {server.partition(':')[0]} of {name}"):
+            server = _loaded(server, plan.where)
+    with told_if_slow(say, f"preparing the workers of {name}"):
+        engine.load_data()
+    server(grid=grid, context=context)
+    grid.close()
+
+
+def _engine(plan: RunPlan, stack: ExitStack) -> Engine:
     """Return what handles messages: this machine, or the hosts of a cluster."""
-    if ray_address is None:
-        return LocalEngine(work)
+    if plan.ray_address is None:
+        return LocalEngine(plan.work)
     from flower_gpu.simulation.cluster.engine import ClusterEngine
     from flower_gpu.simulation.cluster.hosts import connected
 
-    stack.enter_context(connected(ray_address, work.app))
-    return ClusterEngine(work, run_id, run_config)
-
-
-def _begin(recorded: RecordedRun | None, engine: Engine) -> None:
-    """Have the trace say that a run which goes on has begun again."""
-    if recorded is not None:
-        recorded.begin()
-    engine.has_begun()
-
-
-def _count(recorded: RecordedRun | None, report: Report | None) -> None:
-    """Have the run's end in the trace say how many messages failed."""
-    if recorded is not None and report is not None:
-        recorded.messages, recorded.failed = report.summary.get("messages"), report.summary.get("failed")
-
-
-def _components(
-    app: str | Path | tuple[ServerApp, ClientApp],
-) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
-    """Return what an app is called, where it is if it has a folder, and its two components."""
-    if isinstance(app, tuple):
-        server, client = app
-        if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
-            raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
-        return _UNNAMED, None, server, client
-    found = FlowerApp.load(Path(app))
-    return found.name, found.path, found.serverapp, AppReference(found.path, found.clientapp)
+    stack.enter_context(connected(plan.ray_address, plan.work.app))
+    return ClusterEngine(plan.work, plan.run_id, plan.run_config)
 
 
 def _loaded(reference: str, folder: Path | None) -> ServerApp:
@@ -360,10 +325,6 @@ def _loaded(reference: str, folder: Path | None) -> ServerApp:
     if not isinstance(loaded, ServerApp):
         raise ConfigError(f"{reference} is a {type(loaded).__name__}, not a ServerApp")
     return loaded
-
-
-def _shown(name: str, folder: object) -> str:
-    return f"{name} ({path_text(str(folder))})" if folder else name
 
 
 @contextmanager
@@ -390,10 +351,6 @@ def _identity(run_id: int) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(TaskIdentity, name, value)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
 
 
 def _state_folder(folder: ResultFolder | None, stack: ExitStack) -> Path:

@@ -1,0 +1,256 @@
+"""What a run is to do: what was given, checked, and joined with what the run had that it goes on with."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_gpu.apps.app import FlowerApp
+from flower_gpu.calls.settings import CallSettings
+from flower_gpu.errors import ConfigError
+from flower_gpu.gpu import guard
+from flower_gpu.leases.request import memory_bytes
+from flower_gpu.options import CallOptions
+from flower_gpu.printable import path_text
+from flower_gpu.simulation import determinism
+from flower_gpu.simulation.durations import ORDERS, OrderWord
+from flower_gpu.simulation.engine import Engine
+from flower_gpu.simulation.host import Work
+from flower_gpu.simulation.in_worker import AppReference
+from flower_gpu.simulation.messages import MANY
+from flower_gpu.simulation.results import ResultFolder
+from flower_gpu.watch.trackers import tracking
+from flower_gpu.workers.threads import cores
+
+_SEEDS: Final = 1 << 31
+_UNNAMED: Final = "app"  # two components without a folder
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is to do.
+
+    Attributes
+    ----------
+    work : Work
+        What a host must know of it.
+    run_id : int
+        The run's, for Flower.
+    server : ServerApp or str
+        The app's, or where to find it.
+    where : Path, optional
+        The app's folder.
+    run_config : mapping
+        What contexts have.
+    server_env : mapping
+        Variables of a deterministic ServerApp.
+    folder, before
+        Of the earlier run that goes on; else None, and empty.
+    log_dir : Path, optional
+        Where the folder of a new run is made.
+    order, keep_going, trackers, ray_address
+        As :func:`flower_gpu.simulate` has them.
+    state_memory_bytes : int
+        What nodes' states may take in memory.
+    """
+
+    work: Work
+    run_id: int
+    server: ServerApp | str
+    where: Path | None
+    run_config: Mapping[str, Any]
+    server_env: Mapping[str, str]
+    folder: ResultFolder | None
+    before: Mapping[str, Any]
+    log_dir: Path | None
+    order: OrderWord
+    keep_going: bool
+    trackers: tuple[str, ...]
+    ray_address: str | None
+    state_memory_bytes: int
+    options: CallOptions
+
+    @property
+    def resumes(self) -> bool:
+        """Whether an earlier run goes on."""
+        return self.folder is not None
+
+    @classmethod
+    def of(
+        cls,
+        app: str | Path | tuple[ServerApp, ClientApp],
+        num_supernodes: int,
+        *,
+        run_config: Mapping[str, Any] | None,
+        max_workers: int | None,
+        calls_per_worker: int | None,
+        verify_recycling: bool,
+        order: OrderWord,
+        seed: int | None,
+        log_dir: str | Path | None,
+        resume: str | Path | None,
+        state_memory: int | str,
+        keep_going: bool,
+        deterministic: bool,
+        ray_address: str | None,
+        trackers: str | Sequence[str] | None,
+        options: CallOptions,
+    ) -> RunPlan:
+        """Check what was given, and join it with an earlier run's.
+
+        Raises
+        ------
+        ConfigError
+            If something cannot be used. Nothing was started or written.
+        """
+        _check_numbers(num_supernodes, max_workers, calls_per_worker)
+        if order not in ORDERS:
+            raise ConfigError(f"order={order!r} is not one of {', '.join(ORDERS)}")
+        CallSettings.resolve(options).host.check()
+        guard.check(os.environ)
+        folder = ResultFolder.reopen(Path(resume)) if resume is not None else None
+        before = folder.read_config() if folder is not None else {}
+        name, where, server, client = _components(app)
+        _check_same_app(before, name, where, resume)
+        given = {**before.get("run_config", {}), **(run_config or {})}
+        if seed is None:
+            seed = before.get("seed")
+        seed = secrets.randbelow(_SEEDS) if seed is None else seed
+        deterministic = deterministic or bool(before.get("deterministic"))
+        server_env: dict[str, str] = {}
+        env: dict[str, str] = dict(options.get("env") or {})
+        if deterministic:
+            determinism.check_interpreter()
+            server_env = determinism.variables({**os.environ, **env}, before.get("threads", 1))
+        if calls_per_worker is None:
+            calls_per_worker = (
+                1 if deterministic else MANY
+            )  # what a client leaves in modules is not to be found
+        if verify_recycling:
+            _check_can_verify(calls_per_worker, ray_address)
+        work = Work(
+            name,
+            client,
+            {**options, "env": {**env, **server_env}},
+            num_supernodes,
+            seed,
+            max_workers,
+            calls_per_worker,
+            verify_recycling,
+            deterministic,
+            is_strict=deterministic and not keep_going,
+        )
+        return cls(
+            work,
+            determinism.run_id(seed) if deterministic else secrets.randbits(63),
+            server,
+            where,
+            given if where is None else FlowerApp.load(where).simulated(given, num_supernodes),
+            server_env,
+            folder,
+            before,
+            None if log_dir is None else Path(log_dir),
+            order,
+            keep_going,
+            _checked_trackers(trackers, folder, log_dir),
+            ray_address,
+            memory_bytes(state_memory, "state_memory"),
+            options,
+        )
+
+    def identity(self, engine: Engine) -> dict[str, Any]:
+        """Return what a run that goes on must have in common with the run before."""
+        work = self.work
+        found = {"app": work.name, "num_supernodes": work.num_supernodes, "seed": work.seed}
+        if work.is_deterministic:
+            found |= {"deterministic": True, "threads": engine.threads}
+        return found
+
+    def config(self, engine: Engine) -> dict[str, Any]:
+        """Return what is written down of a new run."""
+        work = self.work
+        return {
+            "deterministic": work.is_deterministic,
+            "threads": engine.threads,
+            **self.identity(engine),
+            "app_folder": self.where,
+            "run_config": self.run_config,
+            "max_workers": engine.concurrency,
+            "calls_per_worker": work.calls_per_worker,
+            "verify_recycling": work.verify_recycling,
+            "order": self.order,
+            "state_memory_bytes": self.state_memory_bytes,
+            "options": {option: _plain(value) for option, value in self.options.items()},
+            "cores": cores(),
+            **engine.described(),
+        }
+
+
+def _check_numbers(num_supernodes: int, max_workers: int | None, calls_per_worker: int | None) -> None:
+    for label, count in (
+        ("num_supernodes", num_supernodes),
+        ("max_workers", max_workers),
+        ("calls_per_worker", calls_per_worker),
+    ):
+        if count is not None and count < 1:
+            raise ConfigError(f"{label} is a number from 1 on, not {count}")
+
+
+def _components(
+    app: str | Path | tuple[ServerApp, ClientApp],
+) -> tuple[str, Path | None, ServerApp | str, ClientApp | AppReference]:
+    """Return what an app is called, where it is if it has a folder, and its two components."""
+    if isinstance(app, tuple):
+        server, client = app
+        if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
+            raise TypeError("an app is a folder, or a ServerApp and a ClientApp")
+        return _UNNAMED, None, server, client
+    found = FlowerApp.load(Path(app))
+    return found.name, found.path, found.serverapp, AppReference(found.path, found.clientapp)
+
+
+def _check_same_app(
+    before: Mapping[str, Any], name: str, where: Path | None, resume: str | Path | None
+) -> None:
+    if before.get("app", name) != name:
+        theirs = _shown(before["app"], before.get("app_folder"))
+        raise ConfigError(
+            f"--resume {path_text(str(resume))}: that is a run of {theirs}, not of {_shown(name, where)}. "
+            "Give that app, or start a new run without --resume"
+        )
+
+
+def _check_can_verify(calls_per_worker: int, ray_address: str | None) -> None:
+    if calls_per_worker == 1:
+        raise ConfigError(
+            "there is nothing to verify: with calls_per_worker=1, the default of deterministic runs, no "
+            "worker is used again"
+        )
+    if ray_address is not None:
+        raise ConfigError("verify_recycling is a check on one machine: leave ray_address out")
+
+
+def _checked_trackers(
+    trackers: str | Sequence[str] | None, folder: ResultFolder | None, log_dir: str | Path | None
+) -> tuple[str, ...]:
+    if trackers is None and folder is not None:
+        trackers = tracking.known(folder.path)
+    names = tracking.checked(trackers)
+    if names and folder is None and log_dir is None:
+        raise ConfigError("trackers follow the trace in the run's folder: log_dir=None makes no folder")
+    return names
+
+
+def _shown(name: str, folder: object) -> str:
+    return f"{name} ({path_text(str(folder))})" if folder else name
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
