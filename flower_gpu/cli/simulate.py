@@ -37,14 +37,13 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
-from flower_gpu.simulation.needs import Needs
-from flower_gpu.workers import interpreter, methods
+from flower_gpu.workers import interpreter
 from flower_gpu.workers.call import check_modules, checked_preload
-from flower_gpu.workers.forkserver.proxy import Program
 from flower_gpu.workers.life import ended_by_signals
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.simulation_result import SimulationResult
+    from flower_gpu.workers.forkserver.proxy import Program
 
 HELP = "run a Flower app with up to thousands of virtual clients on this machine"
 DESCRIPTION = """\
@@ -326,7 +325,7 @@ def _simulate(
     app: FlowerApp, num_supernodes: int, *, may_fork: bool, summary: bool, report: bool, **settings: Any
 ) -> SimulationResult | int:
     say = _say if settings["progress"] else str
-    if may_fork and methods.choose(CallSettings.resolve({}).worker.start_method).from_server:
+    if may_fork:
         with told_if_slow(say, f"importing what {app.name} needs"):
             program = _forked(app)
         if program is not None:
@@ -364,7 +363,17 @@ def _simulate(
 
 
 def _forked(app: FlowerApp) -> Program | None:
-    """Have this command done by a fork of the fork server, which imports for the run and for its workers."""
+    """Have this command done by a fork of the fork server, which imports for the run and for its workers.
+
+    None where there is no such server for workers either.
+    """
+    # Here: they import cloudpickle, and the command's help needs no package.
+    from flower_gpu.simulation.needs import Needs
+    from flower_gpu.workers import methods
+    from flower_gpu.workers.forkserver.proxy import Program
+
+    if not methods.choose(CallSettings.resolve({}).worker.start_method).from_server:
+        return None
     needs = Needs.of(libraries_of(app.path, app.clientapp.partition(":")[0]))
     libraries = libraries_of(app.path, app.serverapp.partition(":")[0])
     modules = dict.fromkeys([*_MODULES, *libraries, *needs.modules])

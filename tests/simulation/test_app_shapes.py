@@ -24,7 +24,7 @@ def told_by(shape: str, log_dir: Path) -> list[dict[str, Any]]:
     """Run the app with four clients; return what it prints."""
     command = [sys.executable, "-m", "flower_gpu.cli", "simulate", str(SHAPES / shape)]
     done = subprocess.run(
-        [*command, "--num-supernodes", "4", "--calls-per-worker", "1000", "--log-dir", str(log_dir)],
+        [*command, "--num-supernodes", "4", "--seed", "1", "--log-dir", str(log_dir)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
