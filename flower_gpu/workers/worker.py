@@ -435,7 +435,7 @@ def _failure(error: BaseException) -> Outcome:
 
 def place_of(error: BaseException) -> str:
     """Return where an app raised an exception, as ``client_app.py, line 33``."""
-    frames = traceback.extract_tb(_without_own_frames(error) or error.__traceback__)
+    frames = traceback.extract_tb(_without_own_frames(error))
     libraries = {"site-packages", "dist-packages"}
     own = [frame for frame in frames if not libraries & {*Path(frame.filename).parts}]
     where = (own or frames)[-1]  # wandb has put a sys.exit of its own in the place of Python's

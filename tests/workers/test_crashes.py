@@ -27,6 +27,7 @@ from flower_gpu.errors import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+from flower_gpu.workers import worker
 from flower_gpu.workers.forkserver import client
 
 pytestmark = pytest.mark.timeout(90)
@@ -188,3 +189,12 @@ def test_without_a_worker_errors_are_as_they_are() -> None:
         run_in_worker("crash_tasks:own_error", start_method="in-process")
     assert caught.value.__cause__ is None
     assert run_in_worker("plain_tasks:pid", start_method="in-process") == os.getpid()
+
+
+def test_an_exit_is_where_the_app_called_it_and_not_in_a_library() -> None:
+    library: dict[str, Any] = {}
+    code = "import sys\ndef exit(code): raise SystemExit(code)\n"
+    exec(compile(code, "/env/site-packages/wandb/exit_hooks.py", "exec"), library)
+    with pytest.raises(SystemExit) as caught:
+        library["exit"](3)
+    assert worker.place_of(caught.value) == f"test_crashes.py, line {caught.traceback[0].lineno + 1}"
