@@ -165,22 +165,10 @@ def _top_level_names(body: Iterable[ast.AST]) -> Iterator[str]:
 def parse_pairs(option: str, texts: Iterable[str]) -> dict[str, ConfigValue]:
     """Read ``key=value`` pairs.
 
-    Parameters
-    ----------
-    option : str
-        Where the texts come from, for the error message.
-    texts : iterable of str
-        Each holds pairs separated by spaces; later pairs win.
-
-    Returns
-    -------
-    dict
-        Values by key; the keys of tables joined by dots, as in Flower.
-
-    Raises
-    ------
-    ConfigError
-        If something is no pair, or no value that Flower takes.
+    ``option``: where the texts come from, for the error message.
+    ``texts``: each holds pairs separated by spaces; later pairs win.
+    Returns values by key; the keys of tables joined by dots, as in Flower.
+    Raises ConfigError if something is no pair, or no value that Flower takes.
     """
     values: dict[str, ConfigValue] = {}
     for text in texts:
@@ -213,10 +201,7 @@ def _pairs_of(text: str) -> dict[str, ConfigValue]:
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigValue]:
     """Join the keys of nested tables by dots, as Flower does.
 
-    Raises
-    ------
-    ValueError
-        If a value is neither a table nor of a type that Flower takes.
+    Raises ValueError if a value is neither a table nor of a type that Flower takes.
     """
     flat: dict[str, ConfigValue] = {}
     for key, value in table.items():

@@ -110,10 +110,7 @@ def short(path: Path) -> str:
 def check_log_dir(log_dir: Path) -> None:
     """Find out, without making it, whether a folder of ``--log-dir`` could be made.
 
-    Raises
-    ------
-    ConfigError
-        If it could not.
+    Raises ConfigError if it could not.
     """
     nearest = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
     if not nearest.is_dir():

@@ -78,10 +78,7 @@ def running() -> list[RunningRun]:
 def _locked(path: Path) -> int:
     """Return a descriptor of a file, made where it is missing, that is locked and still has that name.
 
-    Raises
-    ------
-    TimeoutError
-        If another process has it.
+    Raises TimeoutError if another process has it.
     """
     deadline = time.monotonic() + _READERS_S
     while True:

@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 def check(settings: CallSettings) -> None:
     """Refuse what a confined worker cannot have.
 
-    Raises
-    ------
-    ConfigError
-        If so.
+    Raises ConfigError if so.
     """
     if settings.worker.confinement is None:
         return

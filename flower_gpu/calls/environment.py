@@ -19,10 +19,7 @@ def of_worker(lease: Lease | None, environ: Mapping[str, str]) -> dict[str, str]
 
     They are set over ``environ``: a user's own settings of allocators in it stay, a smaller cap too.
 
-    Raises
-    ------
-    ConfigError
-        If a user's own cap is no number.
+    Raises ConfigError if a user's own cap is no number.
     """
     if lease is None:
         return {_VISIBLE: "", VARIABLE: "", **guard.environment(())}

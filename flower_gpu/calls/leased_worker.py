@@ -41,10 +41,7 @@ def setup() -> AbstractContextManager[None]:
 
     The lease is in the environment. Without one the libraries get their threads and nothing else happens.
 
-    Raises
-    ------
-    ConfigError
-        If the user's allocator settings cannot be used with PyTorch as it is loaded.
+    Raises ConfigError if the user's allocator settings cannot be used with PyTorch as it is loaded.
     """
     if own_calls.is_inside():
         guard.check_without_worker(os.environ)

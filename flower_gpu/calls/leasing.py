@@ -82,16 +82,10 @@ class Leasing:
     def held(self, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
         """Wait for a lease, and hold it in the block.
 
-        Raises
-        ------
-        LeaseError
-            If no GPU can ever give it.
-        LeaseTimeoutError
-            If none did in time.
-        RoundOverError
-            If the call's round was over before.
-        GPUUnavailableError
-            If the GPU does not answer any more when the lease is granted.
+        Raises LeaseError if no GPU can ever give it.
+        Raises LeaseTimeoutError if none did in time.
+        Raises RoundOverError if the call's round was over before.
+        Raises GPUUnavailableError if the GPU does not answer any more when the lease is granted.
         """
         ledger = self.ledger()
         self._trace_request(attempt)
@@ -366,10 +360,7 @@ def _untold(share: Share, task: str) -> str:
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
     """Decide whether a call may use a GPU, and which; what is to be said about it is logged.
 
-    Raises
-    ------
-    GPUUnavailableError
-        If the node requires a GPU that cannot be used.
+    Raises GPUUnavailableError if the node requires a GPU that cannot be used.
     """
     nobody = Inventory((), None, None)
     host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)

@@ -20,14 +20,9 @@ _TRACE_INTERVAL_S = 0.5
 class ProgressDisplay:
     """Shows the progress events of one call.
 
-    Parameters
-    ----------
-    label : str
-        The call, for example ``"fit of client 3"``.
-    record : mapping
-        The call's fields in the trace; its ``pid`` is known once the worker runs.
-    is_shown : bool
-        False: the trace gets them, and nothing is drawn.
+    ``label``: the call, for example ``"fit of client 3"``.
+    ``record``: the call's fields in the trace; its ``pid`` is known once the worker runs.
+    ``is_shown``: False: the trace gets them, and nothing is drawn.
     """
 
     def __init__(self, label: str, record: Mapping[str, Any], is_shown: bool = True) -> None:

@@ -94,12 +94,8 @@ class GPUSettings:
     ) -> GPUSettings:
         """Fill what the code left open.
 
-        Raises
-        ------
-        TypeError
-            If a value has the wrong type.
-        ConfigError
-            If a value cannot be used; the message names where it came from.
+        Raises TypeError if a value has the wrong type.
+        Raises ConfigError if a value cannot be used; the message names where it came from.
         """
         gpu, gpu_ids, num_gpus, gpu_memory = map(options.get, ("gpu", "gpu_ids", "num_gpus", "gpu_memory"))
         return cls(
@@ -156,10 +152,7 @@ class HostSettings:
     def check(self) -> None:
         """Refuse to ask for more cores than there are.
 
-        Raises
-        ------
-        ConfigError
-            If that is so; else the call would wait for ever.
+        Raises ConfigError if that is so; else the call would wait for ever.
         """
         if self.is_leased and self.num_cpus is not None and self.num_cpus > (most := available_cores()):
             raise ConfigError(
@@ -199,19 +192,10 @@ class CallSettings:
     def resolve(cls, options: Mapping[str, Any], *, name: str | None = None) -> CallSettings:
         """Check options and fill what is missing.
 
-        Parameters
-        ----------
-        options : mapping
-            As in :class:`CallOptions`.
-        name : str, optional
-            Name of the client where neither they nor the environment have one.
-
-        Raises
-        ------
-        TypeError
-            If there is no such option, or a value has the wrong type.
-        ConfigError
-            If a value cannot be used.
+        ``options``: as in :class:`CallOptions`.
+        ``name``: name of the client where neither they nor the environment have one.
+        Raises TypeError if there is no such option, or a value has the wrong type.
+        Raises ConfigError if a value cannot be used.
         """
         if unknown := [option for option in options if option not in OPTION_NAMES]:
             raise TypeError(f"no option {unknown[0]!r}; there are {', '.join(CALL)}")
@@ -243,10 +227,7 @@ def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, 
 
     ``words`` are options that a function names in its signature, by which type checkers know their words.
 
-    Returns
-    -------
-    tuple of dict
-        The options, and the rest.
+    Returns the options, and the rest.
     """
     return (
         {name: value for name, value in {**arguments, **words}.items() if name in OPTION_NAMES},
@@ -257,10 +238,7 @@ def split(arguments: Mapping[str, Any], **words: str | None) -> tuple[dict[str, 
 def checked_environment(given: Mapping[str, Any], base: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with these call options in it.
 
-    Raises
-    ------
-    ConfigError
-        If an option or a variable cannot be used.
+    Raises ConfigError if an option or a variable cannot be used.
     """
     env = environment(given, base)
     try:

@@ -24,18 +24,11 @@ def calls_run(
 ) -> str:
     """Return the line that says where calls with these settings run.
 
-    Parameters
-    ----------
-    settings : GPUSettings
-        Of the calls.
-    gpus : sequence of GPU
-        Those that they may use; none: they run on the CPU.
-    at_once : int, optional
-        How many run at a time, at most. None: as many as have room.
-    use_gpu : bool, optional
-        What the server wants.
-    env : mapping
-        The environment of the calls.
+    ``settings``: of the calls.
+    ``gpus``: those that they may use; none: they run on the CPU.
+    ``at_once``: how many run at a time, at most. None: as many as have room.
+    ``use_gpu``: what the server wants.
+    ``env``: the environment of the calls.
     """
     number = "as many at a time as have room" if at_once is None else f"up to {at_once} at a time"
     if gpus:

@@ -46,19 +46,10 @@ def environment(
 ) -> dict[str, str]:
     """Return what tells the processes of messages how apps are confined; nothing where they are not.
 
-    Parameters
-    ----------
-    arguments : argparse.Namespace
-        With :data:`OPTIONS`.
-    keys : iterable of str
-        Files of the SuperNode that only it may read.
-    environ : mapping
-        Of the SuperNode.
-
-    Raises
-    ------
-    ConfigError
-        If an option cannot be used, or this host cannot do what is asked.
+    ``arguments``: with :data:`OPTIONS`.
+    ``keys``: files of the SuperNode that only it may read.
+    ``environ``: of the SuperNode.
+    Raises ConfigError if an option cannot be used, or this host cannot do what is asked.
     """
     allowed = _allowed(arguments)
     if arguments.confine is None:

@@ -131,16 +131,9 @@ def _nearest(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        Arguments without the program's name; default: those of the process.
-
-    Returns
-    -------
-    int
-        0: done. 1: something that was started failed. 2: the input cannot be used.
-        128 + n: ended by signal n.
+    ``argv``: arguments without the program's name; default: those of the process.
+    Returns 0: done. 1: something that was started failed. 2: the input cannot be used. 128 + n: ended by
+    signal n.
     """
     try:
         parser = build_parser()

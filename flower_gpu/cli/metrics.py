@@ -41,10 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal ends this process.
 
-    Returns
-    -------
-    int
-        128 + n: ended by signal n.
+    Returns 128 + n: ended by signal n.
     """
     from flower_gpu.watch.metrics import Collector, HostMetrics, Runs, serve
 

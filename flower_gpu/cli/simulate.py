@@ -193,16 +193,10 @@ def _earlier_config(folder: Path | None) -> Mapping[str, Any]:
 def run(arguments: argparse.Namespace) -> int:
     """Run the simulation.
 
-    Returns
-    -------
-    int
-        0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C. 143: SIGTERM.
-        129: SIGHUP.
-
-    Raises
-    ------
-    ConfigError
-        If an option cannot be used; then nothing was started or written. Only ``--preload`` has to be tried.
+    Returns 0: it is complete. 1: the app raised an exception, or every client failed. 130: Ctrl-C. 143:
+    SIGTERM. 129: SIGHUP.
+    Raises ConfigError if an option cannot be used; then nothing was started or written. Only ``--preload``
+    has to be tried.
     """
     with ended_by_signals() as received:
         try:
@@ -280,10 +274,7 @@ def _federation(arguments: argparse.Namespace) -> tuple[int, dict[str, ConfigVal
 def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
     """Read ``--run-config``: pairs, or the name of a TOML file, as ``flwr run`` takes them.
 
-    Raises
-    ------
-    ConfigError
-        If that is neither.
+    Raises ConfigError if that is neither.
     """
     values: dict[str, ConfigValue] = {}
     for text in texts:
@@ -302,11 +293,8 @@ def given_run_config(texts: Sequence[str]) -> dict[str, ConfigValue]:
 def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, ConfigValue]]]:
     """Read ``--preload``: functions, each with its arguments.
 
-    Raises
-    ------
-    ConfigError
-        If one is not of the form ``package.module:function key=value ...``, or its module is neither in the
-        app's folder nor installed.
+    Raises ConfigError if one is not of the form ``package.module:function key=value ...``, or its module is
+    neither in the app's folder nor installed.
     """
     found: list[tuple[str, dict[str, ConfigValue]]] = []
     for text in texts:

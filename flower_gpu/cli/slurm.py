@@ -80,17 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Submit the job; print its id, and how to follow it.
 
-    Returns
-    -------
-    int
-        0; the job has its own exit status.
-
-    Raises
-    ------
-    ConfigError
-        If an option cannot be used, or there is no sbatch; nothing was submitted.
-    FlowerGPUError
-        If Slurm does not take the job.
+    Returns 0; the job has its own exit status.
+    Raises ConfigError if an option cannot be used, or there is no sbatch; nothing was submitted.
+    Raises FlowerGPUError if Slurm does not take the job.
     """
     plan = _plan(arguments)
     if arguments.dry_run:

@@ -289,10 +289,7 @@ class Node:
 def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: int = 1) -> dict[str, str]:
     """Return the environment of this many SuperNodes with these options.
 
-    Raises
-    ------
-    ConfigError
-        If an option or variable cannot be used.
+    Raises ConfigError if an option or variable cannot be used.
     """
     from flower_gpu.flower import commands
     from flower_gpu.flower.flwr_clientapp import OWN_ENVIRONMENT
@@ -321,10 +318,7 @@ def environment(arguments: argparse.Namespace, base: Mapping[str, str], nodes: i
 def check(flower: Sequence[str]) -> None:
     """Refuse options of Flower with which it starts no process that could be ours.
 
-    Raises
-    ------
-    ConfigError
-        If there is such an option.
+    Raises ConfigError if there is such an option.
     """
     _, isolation = without_option(flower, "--isolation")
     if "process" in isolation:
@@ -337,12 +331,8 @@ def check(flower: Sequence[str]) -> None:
 def without_option(options: Sequence[str], name: str) -> tuple[list[str], list[str]]:
     """Split Flower's options into those without one of them, and its values.
 
-    Parameters
-    ----------
-    options : sequence of str
-        Names and values as on a command line.
-    name : str
-        The option, such as ``"--node-config"``; as Flower does, this takes abbreviations for it, too.
+    ``options``: names and values as on a command line.
+    ``name``: the option, such as ``"--node-config"``; as Flower does, this takes abbreviations for it, too.
     """
     rest: list[str] = []
     values: list[str] = []

@@ -40,12 +40,8 @@ def is_quiet(arguments: argparse.Namespace) -> bool:
 def applied(value: int, *, to_children: bool = True) -> Iterator[None]:
     """Let loggers keep to it in the context, whether Flower is imported already, later, or never.
 
-    Parameters
-    ----------
-    value : int
-        As :func:`verbosity` returns it.
-    to_children : bool
-        Whether processes that are started meanwhile keep to it as well.
+    ``value``: as :func:`verbosity` returns it.
+    ``to_children``: whether processes that are started meanwhile keep to it as well.
     """
     if not value:
         yield

@@ -38,10 +38,8 @@ _ALIGNMENT = 64
 class RunningMean:
     """Weighted mean of records with the same keys.
 
-    Parameters
-    ----------
-    keeps_integers : bool
-        Whether integer and bool arrays stay what they are: their mean is rounded. Else it is a float64.
+    ``keeps_integers``: whether integer and bool arrays stay what they are: their mean is rounded. Else it is
+    a float64.
     """
 
     def __init__(self, *, keeps_integers: bool = True) -> None:
@@ -61,21 +59,11 @@ class RunningMean:
     def add(self, record: Mapping[str, Array], weight: float, source: str, block: int | None = None) -> None:
         """Add a record that :meth:`fits`; keeps no reference to it.
 
-        Parameters
-        ----------
-        record : mapping of str to Array
-            Its arrays.
-        weight : float
-            What they count.
-        source : str
-            Whose they are, for messages.
-        block : int, optional
-            Which block of nodes it is of; those of a block come one after the other.
-
-        Raises
-        ------
-        InvalidResultError
-            If an array cannot be averaged with those before.
+        ``record``: its arrays.
+        ``weight``: what they count.
+        ``source``: whose they are, for messages.
+        ``block``: which block of nodes it is of; those of a block come one after the other.
+        Raises InvalidResultError if an array cannot be averaged with those before.
         """
         if block != self._block:
             self._end_block()
@@ -94,17 +82,9 @@ class RunningMean:
     def merge(self, other: RunningMean, source: str) -> None:
         """Add the sums of another mean, as those of one block; the other mean is used up.
 
-        Parameters
-        ----------
-        other : RunningMean
-            Of one block, whose records have the same keys, if any.
-        source : str
-            Whose they are, for messages.
-
-        Raises
-        ------
-        InvalidResultError
-            If an array cannot be averaged with those before.
+        ``other``: of one block, whose records have the same keys, if any.
+        ``source``: whose they are, for messages.
+        Raises InvalidResultError if an array cannot be averaged with those before.
         """
         for key, theirs in other._sums.items():
             try:
@@ -134,10 +114,7 @@ class RunningMean:
     def finish(self) -> ArrayRecord:
         """Return the mean, and give up the sums.
 
-        Raises
-        ------
-        ZeroDivisionError
-            If the weights add up to zero.
+        Raises ZeroDivisionError if the weights add up to zero.
         """
         self.total_weight += self._block_weight
         if self.total_weight == 0:
@@ -270,21 +247,12 @@ def _rounded(mean: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 class SummedReplies:
     """Replies that are summed as they come, and what stays of them.
 
-    Parameters
-    ----------
-    weighted_by_key : str
-        Name of the metric that replies are weighted by.
-    keeps_integers : bool
-        As for :class:`RunningMean`.
-
-    Attributes
-    ----------
-    mean : RunningMean
-        Of their arrays.
-    rest : list of Message
-        The replies without their arrays: those are there by name only. Errors are there as they came.
-    misfit : str
-        Why there is no mean of the replies; empty if there is one. What came afterwards is not summed.
+    ``weighted_by_key``: name of the metric that replies are weighted by.
+    ``keeps_integers``: as for :class:`RunningMean`.
+    ``mean``: of their arrays.
+    ``rest``: the replies without their arrays: those are there by name only. Errors are there as they came.
+    ``misfit``: why there is no mean of the replies; empty if there is one. What came afterwards is not
+    summed.
     """
 
     def __init__(self, weighted_by_key: str, *, keeps_integers: bool = True) -> None:
@@ -374,12 +342,8 @@ def weight_of(content: RecordDict, key: str) -> float | None:
 class InBlocks:
     """Replies in the order of their nodes, with the blocks that sums are formed over.
 
-    Parameters
-    ----------
-    replies : generator of Message
-        In that order.
-    block_of : callable
-        Returns the block of a node.
+    ``replies``: in that order.
+    ``block_of``: returns the block of a node.
     """
 
     def __init__(self, replies: Generator[Message, None, None], block_of: Callable[[int], int]) -> None:
@@ -404,14 +368,9 @@ class InBlocks:
 class SummedElsewhere(ABC):
     """Replies that are summed where they are made: their sums come, and not they themselves.
 
-    Parameters
-    ----------
-    messages : iterable of Message
-        What is sent.
-    timeout : float, optional
-        Seconds after which no further replies are waited for.
-    in_order : bool
-        Whether replies are summed in the order of the nodes.
+    ``messages``: what is sent.
+    ``timeout``: seconds after which no further replies are waited for.
+    ``in_order``: whether replies are summed in the order of the nodes.
     """
 
     def __init__(self, messages: Iterable[Message], timeout: float | None, *, in_order: bool) -> None:

@@ -80,10 +80,7 @@ def install_among_apps() -> None:
 
     Flower makes a path of an app's version, which the app says itself, and which may have slashes in it.
 
-    Raises
-    ------
-    ConfigError
-        If this version of Flower installs apps in another way.
+    Raises ConfigError if this version of Flower installs apps in another way.
     """
     known = find(INSTALLER)
     if known is None:

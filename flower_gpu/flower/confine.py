@@ -63,17 +63,9 @@ class Allowed:
     def check(self, keys: Iterable[str], environ: Mapping[str, str]) -> None:
         """Refuse folders by which an app would get what it must never have.
 
-        Parameters
-        ----------
-        keys : iterable of str
-            Files of the SuperNode that only it may read.
-        environ : mapping
-            Of the SuperNode.
-
-        Raises
-        ------
-        ConfigError
-            If there is such a folder, or one is missing.
+        ``keys``: files of the SuperNode that only it may read.
+        ``environ``: of the SuperNode.
+        Raises ConfigError if there is such a folder, or one is missing.
         """
         for option, named in (("--data-dir", self.read), ("--write-dir", self.write)):
             for path in named:
@@ -145,17 +137,9 @@ def not_enforced(allowed: Allowed) -> list[str]:
 def for_message(allowed: Allowed, app: Sequence[str]) -> Iterator[Confinement]:
     """Make a folder for a message, and remove it after the block.
 
-    Parameters
-    ----------
-    allowed : Allowed
-        By the operator.
-    app : sequence of str
-        Files and folders of the app.
-
-    Raises
-    ------
-    ConfigError
-        If no folder can be made.
+    ``allowed``: by the operator.
+    ``app``: files and folders of the app.
+    Raises ConfigError if no folder can be made.
     """
     try:
         parent = state_folder.made_state_dir() / _PARENT

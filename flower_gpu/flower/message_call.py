@@ -45,33 +45,17 @@ def call(
 ) -> Message:
     """Have a worker handle a message, and take over what it did to the context's state.
 
-    Parameters
-    ----------
-    task : callable
-        ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run` does; in a
-        confined worker as :func:`flower_gpu.flower.plain_message.encode` writes it.
-    args : tuple
-        Its first arguments.
-    message, context
-        As Flower hands them to an app.
-    settings : callable
-        Returns how the call is to run; its errors are those of the call.
-    name : str
-        Of the user's function, by which the footprint is known.
-    passed_on : tuple of exception classes
-        What is raised as it is.
-    workers : Workers, optional
-        As for :func:`flower_gpu.calls.runner.run_call`.
-
-    Returns
-    -------
-    Message
-        The reply.
-
-    Raises
-    ------
-    FlowerGPUError
-        If there was no GPU or worker for it, or the function failed; the text names the client.
+    ``task``: ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run`
+    does; in a confined worker as :func:`flower_gpu.flower.plain_message.encode` writes it.
+    ``args``: its first arguments.
+    ``message``, ``context``: as Flower hands them to an app.
+    ``settings``: returns how the call is to run; its errors are those of the call.
+    ``name``: of the user's function, by which the footprint is known.
+    ``passed_on``: what is raised as it is.
+    ``workers``: as for :func:`flower_gpu.calls.runner.run_call`.
+    Returns the reply.
+    Raises FlowerGPUError if there was no GPU or worker for it, or the function failed; the text names the
+    client.
     """
     kind = message.metadata.message_type
     # Flower tells the server nothing but an error's text: not which of the clients it was.
@@ -120,21 +104,11 @@ def run(
 ) -> tuple[Message, RecordDict]:
     """Handle a message; runs in a worker.
 
-    Parameters
-    ----------
-    function : callable
-        An app, what follows in a chain of mods, or an app's own function.
-    lifespan : Lifespan, optional
-        The app's.
-    message, context
-        What the function gets.
-    identity : mapping
-        Who the caller is for Flower: without that no message can be made.
-
-    Returns
-    -------
-    tuple of Message and RecordDict
-        The reply and the state.
+    ``function``: an app, what follows in a chain of mods, or an app's own function.
+    ``lifespan``: the app's.
+    ``message``, ``context``: what the function gets.
+    ``identity``: who the caller is for Flower: without that no message can be made.
+    Returns the reply and the state.
     """
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)

@@ -73,10 +73,7 @@ def answer_for_many(handlers: Iterable[str]) -> None:
 class ObjectBatches:
     """Pulls and pushes several objects in one request, once the server has shown that it knows of that.
 
-    Parameters
-    ----------
-    refused : type
-        What Flower's function for pulling raises where the server does not know an object.
+    ``refused``: what Flower's function for pulling raises where the server does not know an object.
     """
 
     def __init__(self, refused: type[Exception]) -> None:

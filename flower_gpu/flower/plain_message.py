@@ -34,17 +34,9 @@ def encode(reply: Message, state: RecordDict) -> PlainBytes:
 def decode(data: Any, message: Message) -> tuple[Message, RecordDict]:
     """Return the reply to a message, and the state.
 
-    Parameters
-    ----------
-    data : memoryview
-        What :func:`encode` returned, in one piece.
-    message : Message
-        As it was given to the worker.
-
-    Raises
-    ------
-    InvalidResultError
-        If it is something else.
+    ``data``: what :func:`encode` returned, in one piece.
+    ``message``: as it was given to the worker.
+    Raises InvalidResultError if it is something else.
     """
     try:
         if not isinstance(data, memoryview):

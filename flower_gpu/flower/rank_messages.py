@@ -25,19 +25,10 @@ _COUNTS: Final = ("num-examples", "num_examples")
 def call(function: Distributed, count: int, *args: Any, **kwargs: Any) -> Any:
     """Run a function that gets a Context in ranks, and take over what rank 0 did to the Context's state.
 
-    Parameters
-    ----------
-    function : Distributed
-        What the user made of a function.
-    count : int
-        How many ranks.
-    *args, **kwargs
-        Its arguments, a ``Context`` among the first.
-
-    Returns
-    -------
-    object
-        What rank 0 returned, such as the reply, with metrics averaged over the ranks.
+    ``function``: what the user made of a function.
+    ``count``: how many ranks.
+    ``args``, ``kwargs``: its arguments, a ``Context`` among the first.
+    Returns what rank 0 returned, such as the reply, with metrics averaged over the ranks.
     """
     from flower_gpu.ranks import run
 

@@ -35,10 +35,7 @@ def encode(records: RecordDict) -> bytes:
 def encode_parts(records: RecordDict) -> list[Buffer]:
     """Return the bytes in parts, of which the large ones are the records' own memory.
 
-    Raises
-    ------
-    TypeError
-        If a list in a record was changed into something that Flower does not take.
+    Raises TypeError if a list in a record was changed into something that Flower does not take.
     """
     buffers: list[Buffer] = []
     described: list[tuple[str, str, list[Any]]] = []
@@ -63,10 +60,7 @@ def described_bytes(data: Buffer) -> int:
 def decode(data: Buffer) -> RecordDict:
     """Return new records; arrays of some size read ``data`` where it lies.
 
-    Raises
-    ------
-    ValueError
-        If these are not bytes of :func:`encode`.
+    Raises ValueError if these are not bytes of :func:`encode`.
     """
     magic, size = _START.unpack_from(data)
     if magic != _MAGIC:

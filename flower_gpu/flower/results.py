@@ -54,20 +54,11 @@ def evaluate(
 def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Call a strategy's ``evaluate_fn`` and bring the result of either of Flower's interfaces into one form.
 
-    Parameters
-    ----------
-    task : callable or str
-        The user's function.
-    args : tuple
-        ``(server_round, arrays)`` under the Message API, ``(server_round, ndarrays, config)`` under the
-        NumPyClient API, where a loss is required.
-    kwargs : mapping
-        Further keyword arguments.
-
-    Returns
-    -------
-    dict or None
-        All metrics, the loss among them; None if the function evaluated nothing.
+    ``task``: the user's function.
+    ``args``: ``(server_round, arrays)`` under the Message API, ``(server_round, ndarrays, config)`` under the
+    NumPyClient API, where a loss is required.
+    ``kwargs``: further keyword arguments.
+    Returns all metrics, the loss among them; None if the function evaluated nothing.
     """
     name = task_name(task)
     result = load_task(task)(*args, **kwargs)
@@ -92,19 +83,10 @@ def server_evaluate(task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def check_fit(result: Any, sent: Sequence[Sent], name: str) -> tuple[Weights, int, dict[str, Scalar]]:
     """Check ``(weights, num_examples, metrics)``.
 
-    Parameters
-    ----------
-    result : object
-        What the function returned.
-    sent : sequence of Sent
-        The arrays that were sent; empty if none were, then any shapes are taken.
-    name : str
-        The function's name, for messages.
-
-    Raises
-    ------
-    InvalidResultError
-        The message names the entry and what was expected.
+    ``result``: what the function returned.
+    ``sent``: the arrays that were sent; empty if none were, then any shapes are taken.
+    ``name``: the function's name, for messages.
+    Raises InvalidResultError: the message names the entry and what was expected.
     """
     weights, num_examples, metrics = _three(result, name, "(weights, num_examples, metrics)")
     return (
@@ -123,15 +105,10 @@ def check_evaluate(result: Any, name: str) -> tuple[float, int, dict[str, Scalar
 def check_weights(weights: Any, sent: Sequence[Sent] | None, name: str) -> Weights:
     """Return ``weights`` as numpy arrays, shaped like those that were sent, and finite where these were.
 
-    Parameters
-    ----------
-    weights : object
-        What the function returned.
-    sent : sequence of Sent, or None
-        The arrays that were sent; empty: any shapes are taken. None: nothing was trained, so that values may
-        be anything, too.
-    name : str
-        The function's name, for messages.
+    ``weights``: what the function returned.
+    ``sent``: the arrays that were sent; empty: any shapes are taken. None: nothing was trained, so that
+    values may be anything, too.
+    ``name``: the function's name, for messages.
     """
     if isinstance(weights, np.ndarray | Mapping) or not isinstance(weights, Sequence):
         raise InvalidResultError(

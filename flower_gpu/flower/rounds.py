@@ -144,19 +144,12 @@ def run(
 ) -> Result:
     """Run the rounds as ``flwr.serverapp.strategy.Strategy.start`` does, on a :class:`StreamingGrid`.
 
-    Parameters
-    ----------
-    strategy, grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
-        As there; ``grid`` is a :class:`StreamingGrid` as well. A run that goes on has its arrays already.
-    receive : callable
-        Sends the messages of training.
-    strategy_state : StrategyState, optional
-        What the strategy keeps; none of ours keeps anything.
-
-    Returns
-    -------
-    Result
-        As there; of a run that goes on, with what was found before it was ended.
+    ``strategy``, ``grid``, ``initial_arrays``, ``num_rounds``, ``timeout``, ``train_config``,
+    ``evaluate_config``, ``evaluate_fn``: as there; ``grid`` is a :class:`StreamingGrid` as well. A run that
+    goes on has its arrays already.
+    ``receive``: sends the messages of training.
+    ``strategy_state``: what the strategy keeps; none of ours keeps anything.
+    Returns what it returns there; of a run that goes on, with what was found before it ended.
     """
     # Here, since Flower does not export it: nobody else is to depend on it.
     from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info

@@ -36,17 +36,9 @@ _ATTRIBUTES: Final = "attributes"  # the record of a state that says what the ot
 class StrategyState:
     """The state of a strategy while it runs.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Not started yet.
-    kind : str
-        Its class, as :func:`kind_of` returns it.
-
-    Raises
-    ------
-    TypeError
-        If an attribute cannot be written.
+    ``strategy``: not started yet.
+    ``kind``: its class, as :func:`kind_of` returns it.
+    Raises TypeError if an attribute cannot be written.
     """
 
     def __init__(self, strategy: Strategy, kind: str) -> None:
@@ -81,10 +73,7 @@ class StrategyState:
     def restore(self, state: RecordDict) -> None:
         """Set what :meth:`changed` has returned.
 
-        Raises
-        ------
-        ConfigError
-            If the strategy cannot take it.
+        Raises ConfigError if the strategy cannot take it.
         """
         texts = state[_ATTRIBUTES]
         assert isinstance(texts, ConfigRecord)

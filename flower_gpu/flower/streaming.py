@@ -39,12 +39,8 @@ class Configured(list[Message]):
 class ComingReplies(Sequence[Message]):
     """Replies that are fetched when somebody looks at them: then all of them, to keep.
 
-    Parameters
-    ----------
-    replies : generator of Message
-        As they come.
-    to_sum : generator, InBlocks or SummedElsewhere, optional
-        The same for whoever sums them, where that is to be in order or elsewhere.
+    ``replies``: as they come.
+    ``to_sum``: the same for whoever sums them, where that is to be in order or elsewhere.
     """
 
     def __init__(self, replies: Generator[Message, None, None], to_sum: Coming | None = None) -> None:
@@ -83,26 +79,12 @@ def aggregate(
 ) -> Aggregated:
     """Average replies one by one, with what a strategy says of them; each is freed before the next comes.
 
-    Parameters
-    ----------
-    strategy : FedAvg
-        Checks and logs the replies, and aggregates their metrics.
-    replies : iterable of Message, or SummedElsewhere
-        As they come, in blocks, or as sums.
-    keeps_integers : bool
-        Whether the mean of integers is rounded; else it is a float64, as in Flower.
-
-    Returns
-    -------
-    tuple of ArrayRecord and MetricRecord
-        As ``aggregate_train`` returns.
-
-    Raises
-    ------
-    InconsistentMessageReplies
-        If the replies do not go together.
-    InvalidResultError
-        If arrays of the same name do not go together; it is a ValueError.
+    ``strategy``: checks and logs the replies, and aggregates their metrics.
+    ``replies``: as they come, in blocks, or as sums.
+    ``keeps_integers``: whether the mean of integers is rounded; else it is a float64, as in Flower.
+    Returns what ``aggregate_train`` returns.
+    Raises InconsistentMessageReplies if the replies do not go together.
+    Raises InvalidResultError if arrays of the same name do not go together; it is a ValueError.
     """
     summed = SummedReplies(strategy.weighted_by_key, keeps_integers=keeps_integers)
     if isinstance(replies, SummedElsewhere):

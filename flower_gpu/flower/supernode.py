@@ -112,16 +112,11 @@ class SuperNodeLoop:
     and sends that. The SuperExec is woken when the wait begins: a ClientApp that asks too early for a part
     of the message would wait.
 
-    Parameters
-    ----------
-    least_s, idle_s : float
-        The wait between two questions to the SuperLink: the shortest, and the one without work.
-    heartbeats : Heartbeats
-        Of this process.
-    group : Group, optional
-        The SuperNodes that were started with this one.
-    monotonic : callable
-        As in ``time``.
+    ``least_s``, ``idle_s``: the wait between two questions to the SuperLink: the shortest, and the one
+    without work.
+    ``heartbeats``: of this process.
+    ``group``: the SuperNodes that were started with this one.
+    ``monotonic``: as in ``time``.
     """
 
     def __init__(

@@ -92,10 +92,7 @@ def environment(caps: Sequence[Cap], environ: Mapping[str, str]) -> dict[str, st
 
     The user's settings of allocators in ``environ`` stay, a smaller cap too.
 
-    Raises
-    ------
-    ConfigError
-        If a user's own cap is no number.
+    Raises ConfigError if a user's own cap is no number.
     """
     fraction = fraction_of(caps)
     return {

@@ -25,10 +25,7 @@ _SAME: Final = frozenset(
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype in which weights of a dtype of this name travel.
 
-    Raises
-    ------
-    WeightsError
-        If numpy has none that holds its values.
+    Raises WeightsError if numpy has none that holds its values.
     """
     if name == "bfloat16":
         return np.dtype(np.float32)
@@ -45,10 +42,7 @@ def to_numpy(value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
 def check_count(weights: object, names: Sequence[str], hint: str = "") -> Sequence[Any]:
     """Return ``weights`` if it is a list of one array for each name.
 
-    Raises
-    ------
-    WeightsError
-        If it is not.
+    Raises WeightsError if it is not.
     """
     if isinstance(weights, str) or not isinstance(weights, Sequence):
         raise WeightsError(f"expected a list of {len(names)} numpy arrays, got {type(weights).__name__}")
@@ -60,10 +54,7 @@ def check_count(weights: object, names: Sequence[str], hint: str = "") -> Sequen
 def each(names: Iterable[str], convert: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
     """Convert everything, or raise one error that names each entry that cannot be.
 
-    Raises
-    ------
-    WeightsError
-        If ``convert`` raised it for one of them.
+    Raises WeightsError if ``convert`` raised it for one of them.
     """
     done, problems = [], []
     for name, *values in zip(names, *columns, strict=True):
@@ -83,10 +74,7 @@ def fitted(value: object, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArr
     are rounded to the nearest one (halves to the even one), and 0-d float64 for a smaller float (numpy before
     2.0 promotes 0-d arrays).
 
-    Raises
-    ------
-    WeightsError
-        If it does not fit; the message says what was expected and what came.
+    Raises WeightsError if it does not fit; the message says what was expected and what came.
     """
     expected = f"expected shape {shape} {dtype}"
     if not isinstance(value, np.ndarray | np.generic):

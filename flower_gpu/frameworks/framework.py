@@ -184,10 +184,7 @@ def fraction_of(caps: Sequence[Cap]) -> str:
 def smaller_fraction(ours: str, users: str | None, name: str, most: float = 1.0) -> str:
     """Return our fraction, or the user's own in the variable ``name`` if that is smaller.
 
-    Raises
-    ------
-    ConfigError
-        If the user's own is not a number from 0 to ``most``.
+    Raises ConfigError if the user's own is not a number from 0 to ``most``.
     """
     if users is None:
         return ours

@@ -238,10 +238,7 @@ class PyTorch(Framework):
 def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
     """Return the user's settings of PyTorch's allocator in ``environ`` with the cap in them.
 
-    Raises
-    ------
-    ConfigError
-        If the user's own cap is not a number from 0 to 1.
+    Raises ConfigError if the user's own cap is not a number from 0 to 1.
     """
     name = OLD_SETTINGS if OLD_SETTINGS in environ else SETTINGS
     text = environ.get(name, "")

@@ -42,14 +42,9 @@ def how_to_install(driver_cuda: tuple[int, int] | None) -> str:
 def explained(torch: str, cuda: str | None, driver: str | None, driver_cuda: tuple[int, int] | None) -> str:
     """Return what versions a call without CUDA met, and which of them to change.
 
-    Parameters
-    ----------
-    torch, cuda : str, str or None
-        PyTorch's version and the CUDA it was built for; None: for the CPU only.
-    driver : str or None
-        The driver's version, as ``nvidia-smi`` shows it; None where not known.
-    driver_cuda : tuple of int or None
-        The newest CUDA that the driver supports, such as ``(12, 4)``.
+    ``torch``, ``cuda``: PyTorch's version and the CUDA it was built for; None: for the CPU only.
+    ``driver``: the driver's version, as ``nvidia-smi`` shows it; None where not known.
+    ``driver_cuda``: the newest CUDA that the driver supports, such as ``(12, 4)``.
     """
     has = (
         "CUDA of unknown version"

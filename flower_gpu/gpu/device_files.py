@@ -31,12 +31,8 @@ SHARED: Final = tuple(map(str, (CONTROL, MEMORY, _DEV / "nvidia-uvm-tools")))
 def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
     """Return the device files of a card.
 
-    Parameters
-    ----------
-    minor : int
-        Its minor number, as the driver tells.
-    bus_id : str, optional
-        Its address, such as ``"00000000:3B:00.0"``; for its render node.
+    ``minor``: its minor number, as the driver tells.
+    ``bus_id``: its address, such as ``"00000000:3B:00.0"``; for its render node.
     """
     return (f"{_DEV}/nvidia{minor}", *(_render_nodes(bus_id) if bus_id else ()))
 
@@ -44,12 +40,8 @@ def of_card(minor: int, bus_id: str | None) -> tuple[str, ...]:
 def of_mig(minor: int, gpu_instance: int, compute_instance: int) -> tuple[str, ...] | None:
     """Return the device files of a MIG device; None where the driver does not tell them.
 
-    Parameters
-    ----------
-    minor : int
-        The minor number of its card.
-    gpu_instance, compute_instance : int
-        Its instances' ids on that card.
+    ``minor``: the minor number of its card.
+    ``gpu_instance``, ``compute_instance``: its instances' ids on that card.
     """
     try:
         lines = _MIG_MINORS.read_text().splitlines()

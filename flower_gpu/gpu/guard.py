@@ -19,15 +19,8 @@ from flower_gpu.options import DEVICES_VARIABLE, GUARD_VARIABLE, value_of
 def environment(files: Iterable[tuple[str, ...] | None]) -> dict[str, str]:
     """Return what tells a worker which device files it may open, if this process's environment has a guard.
 
-    Parameters
-    ----------
-    files : iterable of tuple of str
-        The files of each GPU of its lease; None where they are not known.
-
-    Raises
-    ------
-    ConfigError
-        If a guard is required and there can be none.
+    ``files``: the files of each GPU of its lease; None where they are not known.
+    Raises ConfigError if a guard is required and there can be none.
     """
     wanted = value_of(GUARD_VARIABLE, os.environ)
     if wanted == "off":
@@ -76,12 +69,8 @@ def outside_of_workers(environ: Mapping[str, str] = os.environ) -> str:
 def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
     """Return why a call has no guard; empty where it has one, or none is wanted or there is nothing to guard.
 
-    Parameters
-    ----------
-    told : mapping
-        What :func:`environment` returned for the call.
-    has_worker : bool
-        Whether it runs in a worker of its own.
+    ``told``: what :func:`environment` returned for the call.
+    ``has_worker``: whether it runs in a worker of its own.
     """
     files = told.get(DEVICES_VARIABLE)
     if (
@@ -98,10 +87,7 @@ def why_none(told: Mapping[str, str], *, has_worker: bool) -> str:
 def check(environ: Mapping[str, str]) -> None:
     """Look whether there is a guard where the operator requires one.
 
-    Raises
-    ------
-    ConfigError
-        If there can be none.
+    Raises ConfigError if there can be none.
     """
     if value_of(GUARD_VARIABLE, environ) == "require" and (reason := problem(environ)):
         raise _required(reason)
@@ -110,10 +96,7 @@ def check(environ: Mapping[str, str]) -> None:
 def check_without_worker(environ: Mapping[str, str]) -> None:
     """Refuse a call in a process that must not give anything up, where the operator requires a guard.
 
-    Raises
-    ------
-    ConfigError
-        If so.
+    Raises ConfigError if so.
     """
     if value_of(GUARD_VARIABLE, environ) == "require":
         raise _required("this call has no worker of its own")
@@ -128,10 +111,7 @@ def apply(environ: Mapping[str, str]) -> None:
 
     A worker that runs several calls looks at that for the first one: they all have the same variables.
 
-    Raises
-    ------
-    ConfigError
-        If a guard is required and there can be none.
+    Raises ConfigError if a guard is required and there can be none.
     """
     global _applied
     told = environ.get(DEVICES_VARIABLE)

@@ -74,10 +74,7 @@ def granted(environ: Mapping[str, str]) -> list[str]:
 def made(environ: Mapping[str, str]) -> Rules | None:
     """Make the rules for such a worker; None where this host has nothing to be kept from.
 
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Raises UnavailableError if the kernel cannot do that.
     """
     refused = device_files.of_host(environ)
     if not refused:
@@ -110,10 +107,7 @@ def taken(environ: Mapping[str, str]) -> Iterator[Rules | None]:
 
     Afterwards this process has none: who can reach them can add to them what all later workers could open.
 
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Raises UnavailableError if the kernel cannot do that.
     """
     rules = _next
     try:

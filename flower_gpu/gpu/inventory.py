@@ -106,15 +106,8 @@ def take(*, processes: bool = True) -> Inventory:
     It is given back when nobody has asked for some seconds, when the process is about to fork, and by
     :func:`close`. Safe to call from several threads.
 
-    Parameters
-    ----------
-    processes : bool
-        Whether to ask who uses each GPU, which takes several times as long.
-
-    Returns
-    -------
-    Inventory
-        Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
+    ``processes``: whether to ask who uses each GPU, which takes several times as long.
+    Never raises, and never waits for ever: what cannot be had is missing, with the reason in words.
     """
     return _host().take(processes)
 
@@ -162,10 +155,7 @@ def unlisted_bytes(gpu: GPU) -> int | None:
     In some containers it lists none of their processes, or all by the numbers of the host. Also what drivers
     before 510 keep for themselves is used by nobody.
 
-    Returns
-    -------
-    int or None
-        None where it is not told how much is used.
+    Returns None where it is not told how much is used.
     """
     if gpu.used_bytes is None:
         return None

@@ -65,10 +65,7 @@ COMPUTE_MODES: Final = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3:
 class QueryError(Exception):
     """NVML cannot answer. The text says why, in words, and what to do.
 
-    Attributes
-    ----------
-    code : int or None
-        NVML's own code; None where it was not even asked.
+    ``code``: NVML's own code; None where it was not even asked.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:
@@ -98,10 +95,8 @@ class NVMLSession:
     theirs nothing from it as long as they shut down no more than they started. It is good in the process that
     made it only: a fork must make its own.
 
-    Raises
-    ------
-    QueryError
-        If there is no driver, no library, no permission, or another reason why it does not start.
+    Raises QueryError if there is no driver, no library, no permission, or another reason why it does not
+    start.
     """
 
     def __init__(self) -> None:
@@ -209,10 +204,7 @@ class NVMLSession:
     def mig_devices(self, handle: Handle) -> list[Handle | QueryError] | None:
         """Return the MIG devices of a card, or why one cannot be had; None where MIG mode is off.
 
-        Raises
-        ------
-        QueryError
-            Also with ``is_absence``: this card, or its driver, knows no MIG, and never will.
+        Raises QueryError: also with ``is_absence``: this card, or its driver, knows no MIG, and never will.
         """
         current, _ = self._call("nvmlDeviceGetMigMode", handle)
         return list(self._mig_handles(handle)) if current else None

@@ -23,10 +23,7 @@ _FORK_WAIT_S = 1.0  # for an answer that another thread waits for
 class LateError(Exception):
     """There is no answer yet.
 
-    Attributes
-    ----------
-    waited_s : float
-        How long ago the question was asked.
+    ``waited_s``: how long ago the question was asked.
     """
 
     def __init__(self, waited_s: float) -> None:
@@ -74,10 +71,7 @@ class _Question(Generic[T]):
 class NVMLThread:
     """Asks one question after another, for the threads of one process.
 
-    Parameters
-    ----------
-    close : callable
-        Gives NVML back.
+    ``close``: gives NVML back.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -92,10 +86,8 @@ class NVMLThread:
     def ask(self, work: Callable[[], T], timeout_s: float) -> T:
         """Return what ``work`` returns, or raise what it raises.
 
-        Raises
-        ------
-        LateError
-            If there is no answer after ``timeout_s`` seconds; at once while an earlier question hangs.
+        Raises LateError if there is no answer after ``timeout_s`` seconds; at once while an earlier question
+        hangs.
         """
         began = time.monotonic()
         if not self._lock.acquire(timeout=timeout_s):

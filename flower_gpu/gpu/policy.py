@@ -34,25 +34,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def gpu_numbers(value: int | str | None, name: str = "gpu_ids") -> tuple[int | str, ...] | None:
     """Read which GPUs are meant.
 
-    Parameters
-    ----------
-    value : int, str or None
-        A number as ``nvidia-smi`` shows it, the UUID of a GPU or MIG device or its beginning, or several of
-        them in one text: ``"4,5"``, ``"0, GPU-8932f937"``.
-    name : str
-        Where the value comes from, for the error message.
-
-    Returns
-    -------
-    tuple of int or str, or None
-        Each once, in the order given; None for None. A negative number is kept: no GPU has it.
-
-    Raises
-    ------
-    TypeError
-        If it is neither a number nor a text. ``True`` and ``1.0`` are none.
-    ConfigError
-        If an entry is empty, or neither a number nor a UUID.
+    ``value``: a number as ``nvidia-smi`` shows it, the UUID of a GPU or MIG device or its beginning, or
+    several of them in one text: ``"4,5"``, ``"0, GPU-8932f937"``.
+    ``name``: where the value comes from, for the error message.
+    Returns each once, in the order given; None for None. A negative number is kept: no GPU has it.
+    Raises TypeError if it is neither a number nor a text. ``True`` and ``1.0`` are none.
+    Raises ConfigError if an entry is empty, or neither a number nor a UUID.
     """
     if value is None:
         return None
@@ -83,12 +70,8 @@ def gpu_numbers(value: int | str | None, name: str = "gpu_ids") -> tuple[int | s
 class DevicePolicy:
     """What a node allows.
 
-    Raises
-    ------
-    TypeError
-        If something has the wrong type.
-    ConfigError
-        If ``gpu`` is no policy, or ``gpu_ids`` is empty.
+    Raises TypeError if something has the wrong type.
+    Raises ConfigError if ``gpu`` is no policy, or ``gpu_ids`` is empty.
     """
 
     # One of :data:`POLICIES`. ``never``: no GPU. ``offer``: if the server requests one. ``force``: whatever
@@ -121,30 +104,15 @@ class DevicePolicy:
     ) -> DevicePolicy:
         """Put together what the operator of the node, the environment and the code say.
 
-        Parameters
-        ----------
-        gpu : str, optional
-            What the code says, one of :data:`POLICIES`.
-        gpu_ids : int or str, optional
-            What the code says, see :func:`gpu_numbers`.
-        node_config : mapping
-            The SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-ids``.
-        environ : mapping of str to str
-            The environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_IDS``. Empty is not set.
-
-        Returns
-        -------
-        DevicePolicy
-            For each of both the first that says something of node config, environment and code; else
-            ``offer``, and all GPUs. So a number alone is an offer.
-
-        Raises
-        ------
-        TypeError
-            If a value has the wrong type.
-        ConfigError
-            If a value cannot be used; the message names where it came from. A value that another one hides is
-            not looked at.
+        ``gpu``: what the code says, one of :data:`POLICIES`.
+        ``gpu_ids``: what the code says, see :func:`gpu_numbers`.
+        ``node_config``: the SuperNode's ``--node-config``, with its keys ``gpu`` and ``gpu-ids``.
+        ``environ``: the environment, with ``FLOWER_GPU_POLICY`` and ``FLOWER_GPU_IDS``. Empty is not set.
+        Returns for each of both the first that says something of node config, environment and code; else
+        ``offer``, and all GPUs. So a number alone is an offer.
+        Raises TypeError if a value has the wrong type.
+        Raises ConfigError if a value cannot be used; the message names where it came from. A value that
+        another one hides is not looked at.
         """
         code = {"gpu": gpu, "gpu_ids": gpu_ids}
         word, source = find(["gpu"], code, environ, node_config).get("gpu", ("offer", "gpu"))
@@ -167,22 +135,10 @@ def _check_word(word: object, source: str) -> None:
 def requested(fit_config: Mapping[str, Any], run_config: Mapping[str, Any]) -> bool | None:
     """Return whether the server requests a GPU.
 
-    Parameters
-    ----------
-    fit_config : mapping
-        The config of this call; it wins.
-    run_config : mapping
-        The config of the run.
-
-    Returns
-    -------
-    bool or None
-        The value of ``use-gpu``; None where neither has the key.
-
-    Raises
-    ------
-    TypeError
-        If the value is not a bool: ``"yes"``, ``"false"`` and 1 could mean anything.
+    ``fit_config``: the config of this call; it wins.
+    ``run_config``: the config of the run.
+    Returns the value of ``use-gpu``; None where neither has the key.
+    Raises TypeError if the value is not a bool: ``"yes"``, ``"false"`` and 1 could mean anything.
     """
     for config, source in ((fit_config, "config of this call"), (run_config, "run config")):
         if SERVER_KEY in config:
@@ -222,33 +178,19 @@ def decide(
 ) -> Decision:
     """Decide which GPUs a call may use. Pure: the same arguments, the same decision.
 
-    Parameters
-    ----------
-    policy : DevicePolicy
-        What the node allows.
-    use_gpu : bool or None
-        What the server requests, see :func:`requested`. None means yes, but nobody insists.
-    gpus : sequence of GPU
-        What the process may see, as :func:`flower_gpu.gpu.inventory.visible` returns it, in the order of
-        preference. GPUs with a problem may be among them: they are never used, only explained.
-    problem : str, optional
-        Why there is no list of GPUs, if there is none (``Inventory.problem``), or why none can be used.
-    hidden : sequence of GPU
-        GPUs of the host that the process may not see. They are never used; one that is named by its number
-        is said to be hidden, instead of missing.
-
-    Returns
-    -------
-    Decision
-        The usable GPUs, or the CPU. A GPU's number is that of ``nvidia-smi``, whatever
-        ``CUDA_VISIBLE_DEVICES`` makes of it. That of a card in MIG mode means all its MIG devices.
-
-    Raises
-    ------
-    GPUUnavailableError
-        If the policy is ``require`` and a GPU it names, or without a name any GPU, cannot be used.
-    TypeError
-        If ``use_gpu`` is neither a bool nor None.
+    ``policy``: what the node allows.
+    ``use_gpu``: what the server requests, see :func:`requested`. None means yes, but nobody insists.
+    ``gpus``: what the process may see, as :func:`flower_gpu.gpu.inventory.visible` returns it, in the order
+    of preference. GPUs with a problem may be among them: they are never used, only explained.
+    ``problem``: why there is no list of GPUs, if there is none (``Inventory.problem``), or why none can be
+    used.
+    ``hidden``: GPUs of the host that the process may not see. They are never used; one that is named by its
+    number is said to be hidden, instead of missing.
+    Returns the usable GPUs, or the CPU. A GPU's number is that of ``nvidia-smi``, whatever
+    ``CUDA_VISIBLE_DEVICES`` makes of it. That of a card in MIG mode means all its MIG devices.
+    Raises GPUUnavailableError if the policy is ``require`` and a GPU it names, or without a name any GPU,
+    cannot be used.
+    Raises TypeError if ``use_gpu`` is neither a bool nor None.
     """
     if use_gpu is not None and not isinstance(use_gpu, bool):
         raise TypeError(f"use_gpu must be True, False or None, not {use_gpu!r}")

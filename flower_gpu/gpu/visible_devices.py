@@ -18,16 +18,9 @@ def visible(inventory: Inventory, cuda_visible_devices: str | None) -> tuple[GPU
     with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. And a card in MIG mode stands for all its MIG devices, of which
     CUDA shows a process only one: each worker gets one of them.
 
-    Parameters
-    ----------
-    inventory : Inventory
-        The host's GPUs.
-    cuda_visible_devices : str or None
-        The variable's value; None: it is not set, and all are visible. ``""``: none are.
-
-    See Also
-    --------
-    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#cuda-environment-variables
+    ``inventory``: the host's GPUs.
+    ``cuda_visible_devices``: the variable's value; None: it is not set, and all are visible. ``""``: none
+    are.
     """
     cards = tuple(gpu for gpu in inventory.gpus if gpu.mig_parent is None)
     if cuda_visible_devices is None:

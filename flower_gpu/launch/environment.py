@@ -74,10 +74,7 @@ def client_environment(
 def check_commands(names: tuple[str, ...]) -> None:
     """Check that Flower's commands are installed.
 
-    Raises
-    ------
-    ConfigError
-        If one is missing.
+    Raises ConfigError if one is missing.
     """
     path = with_flowers(os.environ.get("PATH"))
     for name in names:

@@ -75,23 +75,11 @@ def is_turned_away(log: str) -> bool:
 def node_keys(folder: Path, count: int) -> list[NodeKey]:
     """Return the keys of this many SuperNodes; those that are missing are made.
 
-    Parameters
-    ----------
-    folder : Path
-        Where the keys are: ``supernode-0`` with the private key of the first one, ``supernode-0.pub`` with
-        its public key, and so on. It is made if it is missing.
-    count : int
-        How many keys.
-
-    Returns
-    -------
-    list of NodeKey
-        The keys in order.
-
-    Raises
-    ------
-    ConfigError
-        If the folder or a key in it cannot be used.
+    ``folder``: where the keys are: ``supernode-0`` with the private key of the first one, ``supernode-0.pub``
+    with its public key, and so on. It is made if it is missing.
+    ``count``: how many keys.
+    Returns the keys in order.
+    Raises ConfigError if the folder or a key in it cannot be used.
     """
     folder = folder.absolute()
     try:

@@ -25,16 +25,10 @@ _NUMBERS: Final = re.compile(r"\d+")
 class Notices:
     """What is said of the SuperNodes of one command.
 
-    Parameters
-    ----------
-    count : int
-        How many SuperNodes.
-    superlink : str
-        The address that they connect to.
-    say : callable
-        Takes each line.
-    with_warnings : bool
-        Whether warnings are said, too; errors always are.
+    ``count``: how many SuperNodes.
+    ``superlink``: the address that they connect to.
+    ``say``: takes each line.
+    ``with_warnings``: whether warnings are said, too; errors always are.
     """
 
     def __init__(

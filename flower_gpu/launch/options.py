@@ -193,10 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
     """Turn parsed arguments into options.
 
-    Raises
-    ------
-    ConfigError
-        If ``--run-config``, ``--node-config`` or ``--gpu-ids`` cannot be read.
+    Raises ConfigError if ``--run-config``, ``--node-config`` or ``--gpu-ids`` cannot be read.
     """
     values = {name: getattr(arguments, name) for name in _OWN}
     pairs = {
@@ -219,10 +216,7 @@ def from_arguments(arguments: argparse.Namespace) -> LaunchOptions:
 def given_calls(arguments: argparse.Namespace) -> CallOptions:
     """Return the call options of a command line.
 
-    Raises
-    ------
-    ConfigError
-        If ``--gpu-ids`` is no list of GPUs.
+    Raises ConfigError if ``--gpu-ids`` is no list of GPUs.
     """
     calls = options.given(arguments)
     gpu_numbers(calls.get("gpu_ids"), flag("gpu_ids"))
@@ -232,10 +226,7 @@ def given_calls(arguments: argparse.Namespace) -> CallOptions:
 def check_node_config(calls: CallOptions, node_config: Mapping[str, Any]) -> None:
     """Check that ``--node-config`` does not say again what an option says.
 
-    Raises
-    ------
-    ConfigError
-        If it does.
+    Raises ConfigError if it does.
     """
     for name in calls:
         key = CALL[name].node_key

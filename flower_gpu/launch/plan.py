@@ -69,10 +69,7 @@ class Plan:
 def make_plan(options: LaunchOptions) -> Plan:
     """Check options against the app and the machine.
 
-    Raises
-    ------
-    ConfigError
-        If the run cannot be started; nothing has been started or written.
+    Raises ConfigError if the run cannot be started; nothing has been started or written.
     """
     app = FlowerApp.load(options.app_dir)
     declared = app.run_config.get(NUM_CLIENTS_KEY)

@@ -49,15 +49,8 @@ _GRACE_AT_END_S: Final = 0.5
 def launch(options: LaunchOptions) -> int:
     """Run an app as the options say, show it, and leave its result in the run's folder.
 
-    Returns
-    -------
-    int
-        0 if Flower reports the run as completed, 1 if anything failed, 128 + n if signal n stopped it.
-
-    Raises
-    ------
-    ConfigError
-        If the options cannot be used; then nothing was started or written.
+    Returns 0 if Flower reports the run as completed, 1 if anything failed, 128 + n if signal n stopped it.
+    Raises ConfigError if the options cannot be used; then nothing was started or written.
     """
     plan = make_plan(options)
     settings = settings_of(plan)

@@ -97,26 +97,15 @@ where+=(--ray-address="$(<"$ray/started-0")")"""
 class JobPlan:
     """What a job is to do.
 
-    Attributes
-    ----------
-    name : str
-        What Slurm's lists call it.
-    folder : Path
-        The folder in which it is run: relative paths of the options are meant from there.
-    python : str
-        The interpreter that has this package.
-    simulate : sequence of str
-        Arguments of ``flower-gpu simulate``, without those that say where the run's folder is.
-    log_dir : Path
-        Gets the job's log and a folder for its runs.
-    resume : Path, optional
-        The run that it goes on with.
-    nodes : int
-        Hosts.
-    gpus_per_node : str, optional
-        GPUs of each; None leaves that to Slurm.
-    sbatch : sequence of str
-        Further options of sbatch.
+    ``name``: what Slurm's lists call it.
+    ``folder``: the folder in which it is run: relative paths of the options are meant from there.
+    ``python``: the interpreter that has this package.
+    ``simulate``: arguments of ``flower-gpu simulate``, without those that say where the run's folder is.
+    ``log_dir``: gets the job's log and a folder for its runs.
+    ``resume``: the run that it goes on with.
+    ``nodes``: hosts.
+    ``gpus_per_node``: GPUs of each; None leaves that to Slurm.
+    ``sbatch``: further options of sbatch.
     """
 
     name: str
@@ -141,10 +130,7 @@ class JobPlan:
 def batch_script(plan: JobPlan) -> str:
     """Return the script that sbatch is given.
 
-    Raises
-    ------
-    ConfigError
-        If an option for sbatch contradicts the script, or a path cannot be written into it.
+    Raises ConfigError if an option for sbatch contradicts the script, or a path cannot be written into it.
     """
     where = _RESUMES if plan.resume is None else f"where=(--resume {shlex.quote(str(plan.resume))})"
     parts = [
@@ -162,10 +148,7 @@ def batch_script(plan: JobPlan) -> str:
 def directives(plan: JobPlan) -> list[list[str]]:
     """Return the options of sbatch, each with its value: what the script needs, and what is given.
 
-    Raises
-    ------
-    ConfigError
-        As :func:`batch_script`.
+    Raises ConfigError as :func:`batch_script`.
     """
     if set("%\\\n") & set(str(plan.log_dir)):
         raise ConfigError(
@@ -188,10 +171,7 @@ def directives(plan: JobPlan) -> list[list[str]]:
 def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
     """Return options of sbatch, each with its value.
 
-    Raises
-    ------
-    ConfigError
-        If one of them contradicts the script, or is no option.
+    Raises ConfigError if one of them contradicts the script, or is no option.
     """
     lines: list[list[str]] = []
     for text in options:
@@ -214,17 +194,9 @@ def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
 def submit(plan: JobPlan) -> str:
     """Submit a job, and keep its script beside its log.
 
-    Returns
-    -------
-    str
-        The job's id.
-
-    Raises
-    ------
-    ConfigError
-        If there is no sbatch, or an option cannot be used.
-    FlowerGPUError
-        If Slurm does not take the job; what sbatch says of it is on stderr.
+    Returns the job's id.
+    Raises ConfigError if there is no sbatch, or an option cannot be used.
+    Raises FlowerGPUError if Slurm does not take the job; what sbatch says of it is on stderr.
     """
     script = os.fsencode(batch_script(plan))
     if shutil.which("sbatch") is None:

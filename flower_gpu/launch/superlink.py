@@ -243,10 +243,7 @@ def _told(otherwise: str) -> Iterator[None]:
 def run_status(text: str) -> tuple[str, str]:
     """Read the status of the only run, and its details, from what ``flwr list --format json`` prints.
 
-    Raises
-    ------
-    LaunchFailedError
-        If it is something else.
+    Raises LaunchFailedError if it is something else.
     """
     try:
         answer: Any = json.loads(text[text.index("{") :])

@@ -136,19 +136,10 @@ def plan(
     use of other programs does not change, a claim waits for earlier claims only. So later, smaller claims
     never starve it, however many they are.
 
-    Parameters
-    ----------
-    cards : iterable of Card
-        The usable GPUs, cores and main memory.
-    holdings : iterable of Holding
-        The leases that are held.
-    claims : iterable of Claim
-        The requests that wait, in any order.
-
-    Returns
-    -------
-    dict
-        The parts of each claim that is granted, all at once. The other claims wait.
+    ``cards``: the usable GPUs, cores and main memory.
+    ``holdings``: the leases that are held.
+    ``claims``: the requests that wait, in any order.
+    Returns the parts of each claim that is granted, all at once. The other claims wait.
     """
     room = _Room(cards, holdings)
     granted: dict[str, tuple[Part, ...]] = {}
@@ -352,12 +343,8 @@ def _least_bytes(option: CardRequest) -> int:
 def possible(sizes: Mapping[str, int], options: Sequence[CardRequest]) -> list[CardRequest]:
     """Return the options that could be granted on an otherwise empty host.
 
-    Parameters
-    ----------
-    sizes : mapping
-        Memory of each GPU without the reserve, in bytes.
-    options : sequence of Option
-        Those of one request.
+    ``sizes``: memory of each GPU without the reserve, in bytes.
+    ``options``: those of one request.
     """
     return [
         option

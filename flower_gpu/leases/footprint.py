@@ -124,25 +124,17 @@ class Footprints:
     def learn(self, key: Key, peak_bytes: int) -> None:
         """Keep what a call has taken at most, its context included.
 
-        Raises
-        ------
-        ConfigError
-            If it is no number of bytes from 1 on, or the folder is not this user's alone.
+        Raises ConfigError if it is no number of bytes from 1 on, or the folder is not this user's alone.
         """
         self._learn(key, lambda known: known.and_now(peak_bytes), peak_bytes)
 
     def learn_call(self, key: Key, call: Measured, *, is_done: bool = True) -> None:
         """Keep the footprint of a call; errors as for :meth:`learn`.
 
-        Parameters
-        ----------
-        key : Key
-            What it is of.
-        call : Measured
-            What it took.
-        is_done : bool
-            Whether the task has come to its end. One that failed before is kept only if it took more than
-            is known.
+        ``key``: what it is of.
+        ``call``: what it took.
+        ``is_done``: whether the task has come to its end. One that failed before is kept only if it took more
+        than is known.
         """
         known = self._load().peaks.get(key, _NEW)
         number = footprint_rule.footprint_bytes(call, known.spare)
@@ -154,14 +146,10 @@ class Footprints:
     def learn_need(self, key: Key, needed_bytes: int, in_allocator: tuple[int, int] | None) -> None:
         """Keep what a call would have needed that ran out of memory; errors as for :meth:`learn`.
 
-        Parameters
-        ----------
-        key : Key
-            What it is of.
-        needed_bytes : int
-            What it would have needed to go on, context included.
-        in_allocator : tuple of int, or None
-            What of that the allocator would have had, and tensors in it; None where no allocator tells.
+        ``key``: what it is of.
+        ``needed_bytes``: what it would have needed to go on, context included.
+        ``in_allocator``: what of that the allocator would have had, and tensors in it; None where no
+        allocator tells.
         """
         self._learn(key, lambda known: known.after_out_of_memory(needed_bytes, in_allocator), needed_bytes)
 

@@ -78,12 +78,8 @@ class Measured:
 def footprint_bytes(call: Measured, spare: float = LEAST_SPARE) -> int:
     """Return the footprint of one call, without the margin.
 
-    Parameters
-    ----------
-    call : Measured
-        What it took.
-    spare : float
-        What the allocator needs for a byte of tensors, as far as calls of the task have shown.
+    ``call``: what it took.
+    ``spare``: what the allocator needs for a byte of tensors, as far as calls of the task have shown.
     """
     if call.allocated_bytes is None or call.reserved_bytes is None:
         return call.peak_bytes
@@ -108,14 +104,9 @@ def spare_after(call: Measured, spare: float) -> float:
 def spare_after_out_of_memory(spare: float, needed_bytes: int, tensors_bytes: int) -> float:
     """Return the same after a call that ran out of memory.
 
-    Parameters
-    ----------
-    spare : float
-        As it was.
-    needed_bytes : int
-        What the allocator would have needed to go on. It had given back all that it could.
-    tensors_bytes : int
-        What tensors would have had of it.
+    ``spare``: as it was.
+    ``needed_bytes``: what the allocator would have needed to go on. It had given back all that it could.
+    ``tensors_bytes``: what tensors would have had of it.
     """
     return _more_spare(spare, needed_bytes, tensors_bytes) if tensors_bytes > 0 else spare
 
@@ -180,16 +171,10 @@ class Key:
 def key_of(task: str, arrays: Sequence[ShapedArray], settings: Mapping[str, Any], gpu: str) -> Key:
     """Return the key of a call.
 
-    Parameters
-    ----------
-    task : str
-        Name of the function that runs.
-    arrays : sequence of arrays
-        The weights; only their shapes and dtypes are looked at, in their order.
-    settings : mapping
-        The user's config of the call, see :func:`sizes_of`.
-    gpu : str
-        Model of the GPU.
+    ``task``: name of the function that runs.
+    ``arrays``: the weights; only their shapes and dtypes are looked at, in their order.
+    ``settings``: the user's config of the call, see :func:`sizes_of`.
+    ``gpu``: model of the GPU.
     """
     return Key(task, _describe(arrays), gpu, sizes_of(settings))
 

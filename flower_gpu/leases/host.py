@@ -62,12 +62,8 @@ class HostMeasured:
     ) -> tuple[Card, ...]:
         """Return what leases may have in all.
 
-        Parameters
-        ----------
-        holders, waiting : sequence of Entry
-            The tickets.
-        reserve_bytes : int, optional
-            How much main memory is never leased; default: :data:`RESERVED_PART` of it.
+        ``holders``, ``waiting``: the tickets.
+        ``reserve_bytes``: how much main memory is never leased; default: :data:`RESERVED_PART` of it.
         """
         # What control groups of other processes allow is in their tickets.
         most: dict[str, int] = {}

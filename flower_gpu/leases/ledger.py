@@ -79,12 +79,8 @@ class State:
         A request that would not be granted without all of them either has to find what it could use free
         when the rest is.
 
-        Parameters
-        ----------
-        leases : sequence of str
-            Ids of leases that can end. The first ones do so first.
-        waiting : container of str
-            Ids of the requests that count.
+        ``leases``: ids of leases that can end. The first ones do so first.
+        ``waiting``: ids of the requests that count.
         """
         claims = [entry.claim for entry in self.waiting if entry.id in waiting]
 
@@ -136,14 +132,10 @@ class _DriverReadings:
 class Ledger:
     """The ledger, for one process or one thread.
 
-    Parameters
-    ----------
-    folder : LedgerFolder, optional
-        Where it is; default: the host's.
-    reserve_bytes : int
-        Memory of each GPU that is never leased.
-    host_reserve_bytes : int, optional
-        Main memory that is never leased; default: :data:`flower_gpu.leases.host.RESERVED_PART` of it.
+    ``folder``: where it is; default: the host's.
+    ``reserve_bytes``: memory of each GPU that is never leased.
+    ``host_reserve_bytes``: main memory that is never leased; default:
+    :data:`flower_gpu.leases.host.RESERVED_PART` of it.
     """
 
     def __init__(
@@ -162,27 +154,14 @@ class Ledger:
     def acquire(self, wish: Wish, *, deadline: Deadline = None) -> Ticket:
         """Wait until a request is granted.
 
-        Parameters
-        ----------
-        wish : Wish
-            What is asked for.
-        deadline : float or callable, optional
-            On the clock of ``time.monotonic``. A callable is asked again and again; an error that it raises
-            ends the wait.
-
-        Returns
-        -------
-        Ticket
-            With the granted parts in ``entry.parts``. Give it back by :meth:`release` once the worker has
-            ended. The kernel does so when this process and the worker have both ended, or when the worker
-            has and nobody has the ticket any more.
-
-        Raises
-        ------
-        LeaseError
-            If no GPU of this host can ever grant it, or the ledger cannot be used.
-        LeaseTimeoutError
-            If it was not granted by the deadline. The message names who holds what.
+        ``wish``: what is asked for.
+        ``deadline``: on the clock of ``time.monotonic``. A callable is asked again and again; an error that
+        it raises ends the wait.
+        Returns the ticket, its parts in ``entry.parts``. Give it back by :meth:`release` once the worker has
+        ended. The kernel does so when this process and the worker have both ended, or when the worker has and
+        nobody has the ticket any more.
+        Raises LeaseError if no GPU of this host can ever grant it, or the ledger cannot be used.
+        Raises LeaseTimeoutError if it was not granted by the deadline. The message names who holds what.
         """
         with self._clear_errors():
             ticket, state, version = self._enqueue(wish)

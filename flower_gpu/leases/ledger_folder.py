@@ -40,10 +40,7 @@ class LedgerFolder:
     def find(cls) -> LedgerFolder:
         """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``), or this account's own where that fails.
 
-        Raises
-        ------
-        LeaseError
-            If the folder of the variable is not there, or no folder can be used.
+        Raises LeaseError if the folder of the variable is not there, or no folder can be used.
         """
         asked = os.environ.get("FLOWER_GPU_LEDGER_DIR")
         root = Path(asked or "/tmp").absolute()
@@ -66,10 +63,7 @@ class LedgerFolder:
     def own(self) -> Path:
         """Return this account's folder; make it where it is missing.
 
-        Raises
-        ------
-        LeaseError
-            If another account has made it.
+        Raises LeaseError if another account has made it.
         """
         path = self.root / f"{_PREFIX}{os.getuid()}"
         with suppress(FileExistsError):
@@ -114,15 +108,8 @@ class LedgerFolder:
         Yields a function that tells whether that is so up to now. The account that has made the file can put
         another one in its place at any time, and another process could lock that one.
 
-        Parameters
-        ----------
-        before_try : callable
-            Called before each try to get it.
-
-        Raises
-        ------
-        LeaseError
-            If another process does not give it back.
+        ``before_try``: called before each try to get it.
+        Raises LeaseError if another process does not give it back.
         """
         descriptor = self._lock(before_try)
         try:

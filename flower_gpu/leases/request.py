@@ -48,29 +48,15 @@ _ROUNDING = 1e-9
 def memory_bytes(value: int | float | str, name: str, *, allow_zero: bool = False) -> int:
     """Read a size of memory.
 
-    Parameters
-    ----------
-    value : int, float or str
-        Bytes, or a text with one of :data:`UNITS`: ``"2GiB"``, ``"1.5 GB"``, ``"512 mib"``. Upper and lower
-        case are the same, and spaces around the number do not matter. A text without a unit is bytes. Parts
-        of a byte are rounded up.
-    name : str
-        Where the value comes from, for the error message.
-    allow_zero : bool
-        Whether 0 is a size: it is for what is kept back, not for what is asked for.
-
-    Returns
-    -------
-    int
-        Bytes.
-
-    Raises
-    ------
-    TypeError
-        If the value is neither a number nor a text. ``True`` is none.
-    ConfigError
-        If it is no size: another unit (``"2G"`` is refused, since programs disagree whether that is 2 GB or
-        2 GiB), negative, 0, not finite, or more than 1024 TiB.
+    ``value``: bytes, or a text with one of :data:`UNITS`: ``"2GiB"``, ``"1.5 GB"``, ``"512 mib"``. Upper and
+    lower case are the same, and spaces around the number do not matter. A text without a unit is bytes. Parts
+    of a byte are rounded up.
+    ``name``: where the value comes from, for the error message.
+    ``allow_zero``: whether 0 is a size: it is for what is kept back, not for what is asked for.
+    Returns the number of bytes.
+    Raises TypeError if the value is neither a number nor a text. ``True`` is none.
+    Raises ConfigError if it is no size: another unit (``"2G"`` is refused, since programs disagree whether
+    that is 2 GB or 2 GiB), negative, 0, not finite, or more than 1024 TiB.
     """
     if isinstance(value, bool) or not isinstance(value, Real | str):
         raise TypeError(
@@ -115,16 +101,9 @@ def _from_text(text: str, name: str) -> Decimal:
 def format_bytes(number: int) -> str:
     """Write a number of bytes for people.
 
-    Parameters
-    ----------
-    number : int
-        Bytes; a difference may be negative.
-
-    Returns
-    -------
-    str
-        ``"2.0 GiB"``, ``"512 MiB"``, ``"3 B"``: the largest binary unit in which it is 1 or more, with
-        one digit after the point from GiB on.
+    ``number``: bytes; a difference may be negative.
+    Returns ``"2.0 GiB"``, ``"512 MiB"``, ``"3 B"``: the largest binary unit in which it is 1 or more, with
+    one digit after the point from GiB on.
     """
     sign, size = ("-", -number) if number < 0 else ("", number)
     for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0), ("GiB", 1)):
@@ -138,12 +117,8 @@ def format_bytes(number: int) -> str:
 class Request:
     """How much GPU a call needs. Neither of both: found out (auto), see :mod:`flower_gpu.leases.footprint`.
 
-    Raises
-    ------
-    TypeError
-        If something is not a number.
-    ConfigError
-        If a number cannot be used, or both are given.
+    Raises TypeError if something is not a number.
+    Raises ConfigError if a number cannot be used, or both are given.
     """
 
     # Up to 1 a share of what one GPU has to lease, the CUDA context included: with 0.25 four calls fit.
@@ -172,24 +147,14 @@ class Request:
     ) -> Request:
         """Return what this node's config asks for, or else the code, or else the environment.
 
-        Parameters
-        ----------
-        num_gpus : float, optional
-            See :class:`Request`.
-        gpu_memory : int or str, optional
-            A size as :func:`memory_bytes` reads it, at least 1 MiB.
-        environ : mapping of str to str
-            ``FLOWER_GPU_NUM_GPUS`` or ``FLOWER_GPU_MEMORY`` counts when the code names neither.
-        node_config : mapping, optional
-            ``num-gpus`` or ``gpu-memory`` counts whatever the code says: it is the operator's, who knows the
-            node.
-
-        Raises
-        ------
-        TypeError
-            If an argument has the wrong type.
-        ConfigError
-            If a value cannot be used, or one place names both; the message names where it came from.
+        ``num_gpus``: see :class:`Request`.
+        ``gpu_memory``: a size as :func:`memory_bytes` reads it, at least 1 MiB.
+        ``environ``: ``FLOWER_GPU_NUM_GPUS`` or ``FLOWER_GPU_MEMORY`` counts when the code names neither.
+        ``node_config``: ``num-gpus`` or ``gpu-memory`` counts whatever the code says: it is the operator's,
+        who knows the node.
+        Raises TypeError if an argument has the wrong type.
+        Raises ConfigError if a value cannot be used, or one place names both; the message names where it came
+        from.
         """
         code = {"num_gpus": num_gpus, "gpu_memory": gpu_memory}
         found = find(["num_gpus", "gpu_memory"], code, environ, node_config)

@@ -293,10 +293,7 @@ class Reader:
     def read(self, folders: Iterable[tuple[int, Path]]) -> list[Entry]:
         """Return the tickets in these folders, in the order of the line, also of processes that have ended.
 
-        Raises
-        ------
-        OSError
-            If this process can open no more files: a ticket must not be overlooked.
+        Raises OSError if this process can open no more files: a ticket must not be overlooked.
         """
         known: dict[str, Entry | None] = {}
         for user, folder in folders:
@@ -416,12 +413,9 @@ def _is_locked(path: Path) -> bool:
 def _read(path: Path, user: int) -> Entry | None:
     """Return the content of a ticket; None if it is gone, or another version's.
 
-    Raises
-    ------
-    ValueError, KeyError, TypeError and the others of ``_NOT_OURS``
-        If the file is no ticket. Whatever other accounts can write is checked here.
-    OSError
-        If this process can open no more files.
+    Raises ValueError, KeyError, TypeError and the others of ``_NOT_OURS`` if the file is no ticket. Whatever
+    other accounts can write is checked here.
+    Raises OSError if this process can open no more files.
     """
     named = _NAME.fullmatch(path.name)
     if named is None:
@@ -514,14 +508,9 @@ def report(used_bytes: Mapping[str, int], base_bytes: int = 0, *, is_idle: bool 
 
     Other processes then know which use is not ours. Unreported use counts as another program's.
 
-    Parameters
-    ----------
-    used_bytes : mapping
-        By UUID, the CUDA context included.
-    base_bytes : int
-        Main memory that it had when it started, in common with the process that it is a fork of.
-    is_idle : bool
-        Whether it waits for another call.
+    ``used_bytes``: by UUID, the CUDA context included.
+    ``base_bytes``: main memory that it had when it started, in common with the process that it is a fork of.
+    ``is_idle``: whether it waits for another call.
     """
     lease = Lease.from_environment(os.environ)
     if lease is None:

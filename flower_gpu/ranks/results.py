@@ -52,10 +52,7 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 def merged(values: Sequence[Any]) -> Any:
     """Return rank 0's result with metrics, and loss, averaged over the ranks.
 
-    Raises
-    ------
-    InvalidResultError
-        If they do not agree on the number of examples.
+    Raises InvalidResultError if they do not agree on the number of examples.
     """
     first, *others = values
     own = part_of(first)
@@ -90,10 +87,7 @@ def mean(numbers: Sequence[float | None], own: Any) -> Any:
 def check_num_examples(counts: Sequence[int | None]) -> None:
     """Refuse numbers of examples that differ.
 
-    Raises
-    ------
-    InvalidResultError
-        If they do.
+    Raises InvalidResultError if they do.
     """
     told = {count for count in counts if count is not None}
     if len(told) > 1:

@@ -71,12 +71,8 @@ def run(
 ) -> Any:
     """Run a function in so many ranks.
 
-    Raises
-    ------
-    RankError
-        If a rank failed, which ends the others.
-    InvalidResultError
-        If ranks returned what does not fit together.
+    Raises RankError if a rank failed, which ends the others.
+    Raises InvalidResultError if ranks returned what does not fit together.
     """
     lease = leasing.of_this_process()
     shares = lease.shares if lease is not None and lease.shares else (None,) * count

@@ -65,11 +65,8 @@ class Box:
     def expire(self) -> tuple[list[Message], list[Message]]:
         """Note which messages have expired.
 
-        Returns
-        -------
-        tuple
-            Messages that are to be answered with an error, by :meth:`end`, and those whose handling is to be
-            ended.
+        Returns messages that are to be answered with an error, by :meth:`end`, and those whose handling is to
+        be ended.
         """
         over = set()
         while self.expires_s <= time.monotonic():

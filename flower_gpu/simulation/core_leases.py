@@ -30,16 +30,10 @@ class CoreLeases:
     somebody else waits for cores; then each lease goes back when its message ends and its turn is over, and
     idle ones at once.
 
-    Parameters
-    ----------
-    settings : HostSettings
-        Of the run's calls.
-    amount : int
-        What each message gets, in thousandths of a core.
-    most : int
-        How many leases there are at most; a message beyond these goes along with the others.
-    label : str
-        What the ledger shows.
+    ``settings``: of the run's calls.
+    ``amount``: what each message gets, in thousandths of a core.
+    ``most``: how many leases there are at most; a message beyond these goes along with the others.
+    ``label``: what the ledger shows.
     """
 
     def __init__(self, settings: HostSettings, amount: int, most: int, label: str) -> None:
@@ -62,10 +56,7 @@ class CoreLeases:
     def held(self, check: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Wait for cores, and hold them in the block.
 
-        Parameters
-        ----------
-        check : callable
-            Called again and again; what it raises ends the wait.
+        ``check``: called again and again; what it raises ends the wait.
         """
         ticket = self._take(check)
         try:

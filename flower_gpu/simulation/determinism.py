@@ -47,10 +47,7 @@ def has_fixed_hashes() -> bool:
 def check_interpreter() -> None:
     """Check that this process orders sets of texts in the same way each time.
 
-    Raises
-    ------
-    ConfigError
-        If it does not.
+    Raises ConfigError if it does not.
     """
     if not has_fixed_hashes():
         raise ConfigError(
@@ -63,10 +60,7 @@ def check_interpreter() -> None:
 def check_gpus(on_oom: str, gpus: Sequence[GPU], uuids: Sequence[str]) -> None:
     """Check that each message can only run on one kind of device.
 
-    Raises
-    ------
-    ConfigError
-        If it may be one or another.
+    Raises ConfigError if it may be one or another.
     """
     if uuids and on_oom == "cpu":
         raise ConfigError(

@@ -35,15 +35,10 @@ class Durations:
     def learn(self, kind: str, client: int, seconds: float) -> None:
         """Take note of a call that has succeeded.
 
-        Parameters
-        ----------
-        kind : str
-            The message's type.
-        client : int
-            The partition.
-        seconds : float
-            From the start of its worker, or from when it was sent to one that was there, to its result. The
-            wait for a lease is no part of that.
+        ``kind``: the message's type.
+        ``client``: the partition.
+        ``seconds``: from the start of its worker, or from when it was sent to one that was there, to its
+        result. The wait for a lease is no part of that.
         """
         if self.on_learned is not None:
             self.on_learned(kind, client, seconds)

@@ -25,16 +25,10 @@ if TYPE_CHECKING:
 class Rounds:
     """What a grid must know of a run's rounds.
 
-    Attributes
-    ----------
-    run_id : int
-        The run's.
-    nodes, states
-        Who is sent messages, and what they keep.
-    checkpoints, resumed
-        Where finished rounds are kept, and where the run goes on.
-    has_longest_first : bool
-        Whether the longest message of a round is handled first.
+    ``run_id``: the run's.
+    ``nodes``, ``states``: who is sent messages, and what they keep.
+    ``checkpoints``, ``resumed``: where finished rounds are kept, and where the run goes on.
+    ``has_longest_first``: whether the longest message of a round is handled first.
     """
 
     run_id: int

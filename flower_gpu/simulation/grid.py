@@ -71,14 +71,9 @@ _UNAVAILABLE: Final = {
 class CallError(Error):
     """An error in the place of a reply's content, with the traceback of the call that failed.
 
-    Parameters
-    ----------
-    code, reason
-        As for Flower's ``Error``.
-    traceback : str
-        The worker's; empty where there is none.
-    ends_run : RunEndedError, optional
-        What the run is to be ended with.
+    ``code``, ``reason``: as for Flower's ``Error``.
+    ``traceback``: the worker's; empty where there is none.
+    ``ends_run``: what the run is to be ended with.
     """
 
     def __init__(self, code: int, reason: str, traceback: str, ends_run: RunEndedError | None = None) -> None:
@@ -94,23 +89,14 @@ class NoSuchNodeError(FlowerGPUError):
 class SimulationGrid(Grid):
     """Messages of a run and their replies, in boxes. Who handles them is a subclass's matter.
 
-    Parameters
-    ----------
-    run : Run
-        The run that messages are of.
-    nodes : VirtualNodes
-        Who can be sent something.
-    checkpoints : Checkpoints, optional
-        Where finished rounds are kept.
-    resumed : RoundState, optional
-        Where the run goes on.
-    sums_in_order : bool
-        Whether replies that are to be summed come in the order of the nodes.
-    durations : Durations, optional
-        What messages are expected to take: those that are sent together are handled from the longest to the
-        shortest. Without it in the order of sending.
-    is_strict : bool
-        Whether messages that are not done in time end the run.
+    ``run``: the run that messages are of.
+    ``nodes``: who can be sent something.
+    ``checkpoints``: where finished rounds are kept.
+    ``resumed``: where the run goes on.
+    ``sums_in_order``: whether replies that are to be summed come in the order of the nodes.
+    ``durations``: what messages are expected to take: those that are sent together are handled from the
+    longest to the shortest. Without it in the order of sending.
+    ``is_strict``: whether messages that are not done in time end the run.
     """
 
     def __init__(
@@ -209,10 +195,8 @@ class SimulationGrid(Grid):
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of all nodes.
 
-        Raises
-        ------
-        ConfigError
-            If Flower asks for whoever waits for more nodes than there are: it would ask for ever.
+        Raises ConfigError if Flower asks for whoever waits for more nodes than there are: it would ask for
+        ever.
         """
         count, wanted = len(self._nodes.ids), wanted_nodes()
         if wanted is not None and wanted > count:
@@ -446,10 +430,7 @@ class SimulationGrid(Grid):
     def check_node(self, message: Message) -> None:
         """Check that a message is to one of the nodes.
 
-        Raises
-        ------
-        NoSuchNodeError
-            If it is not.
+        Raises NoSuchNodeError if it is not.
         """
         node_id = message.metadata.dst_node_id
         if node_id not in self._nodes:

@@ -32,22 +32,14 @@ from flower_gpu.workers.threads import planned_threads
 class Work:
     """What a host must know of a run. It can be pickled.
 
-    Attributes
-    ----------
-    name : str
-        The app's.
-    app : AppReference or ClientApp
-        What handles messages.
-    options : CallOptions
-        Of each call.
-    num_supernodes : int
-        How many virtual nodes there are.
-    max_workers, calls_per_worker, verify_recycling, seed
-        As :func:`flower_gpu.simulate` has them.
-    is_deterministic : bool
-        Whether algorithms must give the same bits each time.
-    is_strict : bool
-        Whether what another run would not have ends this one.
+    ``name``: the app's.
+    ``app``: what handles messages.
+    ``options``: of each call.
+    ``num_supernodes``: how many virtual nodes there are.
+    ``max_workers``, ``calls_per_worker``, ``verify_recycling``, ``seed``: as :func:`flower_gpu.simulate` has
+    them.
+    ``is_deterministic``: whether algorithms must give the same bits each time.
+    ``is_strict``: whether what another run would not have ends this one.
     """
 
     name: str
@@ -65,23 +57,12 @@ class Work:
 class Host:
     """The host that this process is on, for one run.
 
-    Parameters
-    ----------
-    work : Work
-        What is to be done.
-
-    Attributes
-    ----------
-    gpus : list of GPU
-        Its GPUs that can be used.
-    concurrency : int
-        How many messages it handles at a time, at most.
-    has_spare : bool
-        Whether one more is of use while messages are short.
-    threads : int
-        Of each worker's libraries.
-    durations : Durations
-        What messages take here.
+    ``work``: what is to be done.
+    ``gpus``: its GPUs that can be used.
+    ``concurrency``: how many messages it handles at a time, at most.
+    ``has_spare``: whether one more is of use while messages are short.
+    ``threads``: of each worker's libraries.
+    ``durations``: what messages take here.
     """
 
     def __init__(self, work: Work) -> None:
@@ -104,14 +85,9 @@ class Host:
     ) -> MessageHandler:
         """Get ready for the messages to these nodes; returns what handles them, in any number of threads.
 
-        Parameters
-        ----------
-        nodes : VirtualNodes
-            Who is sent messages.
-        seed_of : callable, optional
-            Returns the seed of a message, where it is not this process that counts what was sent.
-        tries : int
-            How often a message is handled, at most, whose worker dies.
+        ``nodes``: who is sent messages.
+        ``seed_of``: returns the seed of a message, where it is not this process that counts what was sent.
+        ``tries``: how often a message is handled, at most, whose worker dies.
         """
         work, settings = self._work, self._settings
         self.durations = Durations()
@@ -156,10 +132,7 @@ class Host:
     def load_data(self) -> None:
         """Load what calls find loaded, where there is something to load.
 
-        Raises
-        ------
-        ConfigError
-            If that fails: so the run ends here, and not each client's call.
+        Raises ConfigError if that fails: so the run ends here, and not each client's call.
         """
         try:
             workers.load_data(self._settings, self._variables, self._without)

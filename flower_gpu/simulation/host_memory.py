@@ -24,10 +24,7 @@ def available_bytes() -> tuple[int, int]:
 class HostMemory:
     """Lets workers start while there is memory for as much as the largest one took so far.
 
-    Parameters
-    ----------
-    available : callable
-        As :func:`available_bytes`.
+    ``available``: as :func:`available_bytes`.
     """
 
     def __init__(self, available: Callable[[], tuple[int, int]] = available_bytes) -> None:
@@ -45,10 +42,7 @@ class HostMemory:
     def room(self, *, at_once: bool = False) -> Iterator[None]:
         """Wait until there is room for a worker. There always is for the first one.
 
-        Parameters
-        ----------
-        at_once : bool
-            Do not wait: the worker is there, and has what others who are let in wait for.
+        ``at_once``: do not wait: the worker is there, and has what others who are let in wait for.
         """
         with self._changed:
             if not at_once and not self._has_room():

@@ -43,10 +43,7 @@ class AppReference:
     def load(self) -> ClientApp:
         """Import it.
 
-        Raises
-        ------
-        LoadClientAppError
-            If that fails, or it is something else.
+        Raises LoadClientAppError if that fails, or it is something else.
         """
         app = load_app(self.name, LoadClientAppError, self.folder)
         if not isinstance(app, ClientApp):

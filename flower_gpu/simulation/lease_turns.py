@@ -29,19 +29,10 @@ _LOOK_S: Final = 2.0
 class LeasedLine:
     """A line of workers, and the lease that its worker has.
 
-    Parameters
-    ----------
-    line : Line
-        Whoever has the place runs calls there.
-    turns : LeaseTurns
-        The leases of the run.
-
-    Attributes
-    ----------
-    held : tuple of Lease and Ticket, optional
-        The lease.
-    is_for_one_call : bool
-        Whether the worker ends after one call.
+    ``line``: whoever has the place runs calls there.
+    ``turns``: the leases of the run.
+    ``held``: the lease.
+    ``is_for_one_call``: whether the worker ends after one call.
     """
 
     def __init__(self, line: Line, turns: LeaseTurns) -> None:
@@ -109,10 +100,7 @@ class LeaseTurns:
     Whoever waits in the ledger tells all holders. Then a thread here has as many idle workers end as stand in
     the way.
 
-    Parameters
-    ----------
-    most : int, optional
-        How many leases there can be at a time, where that is known: with so many, nobody asks for more.
+    ``most``: how many leases there can be at a time, where that is known: with so many, nobody asks for more.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -138,16 +126,11 @@ class LeaseTurns:
     ) -> Iterator[None]:
         """Wait until nobody else asks; in the block it is the caller who does.
 
-        Parameters
-        ----------
-        kind : str
-            What the lease is for. Calls of another kind ask for something else, and have a line of their own.
-        label : str
-            What the ticket is for.
-        check : callable
-            Called after each :meth:`wake`; what it raises ends the wait.
-        fits : callable
-            Tells whether an idle worker would do: then ``check`` raises an error.
+        ``kind``: what the lease is for. Calls of another kind ask for something else, and have a line of
+        their own.
+        ``label``: what the ticket is for.
+        ``check``: called after each :meth:`wake`; what it raises ends the wait.
+        ``fits``: tells whether an idle worker would do: then ``check`` raises an error.
         """
         me = object()
         asking = _LeaseAsker(label, fits)
@@ -195,12 +178,8 @@ class LeaseTurns:
         While the run has calls with a lease there is no limit: each that ends makes room. Without one it
         waits for others, and that is what the limit is for.
 
-        Parameters
-        ----------
-        began : float
-            When the call began to wait, on the clock of ``time.monotonic``.
-        timeout_s : float
-            How long it may.
+        ``began``: when the call began to wait, on the clock of ``time.monotonic``.
+        ``timeout_s``: how long it may.
         """
         with self._changed:
             if self._held > len(self._idle):

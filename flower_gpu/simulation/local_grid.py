@@ -37,17 +37,11 @@ class Handler(Protocol):
 class LocalGrid(SimulationGrid):
     """Hands messages to threads that have them handled, each in a worker.
 
-    Parameters
-    ----------
-    run, nodes, options
-        As for :class:`flower_gpu.simulation.grid.SimulationGrid`.
-    handle : Handler
-        Handles a message.
-    threads : int
-        How many messages are handled at a time, at most.
-    has_spare : bool
-        Whether there is one more while messages are short and many wait: it is written, or its reply read,
-        while the others are computed.
+    ``run``, ``nodes``, ``options``: as for :class:`flower_gpu.simulation.grid.SimulationGrid`.
+    ``handle``: handles a message.
+    ``threads``: how many messages are handled at a time, at most.
+    ``has_spare``: whether there is one more while messages are short and many wait: it is written, or its
+    reply read, while the others are computed.
     """
 
     def __init__(

@@ -33,10 +33,7 @@ def versions() -> dict[str, str]:
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], *, is_strict: bool) -> None:
     """Check that a run goes on where it began; what ``before`` does not have is left out.
 
-    Raises
-    ------
-    ConfigError
-        If something is different, and the run is strict. Else a line in the log says so.
+    Raises ConfigError if something is different, and the run is strict. Else a line in the log says so.
     """
     different = [
         f"{name} was {_shown(before[name])} and is {_shown(now[name])}"

@@ -48,10 +48,7 @@ _TRIES: Final = 3  # of a message in a deterministic run
 class Seeds:
     """Seeds of a run's messages: each the same whatever came before, so that a run that goes on has it, too.
 
-    Parameters
-    ----------
-    seed : int
-        The run's.
+    ``seed``: the run's.
     """
 
     def __init__(self, seed: int) -> None:
@@ -76,32 +73,18 @@ class Seeds:
 class MessageHandler:
     """Handles messages of one run.
 
-    Parameters
-    ----------
-    app : AppReference or ClientApp
-        What handles them in a worker.
-    nodes : VirtualNodes
-        Whose messages these are.
-    options : mapping
-        Of each call, as for :class:`flower_gpu.CallOptions`.
-    name : str
-        By which the footprint of the app's calls is known.
-    seed_of : callable
-        Returns the seed of the client's random numbers for a message.
-    new_slot : callable
-        Makes what runs the calls of one thread.
-    calls_per_worker : int
-        How many messages a worker handles, at most.
-    durations : Durations, optional
-        Learns what messages take.
-    verifier : Verifier, optional
-        Compares what used workers and new ones give; then messages are handled more than once.
-    tries : int
-        How often a message is handled, at most, whose worker dies.
-    is_deterministic : bool
-        Whether algorithms must give the same bits each time. Then there are three tries.
-    is_strict : bool
-        Whether a failure that another run would not have ends the run.
+    ``app``: what handles them in a worker.
+    ``nodes``: whose messages these are.
+    ``options``: of each call, as for :class:`flower_gpu.CallOptions`.
+    ``name``: by which the footprint of the app's calls is known.
+    ``seed_of``: returns the seed of the client's random numbers for a message.
+    ``new_slot``: makes what runs the calls of one thread.
+    ``calls_per_worker``: how many messages a worker handles, at most.
+    ``durations``: learns what messages take.
+    ``verifier``: compares what used workers and new ones give; then messages are handled more than once.
+    ``tries``: how often a message is handled, at most, whose worker dies.
+    ``is_deterministic``: whether algorithms must give the same bits each time. Then there are three tries.
+    ``is_strict``: whether a failure that another run would not have ends the run.
     """
 
     def __init__(

@@ -31,13 +31,9 @@ _WITHOUT_TORCH: Final = {
 class Needs:
     """What the workers of an app are forked with.
 
-    Attributes
-    ----------
-    modules : tuple of str
-        Libraries that they have use for.
-    without : frozenset of str
-        Those they have none for, which makes forks cheaper; as of a
-        :class:`flower_gpu.workers.call.Call`.
+    ``modules``: libraries that they have use for.
+    ``without``: those they have none for, which makes forks cheaper; as of a
+    :class:`flower_gpu.workers.call.Call`.
     """
 
     modules: tuple[str, ...]

@@ -28,23 +28,12 @@ _ID_BITS: Final = 63  # they travel as unsigned 64 bits, and are shown by tools 
 class VirtualNodes:
     """Nodes that exist as long as a run.
 
-    Parameters
-    ----------
-    count : int
-        How many.
-    seed : int
-        Of their ids: the same seed gives the same ids in the same order.
-    run_id : int
-        The run's.
-    run_config : mapping
-        What each context has as ``run_config``.
-    states : StateStore, optional
-        Has what nodes keep between messages; by default all of it in memory.
-
-    Attributes
-    ----------
-    ids : tuple of int
-        The ids; a node's place in it is its partition.
+    ``count``: how many.
+    ``seed``: of their ids: the same seed gives the same ids in the same order.
+    ``run_id``: the run's.
+    ``run_config``: what each context has as ``run_config``.
+    ``states``: has what nodes keep between messages; by default all of it in memory.
+    ``ids``: the ids; a node's place in it is its partition.
     """
 
     def __init__(
@@ -67,10 +56,7 @@ class VirtualNodes:
     def partition_of(self, node_id: int) -> int:
         """Return a node's partition.
 
-        Raises
-        ------
-        KeyError
-            If there is no such node.
+        Raises KeyError if there is no such node.
         """
         return self._partitions[node_id]
 

@@ -37,28 +37,16 @@ _UNNAMED: Final = "app"  # two components without a folder
 class RunPlan:
     """What a run is to do.
 
-    Attributes
-    ----------
-    work : Work
-        What a host must know of it.
-    run_id : int
-        The run's, for Flower.
-    server : ServerApp or str
-        The app's, or where to find it.
-    where : Path, optional
-        The app's folder.
-    run_config : mapping
-        What contexts have.
-    server_env : mapping
-        Variables of a deterministic ServerApp.
-    folder, before
-        Of the earlier run that goes on; else None, and empty.
-    log_dir : Path, optional
-        Where the folder of a new run is made.
-    order, keep_going, trackers, ray_address
-        As :func:`flower_gpu.simulate` has them.
-    state_memory_bytes : int
-        What nodes' states may take in memory.
+    ``work``: what a host must know of it.
+    ``run_id``: the run's, for Flower.
+    ``server``: the app's, or where to find it.
+    ``where``: the app's folder.
+    ``run_config``: what contexts have.
+    ``server_env``: variables of a deterministic ServerApp.
+    ``folder``, ``before``: of the earlier run that goes on; else None, and empty.
+    ``log_dir``: where the folder of a new run is made.
+    ``order``, ``keep_going``, ``trackers``, ``ray_address``: as :func:`flower_gpu.simulate` has them.
+    ``state_memory_bytes``: what nodes' states may take in memory.
     """
 
     work: Work
@@ -105,10 +93,7 @@ class RunPlan:
     ) -> RunPlan:
         """Check what was given, and join it with an earlier run's.
 
-        Raises
-        ------
-        ConfigError
-            If something cannot be used. Nothing was started or written.
+        Raises ConfigError if something cannot be used. Nothing was started or written.
         """
         _check_numbers(num_supernodes, max_workers, calls_per_worker)
         if order not in ORDERS:

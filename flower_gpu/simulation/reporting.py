@@ -84,12 +84,8 @@ def reported_run(
     ``resumed_round``, and its kind of strategy for ``resumed_strategy``. ``on_resume`` is called when it is
     clear that it can go on. With ``is_tracked`` all events are in the trace, for those who follow it.
 
-    Raises
-    ------
-    SimulationStoppedError
-        In the place of a KeyboardInterrupt.
-    RunEndedError
-        If all clients fail, or one in a way that ends the run, and not ``keep_going``.
+    Raises SimulationStoppedError in the place of a KeyboardInterrupt.
+    Raises RunEndedError if all clients fail, or one in a way that ends the run, and not ``keep_going``.
     """
     began_s = time.monotonic()
     history = History(keep_finished=False, keep_rounds=True)

@@ -57,12 +57,8 @@ _Arrays = dict[str, Callable[[], NDArray[Any]]]
 class SimulationStoppedError(KeyboardInterrupt):
     """Ctrl-C during a run.
 
-    Attributes
-    ----------
-    folder : Path or None
-        Where its results are.
-    can_resume : bool
-        Whether there is a checkpoint.
+    ``folder``: where its results are.
+    ``can_resume``: whether there is a checkpoint.
     """
 
     def __init__(self, folder: Path | None, can_resume: bool) -> None:
@@ -74,18 +70,11 @@ class SimulationStoppedError(KeyboardInterrupt):
 class ResultFolder:
     """The files of a run. Not safe to use from several threads.
 
-    Attributes
-    ----------
-    config, summary : Path
-        What the run was started with, and the sums at its end; JSON.
-    metrics, table : Path
-        What happened, as JSON lines, and metrics by round as CSV.
-    failures : Path
-        Failed messages, with their tracebacks.
-    log : Path
-        Flower's log lines, where they are not shown.
-    checkpoint : Path
-        Folder of what a run needs to go on.
+    ``config``, ``summary``: what the run was started with, and the sums at its end; JSON.
+    ``metrics``, ``table``: what happened, as JSON lines, and metrics by round as CSV.
+    ``failures``: failed messages, with their tracebacks.
+    ``log``: Flower's log lines, where they are not shown.
+    ``checkpoint``: folder of what a run needs to go on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -252,22 +241,10 @@ def _cell(value: Metrics | Any) -> Any:
 def write_model(model: ArrayRecord | Parameters | None, folder: Path) -> Path | None:
     """Write a model: with safetensors if that is installed and knows all the types, else as ``.npz``.
 
-    Parameters
-    ----------
-    model : ArrayRecord, Parameters or None
-        The arrays of ``Parameters`` are called ``"0"``, ``"1"`` and so on.
-    folder : Path
-        Where the file goes. A model that is there already is replaced, in one step.
-
-    Returns
-    -------
-    Path or None
-        The file; None if there are no arrays.
-
-    Raises
-    ------
-    FlowerGPUError
-        If the disk is full or cannot be written to.
+    ``model``: the arrays of ``Parameters`` are called ``"0"``, ``"1"`` and so on.
+    ``folder``: where the file goes. A model that is there already is replaced, in one step.
+    Returns the file; None if there are no arrays.
+    Raises FlowerGPUError if the disk is full or cannot be written to.
     """
     arrays = _arrays(model)
     if not arrays:
@@ -291,10 +268,7 @@ def model_sha256(model: ArrayRecord | Parameters | None) -> str | None:
     Of each array, in the order of the names, a line with name, type and shape, and then its elements in C
     order, little-endian. docs/reference/simulate.md has the same for a file with a model.
 
-    Parameters
-    ----------
-    model : ArrayRecord, Parameters or None
-        As for :func:`write_model`.
+    ``model``: as for :func:`write_model`.
     """
     arrays = _arrays(model)
     if not arrays:

@@ -31,23 +31,13 @@ class WorkerIdlesError(Exception):
 class Slot(Workers):
     """Runs the calls of one thread, one at a time.
 
-    Parameters
-    ----------
-    turns : LeaseTurns
-        The leases of the run.
-    without : frozenset of str
-        As of a :class:`flower_gpu.workers.call.Call`.
-    cores : CoreLeases, optional
-        The cores of the run; None: they are not counted.
-
-    Attributes
-    ----------
-    is_used_again : bool
-        Whether the last call had a worker that had run others before.
-    workers_started : int
-        How many workers there were.
-    waits_since : float, optional
-        Since when the call that was begun waits for its worker, on the clock of ``time.monotonic``.
+    ``turns``: the leases of the run.
+    ``without``: as of a :class:`flower_gpu.workers.call.Call`.
+    ``cores``: the cores of the run; None: they are not counted.
+    ``is_used_again``: whether the last call had a worker that had run others before.
+    ``workers_started``: how many workers there were.
+    ``waits_since``: since when the call that was begun waits for its worker, on the clock of
+    ``time.monotonic``.
     """
 
     #: What a client says of its progress is for the trace; the run has its own display.

@@ -51,16 +51,10 @@ class Verifier:
     def compared(self, kind: str, client: str, used: Differences, noise: Differences) -> None:
         """Take note of a message, and say what was different.
 
-        Parameters
-        ----------
-        kind : str
-            The message's type.
-        client : str
-            Whose it is.
-        used : dict
-            What was different between a new worker and a used one.
-        noise : dict
-            The same between two new ones.
+        ``kind``: the message's type.
+        ``client``: whose it is.
+        ``used``: what was different between a new worker and a used one.
+        ``noise``: the same between two new ones.
         """
         different = {name: size for name, size in used.items() if name not in noise}
         with self._lock:

@@ -77,10 +77,7 @@ def core_leases(settings: CallSettings, count: int, name: str) -> CoreLeases:
 def load_data(settings: CallSettings, env: Mapping[str, str], without: frozenset[str]) -> None:
     """Load data where workers are forked from, if there are such data.
 
-    Raises
-    ------
-    WorkerStartError
-        If that fails.
+    Raises WorkerStartError if that fails.
     """
     worker = settings.worker
     method = start.choose(worker.start_method, server_first=True)

@@ -225,10 +225,7 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         """Look, and yield all metrics.
 
-        Raises
-        ------
-        TimeoutError
-            If a driver that does not answer holds up an earlier look.
+        Raises TimeoutError if a driver that does not answer holds up an earlier look.
         """
         if not self._lock.acquire(timeout=_BUSY_S):
             raise TimeoutError("an earlier look at the GPUs goes on: does nvidia-smi answer?")
@@ -374,10 +371,7 @@ _END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def serve(collector: Collector, address: str, port: int) -> int:
     """Print the URL, serve until signal n ends this process, and return 128 + n.
 
-    Raises
-    ------
-    ConfigError
-        If it cannot listen there.
+    Raises ConfigError if it cannot listen there.
     """
     with _blocked() as signals:
         bound = _listen(collector, address, port)

@@ -12,10 +12,8 @@ from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
 class WorkerWaits:
     """Adds up how long no call of a run could get a worker, as often as somebody looks.
 
-    Parameters
-    ----------
-    tell : callable
-        Gets the events of it: ``run_waits`` with a ``text``, and at its end ``run_waited`` with ``seconds``.
+    ``tell``: gets the events of it: ``run_waits`` with a ``text``, and at its end ``run_waited`` with
+    ``seconds``.
     """
 
     def __init__(self, tell: Callable[..., Any]) -> None:
@@ -29,14 +27,9 @@ class WorkerWaits:
     def look(self, since: float | None, now: float, pids: Container[int]) -> float:
         """Return how long it was in all.
 
-        Parameters
-        ----------
-        since : float, optional
-            Since when calls wait and none has a worker; None: that is not so.
-        now : float
-            On the same clock.
-        pids : container of int
-            Of the processes that ask for leases.
+        ``since``: since when calls wait and none has a worker; None: that is not so.
+        ``now``: on the same clock.
+        ``pids``: of the processes that ask for leases.
         """
         with self._lock:
             if since != self._since:

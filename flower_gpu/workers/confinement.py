@@ -118,10 +118,7 @@ def apply(environ: Mapping[str, str]) -> None:
 
     Does nothing where the caller has not said that the worker is confined.
 
-    Raises
-    ------
-    ConfigError
-        If the kernel cannot do that.
+    Raises ConfigError if the kernel cannot do that.
     """
     global _applied
     told = Confinement.from_environment(environ)
@@ -179,10 +176,8 @@ def problem() -> str | None:
 def not_refused(*, with_ports: bool = False) -> list[str]:
     """Return what of the promise the kernel of this host does not keep: each in words, with what it takes.
 
-    Parameters
-    ----------
-    with_ports : bool
-        Whether there is a TCP port to which apps can connect. Without one they have no TCP at all.
+    ``with_ports``: whether there is a TCP port to which apps can connect. Without one they have no TCP at
+    all.
     """
     found = landlock.version()
     missing = {

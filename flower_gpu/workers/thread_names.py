@@ -44,10 +44,7 @@ _ANY: Final = ctypes.c_ulong(-1)
 def given(folder: Path) -> Iterator[None]:
     """Let confined workers, to whom a folder belongs, and all that they start, name their threads.
 
-    Raises
-    ------
-    ConfigError
-        If that cannot be.
+    Raises ConfigError if that cannot be.
     """
     stop = StopOrder()
     try:

@@ -38,22 +38,13 @@ def become(
 ) -> Callable[[], Any]:
     """Take on what a program is started with, in a new fork; return its function.
 
-    Parameters
-    ----------
-    found : Entry
-        The program.
-    argv : sequence of str
-        Its name and arguments.
-    env : mapping
-        All its environment variables.
-    group : int or None
-        Its process group; 0 for one of its own, None for a session of its own.
-    streams : sequence of int
-        Descriptors of its standard input, output and error.
-    folder : int
-        Descriptor of its working directory.
-    connection : socket.socket
-        Over which it has programs started itself.
+    ``found``: the program.
+    ``argv``: its name and arguments.
+    ``env``: all its environment variables.
+    ``group``: its process group; 0 for one of its own, None for a session of its own.
+    ``streams``: descriptors of its standard input, output and error.
+    ``folder``: descriptor of its working directory.
+    ``connection``: over which it has programs started itself.
     """
     if group is None:
         os.setsid()

@@ -140,25 +140,13 @@ class Programs:
     ) -> tuple[int, int] | None:
         """Have a program started; None where it has to be started in another way.
 
-        Parameters
-        ----------
-        argv : sequence of str
-            Its name, which is looked for on the ``PATH`` of its environment, and its arguments.
-        env : mapping
-            All its environment variables.
-        stdin, stdout, stderr : int
-            Descriptors.
-        group : int or None
-            Its process group; 0 for one of its own, None for a session of its own.
-        is_adopted : bool
-            Whether it becomes a child of the next subreaper above the server.
-        kept : sequence of int
-            Descriptors that stay open in it.
-
-        Returns
-        -------
-        (int, int) or None
-            Its process id, and the descriptor where its exit status is told.
+        ``argv``: its name, which is looked for on the ``PATH`` of its environment, and its arguments.
+        ``env``: all its environment variables.
+        ``stdin``, ``stdout``, ``stderr``: descriptors.
+        ``group``: its process group; 0 for one of its own, None for a session of its own.
+        ``is_adopted``: whether it becomes a child of the next subreaper above the server.
+        ``kept``: descriptors that stay open in it.
+        Returns its process id, and the descriptor where its exit status is told.
         """
         with self._lock, ExitStack() as stack:
             if self._connection is None:
@@ -210,13 +198,9 @@ class Programs:
 def start_server(env: Mapping[str, str], log: Path) -> Programs:
     """Start a server, a child of this process; the first request waits until it has imported Flower.
 
-    Parameters
-    ----------
-    env : mapping
-        All its environment variables: what Python and Flower read of them when they start must be the same
-        for each program.
-    log : Path
-        Where its output goes.
+    ``env``: all its environment variables: what Python and Flower read of them when they start must be the
+    same for each program.
+    ``log``: where its output goes.
     """
     path = [entry for entry in sys.path if entry]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

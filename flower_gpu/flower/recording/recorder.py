@@ -119,10 +119,7 @@ class Recorder:
     def check(self) -> None:
         """Raise an exception if the run is over since all clients fail, or one in a way that ends it.
 
-        Raises
-        ------
-        RunEndedError
-            Each time: an app that catches it gets no further.
+        Raises RunEndedError: each time: an app that catches it gets no further.
         """
         if self._ended_by is not None:
             raise self._ended_by

@@ -50,22 +50,13 @@ _FULL_S: Final = 1.0  # that a message waits for a lease, cores or memory, until
 class About:
     """A host, as its agent found it.
 
-    Attributes
-    ----------
-    name : str
-        The host's.
-    pid : int
-        The agent's.
-    concurrency : int
-        How many messages it handles at a time, at most.
-    threads : int
-        Of each worker's libraries.
-    described : dict
-        Processors, GPUs and versions, as ``config.json`` has them.
-    cores : int
-        How many it has.
-    gpus : list of dict
-        Its GPUs, as the trace has them.
+    ``name``: the host's.
+    ``pid``: the agent's.
+    ``concurrency``: how many messages it handles at a time, at most.
+    ``threads``: of each worker's libraries.
+    ``described``: processors, GPUs and versions, as ``config.json`` has them.
+    ``cores``: how many it has.
+    ``gpus``: its GPUs, as the trace has them.
     """
 
     name: str
@@ -81,14 +72,9 @@ class About:
 class News:
     """What has happened on a host since the last time.
 
-    Attributes
-    ----------
-    events : list of dict
-        Of its workers and leases, for the trace.
-    lines : list of tuple of int and str
-        Level and text of what was logged.
-    is_full : bool
-        Whether it can take no more messages: one waits already.
+    ``events``: of its workers and leases, for the trace.
+    ``lines``: level and text of what was logged.
+    ``is_full``: whether it can take no more messages: one waits already.
     """
 
     events: list[dict[str, Any]]
@@ -127,14 +113,9 @@ class _Nodes(VirtualNodes):
 class Agent:
     """Handles messages on its host. Ray calls its methods in several threads.
 
-    Parameters
-    ----------
-    work : Work
-        The run's. An app with a folder is in the current one, where Ray has put it.
-    run_id : int
-        The run's.
-    run_config : mapping
-        What contexts have as ``run_config``.
+    ``work``: the run's. An app with a folder is in the current one, where Ray has put it.
+    ``run_id``: the run's.
+    ``run_config``: what contexts have as ``run_config``.
     """
 
     def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
@@ -175,15 +156,8 @@ class Agent:
     def begin(self, packages: Sequence[str]) -> About:
         """Load what calls find loaded, and tell of this host.
 
-        Parameters
-        ----------
-        packages : sequence of str
-            What the app imports.
-
-        Raises
-        ------
-        ConfigError
-            If one of the packages is missing here, or data cannot be loaded.
+        ``packages``: what the app imports.
+        Raises ConfigError if one of the packages is missing here, or data cannot be loaded.
         """
         missing = [name for name in packages if not is_there(name)]
         if missing:

@@ -67,20 +67,12 @@ class ClusterGrid(SimulationGrid):
     A thread gives hosts the first messages of a round. One for each host fetches what is finished there and
     gives it the next ones.
 
-    Parameters
-    ----------
-    run, nodes, options
-        As for :class:`flower_gpu.simulation.grid.SimulationGrid`.
-    hosts : Hosts
-        Who handles messages.
-    states : StateStore
-        What clients keep.
-    seed : int
-        The run's.
-    put : callable
-        Puts an object where all hosts can fetch it.
-    learned : Durations, optional
-        Where is kept what messages take.
+    ``run``, ``nodes``, ``options``: as for :class:`flower_gpu.simulation.grid.SimulationGrid`.
+    ``hosts``: who handles messages.
+    ``states``: what clients keep.
+    ``seed``: the run's.
+    ``put``: puts an object where all hosts can fetch it.
+    ``learned``: where is kept what messages take.
     """
 
     sums_elsewhere = True
@@ -449,10 +441,8 @@ class ClusterGrid(SimulationGrid):
     ) -> tuple[list[Held], list[Message], bool]:
         """Wait until something can be taken.
 
-        Returns
-        -------
-        tuple
-            Groups with sums to take, errors in the place of replies, and whether nothing comes after these.
+        Returns groups with sums to take, errors in the place of replies, and whether nothing comes after
+        these.
         """
         with self._changed:
             while True:

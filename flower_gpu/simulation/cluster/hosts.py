@@ -50,17 +50,9 @@ class HostLostError(FlowerGPUError):
 def connected(address: str, app: object) -> Iterator[None]:
     """Be a driver of a Ray cluster, in the block.
 
-    Parameters
-    ----------
-    address : str
-        As ``ray.init`` takes it: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
-    app : AppReference or ClientApp
-        Its folder is sent to all hosts.
-
-    Raises
-    ------
-    ConfigError
-        If Ray is not installed, or there is no such cluster.
+    ``address``: as ``ray.init`` takes it: ``"auto"``, ``"host:port"``, ``"ray://host:port"``.
+    ``app``: its folder is sent to all hosts.
+    Raises ConfigError if Ray is not installed, or there is no such cluster.
     """
     try:
         import ray
@@ -95,22 +87,13 @@ def connected(address: str, app: object) -> Iterator[None]:
 class RemoteHost:
     """An agent, and what is known of it.
 
-    Attributes
-    ----------
-    node : str
-        Ray's id of the machine.
-    about : About
-        What the agent has said at its start.
-    is_gone : bool
-        Whether it is lost.
-    is_full : bool
-        Whether it can take no more messages at this moment.
-    messages, failed : int
-        How many replies came from it, and how many of them were errors.
-    pace : float
-        How long its calls take, of what those of all hosts take.
-    call_s : dict of str to float
-        How long it handles a message of each type, a mean of the last ones.
+    ``node``: Ray's id of the machine.
+    ``about``: what the agent has said at its start.
+    ``is_gone``: whether it is lost.
+    ``is_full``: whether it can take no more messages at this moment.
+    ``messages``, ``failed``: how many replies came from it, and how many of them were errors.
+    ``pace``: how long its calls take, of what those of all hosts take.
+    ``call_s``: how long it handles a message of each type, a mean of the last ones.
     """
 
     node: str
@@ -139,10 +122,7 @@ class RemoteHost:
     def exchange(self, visits: list[Visit]) -> list[Visited]:
         """Have messages handled; waits, not for long, for others that are finished.
 
-        Raises
-        ------
-        HostLostError
-            If the agent is gone, or could not take messages.
+        Raises HostLostError if the agent is gone, or could not take messages.
         """
         given = [self._given.popleft() for _ in range(len(self._given))]
         finished: list[Visited] = self._got(lambda: [*given, self.agent.exchange.remote(visits)])[-1]
@@ -155,10 +135,7 @@ class RemoteHost:
     def taken(self, coming: Any) -> SummedPart | None:
         """Return what was asked for.
 
-        Raises
-        ------
-        HostLostError
-            If the agent is gone.
+        Raises HostLostError if the agent is gone.
         """
         part: SummedPart | None = self._got(lambda: coming)
         return part
@@ -202,19 +179,10 @@ class Listener:
 class Hosts:
     """All hosts of a run. To be used in :func:`connected`.
 
-    Parameters
-    ----------
-    work : Work
-        What hosts must know of the run.
-    run_id : int
-        The run's.
-    run_config : mapping
-        The run config.
-
-    Raises
-    ------
-    ConfigError
-        If a host cannot do the work: it lacks a package, or has another version.
+    ``work``: what hosts must know of the run.
+    ``run_id``: the run's.
+    ``run_config``: the run config.
+    Raises ConfigError if a host cannot do the work: it lacks a package, or has another version.
     """
 
     def __init__(self, work: Work, run_id: int, run_config: Mapping[str, Any]) -> None:
@@ -420,10 +388,7 @@ class Hosts:
     def _started(self, nodes: Sequence[str]) -> list[RemoteHost]:
         """Start an agent on each of these hosts, all at a time. Those that die meanwhile are left out.
 
-        Raises
-        ------
-        ConfigError
-            If an agent says that its host cannot do the work, or if none starts at all.
+        Raises ConfigError if an agent says that its host cannot do the work, or if none starts at all.
         """
         if not nodes:
             return []
@@ -492,10 +457,7 @@ class Hosts:
 def _is_there(coming: Any, timeout_s: float = 0.0) -> bool:
     """Tell whether an answer, or each of a list, is there; it is not fetched from its host.
 
-    Raises
-    ------
-    ConnectionError
-        If Ray cannot be reached.
+    Raises ConnectionError if Ray cannot be reached.
     """
     import ray
 
@@ -507,10 +469,7 @@ def _is_there(coming: Any, timeout_s: float = 0.0) -> bool:
 def _get(coming: Any, timeout_s: float | None = None) -> Any:
     """Return what was asked for.
 
-    Raises
-    ------
-    ConnectionError, RayError, TimeoutError
-        If there is no answer.
+    Raises ConnectionError, RayError, TimeoutError if there is no answer.
     """
     import ray
 
@@ -530,10 +489,7 @@ def _kill(host: RemoteHost) -> None:
 def _check_connection() -> None:
     """Check that this process is part of the cluster: else Ray's functions would start one of their own.
 
-    Raises
-    ------
-    ConnectionError
-        If it is not any more.
+    Raises ConnectionError if it is not any more.
     """
     import ray
 
@@ -560,10 +516,7 @@ def _here(host: RemoteHost, event: Event) -> Event:
 def _check_is_there(address: str) -> None:
     """Check that somebody listens at an address: Ray itself would try for minutes.
 
-    Raises
-    ------
-    OSError
-        If nobody does.
+    Raises OSError if nobody does.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon and port.isdecimal():

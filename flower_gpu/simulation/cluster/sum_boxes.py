@@ -34,14 +34,9 @@ class Held:
 class SumBox(Box):
     """Each host sums the replies to the messages that it handles, as they come.
 
-    Parameters
-    ----------
-    changed : Condition
-        The grid's.
-    numbers : iterator of int
-        Of groups; all boxes of a run have the same.
-    weighted_by_key, keeps_integers
-        As for :class:`flower_gpu.flower.averaging.SummedReplies`.
+    ``changed``: the grid's.
+    ``numbers``: of groups; all boxes of a run have the same.
+    ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.SummedReplies`.
     """
 
     in_order: ClassVar = False
@@ -157,14 +152,9 @@ class BlockBox(SumBox):
     Blocks begin in their order, and their sums are taken in their order. So that hosts do not keep too many
     of them, no block begins that is far ahead of the first one whose sum is not here.
 
-    Parameters
-    ----------
-    changed, numbers, weighted_by_key, keeps_integers
-        As for :class:`SumBox`.
-    block_of : callable
-        Returns the block of a message.
-    most_ahead : callable
-        Returns how many blocks may be under way.
+    ``changed``, ``numbers``, ``weighted_by_key``, ``keeps_integers``: as for :class:`SumBox`.
+    ``block_of``: returns the block of a message.
+    ``most_ahead``: returns how many blocks may be under way.
     """
 
     has_any_order: ClassVar = False

@@ -29,15 +29,10 @@ class Model:
 class SumGroup:
     """Replies that a host sums.
 
-    Attributes
-    ----------
-    number : int
-        No two groups of a run have the same.
-    weighted_by_key, keeps_integers
-        As for :class:`flower_gpu.flower.averaging.SummedReplies`.
-    in_order : bool
-        Whether they are summed in the order of the nodes, as soon as the driver says that all are there.
-        Else each one is added when it comes.
+    ``number``: no two groups of a run have the same.
+    ``weighted_by_key``, ``keeps_integers``: as for :class:`flower_gpu.flower.averaging.SummedReplies`.
+    ``in_order``: whether they are summed in the order of the nodes, as soon as the driver says that all are
+    there. Else each one is added when it comes.
     """
 
     number: int
@@ -50,18 +45,11 @@ class SumGroup:
 class Visit:
     """A message on its way to a host.
 
-    Attributes
-    ----------
-    message : Message
-        It has no content; that is below.
-    content : list of tuple of str and object
-        Its records; a ``Model`` in the place of arrays.
-    seed : int
-        Of the client's random numbers.
-    state : bytes
-        What the client has kept; empty where that is nothing.
-    group : Group, optional
-        What the reply is summed with.
+    ``message``: it has no content; that is below.
+    ``content``: its records; a ``Model`` in the place of arrays.
+    ``seed``: of the client's random numbers.
+    ``state``: what the client has kept; empty where that is nothing.
+    ``group``: what the reply is summed with.
     """
 
     message: Message
@@ -75,20 +63,12 @@ class Visit:
 class Visited:
     """What comes back.
 
-    Attributes
-    ----------
-    message_id : str
-        Of the message.
-    reply : Message, optional
-        None: it is in a group, or there is none.
-    state : bytes
-        What the client keeps from now on, if that is not with a group.
-    seconds : float
-        How long the message was handled.
-    call_s : float, optional
-        What the call took in its worker, if that is to be learned.
-    is_handled : bool
-        Whether the message was handled: else it was given up, or is to be handled elsewhere.
+    ``message_id``: of the message.
+    ``reply``: None: it is in a group, or there is none.
+    ``state``: what the client keeps from now on, if that is not with a group.
+    ``seconds``: how long the message was handled.
+    ``call_s``: what the call took in its worker, if that is to be learned.
+    ``is_handled``: whether the message was handled: else it was given up, or is to be handled elsewhere.
     """
 
     message_id: str
@@ -108,16 +88,10 @@ class Visited:
 class SummedPart:
     """Replies that were summed on a host.
 
-    Attributes
-    ----------
-    summed : SummedReplies
-        Their sums, and what else is in them.
-    states : dict of int to bytes
-        What the nodes with these ids keep. Those whose messages failed keep what they had.
-    ids : list of str
-        Of all messages.
-    error : InvalidResultError, optional
-        Why there are no sums.
+    ``summed``: their sums, and what else is in them.
+    ``states``: what the nodes with these ids keep. Those whose messages failed keep what they had.
+    ``ids``: of all messages.
+    ``error``: why there are no sums.
     """
 
     summed: SummedReplies
@@ -187,10 +161,7 @@ class HostSums:
 class SentModels:
     """Models that were put where hosts can fetch them.
 
-    Parameters
-    ----------
-    put : callable
-        Puts an object there; returns what it is found by.
+    ``put``: puts an object there; returns what it is found by.
     """
 
     def __init__(self, put: Callable[[Any], Any]) -> None:
@@ -226,10 +197,7 @@ class SentModels:
 class FetchedModels:
     """Models that a host has fetched.
 
-    Parameters
-    ----------
-    get : callable
-        Returns what was put.
+    ``get``: returns what was put.
     """
 
     def __init__(self, get: Callable[[Any], Any]) -> None:

@@ -68,10 +68,7 @@ class WorkQueue:
 
         While others wait for a thread, several are returned at a time.
 
-        Raises
-        ------
-        BaseException
-            What :meth:`fail` was told.
+        Raises BaseException: what :meth:`fail` was told.
         """
         with self._lock:
             self._has_finished.wait_for(lambda: self._finished or self._error is not None, timeout_s)

@@ -61,10 +61,7 @@ def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -
     By default it is ``report.html`` in the run's folder. With ``png`` each picture is written as a PNG as
     well, into a folder with the report's name.
 
-    Raises
-    ------
-    ConfigError
-        If there is no trace, or nothing can be written there.
+    Raises ConfigError if there is no trace, or nothing can be written there.
     """
     source, target = run_dir / trace.FILE_NAME, output or run_dir / FILE_NAME
     history = History()

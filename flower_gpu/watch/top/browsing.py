@@ -35,12 +35,8 @@ def keys_of(data: bytes) -> Iterator[bytes]:
 class Browsing:
     """The table that has all the lines it needs, its first row on the screen, and the order of each table.
 
-    Attributes
-    ----------
-    table : str
-        The table's name; empty where all tables share the lines.
-    first : int
-        The first of its rows that is shown: in range once the table is drawn.
+    ``table``: the table's name; empty where all tables share the lines.
+    ``first``: the first of its rows that is shown: in range once the table is drawn.
     """
 
     def __init__(self) -> None:

@@ -31,10 +31,7 @@ Share = float | None
 class Past:
     """Shares of memory and time in use, from 0 to 1, by GPU; None where that is not known.
 
-    Parameters
-    ----------
-    interval_s : float
-        Seconds between two looks: each dot has at least one.
+    ``interval_s``: seconds between two looks: each dot has at least one.
     """
 
     def __init__(self, interval_s: float) -> None:

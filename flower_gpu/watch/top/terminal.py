@@ -54,14 +54,9 @@ def run(watcher: Watcher, interval_s: float) -> int:
 class Terminal:
     """The whole screen of a terminal; a context manager that gives it back as it was, whatever happens.
 
-    Attributes
-    ----------
-    ended_by : int or None
-        The signal that has asked this process to end.
-    is_quit : bool
-        Whether the key ``q`` was pressed.
-    browsing : Browsing
-        What other keys have chosen.
+    ``ended_by``: the signal that has asked this process to end.
+    ``is_quit``: whether the key ``q`` was pressed.
+    ``browsing``: what other keys have chosen.
     """
 
     def __init__(self) -> None:

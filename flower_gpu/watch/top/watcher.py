@@ -31,10 +31,7 @@ _ENDED_SHOWN_S: Final = 10.0
 class Watcher:
     """What runs on this host, seen again and again: the run of a folder, or all runs of this account.
 
-    Raises
-    ------
-    ConfigError
-        If there is no such folder.
+    Raises ConfigError if there is no such folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -19,18 +19,11 @@ Value = str | int | float | bool | None
 class Point:
     """Figures of one moment.
 
-    Attributes
-    ----------
-    number : int
-        Points before this one, also of the run before it was resumed.
-    axis : str
-        What ``step`` counts: ``"round"`` or ``"seconds"``.
-    step : int
-        The round, or whole seconds since the run has begun.
-    time : float
-        Unix seconds.
-    values : mapping of str to float
-        The figures by name, such as ``train/loss``.
+    ``number``: points before this one, also of the run before it was resumed.
+    ``axis``: what ``step`` counts: ``"round"`` or ``"seconds"``.
+    ``step``: the round, or whole seconds since the run has begun.
+    ``time``: Unix seconds.
+    ``values``: the figures by name, such as ``train/loss``.
     """
 
     number: int
@@ -44,14 +37,9 @@ class Point:
 class FailedMessage:
     """A message to a client that failed.
 
-    Attributes
-    ----------
-    step : int
-        The round; 0 where the message says none.
-    time : float
-        Unix seconds.
-    text : str
-        Round, type of the message, client and error, in one line.
+    ``step``: the round; 0 where the message says none.
+    ``time``: Unix seconds.
+    ``text``: round, type of the message, client and error, in one line.
     """
 
     step: int
@@ -63,16 +51,10 @@ class FailedMessage:
 class TrackedRun:
     """The run that a tracker follows.
 
-    Attributes
-    ----------
-    folder : RunFolder
-        Where the run's files are.
-    app : str
-        The app's name.
-    config : mapping of str to str, int, float, bool or None
-        What the run was started with, flat; ``app`` is in it, too.
-    ids : mapping of str to str
-        What :meth:`Tracker.start` returned when the run began; empty for a new run.
+    ``folder``: where the run's files are.
+    ``app``: the app's name.
+    ``config``: what the run was started with, flat; ``app`` is in it, too.
+    ``ids``: what :meth:`Tracker.start` returned when the run began; empty for a new run.
     """
 
     folder: RunFolder

@@ -31,10 +31,7 @@ _CHUNK_BYTES: Final = 256 << 10
 def checked(names: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the names of trackers, each once.
 
-    Raises
-    ------
-    ConfigError
-        If one is unknown.
+    Raises ConfigError if one is unknown.
     """
     given = [names] if isinstance(names, str) else list(names or ())
     for name in given:
@@ -58,15 +55,8 @@ class Tracking:
 
     The constructor imports their libraries, before anything of the run starts.
 
-    Parameters
-    ----------
-    names : sequence of str
-        As :func:`checked` returns them.
-
-    Raises
-    ------
-    ConfigError
-        If a library is missing, or cannot be used.
+    ``names``: as :func:`checked` returns them.
+    Raises ConfigError if a library is missing, or cannot be used.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
