@@ -89,7 +89,9 @@ def _say(text: str) -> None:
 
 def _is_watched() -> bool:
     """Tell whether this process is in a debugger or profiler, which would not see a fork of another one."""
-    return sys.gettrace() is not None or sys.getprofile() is not None
+    monitoring: Any = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tools = () if monitoring is None else map(monitoring.get_tool, range(6))
+    return sys.gettrace() is not None or sys.getprofile() is not None or any(tools)
 
 
 @contextmanager
