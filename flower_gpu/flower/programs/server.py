@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,7 @@ _MODULES: Final = (
     "flower_gpu.flower.superlink",
     "flower_gpu.flower.supernode",
 )
+_MOMENT_S: Final = 0.001
 # Variables that Python, its libraries or Flower read when they start or are imported.
 _READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
 
@@ -273,6 +275,7 @@ def _fork_twice() -> int:
     try:
         between = os.fork()
         if between == 0:
+            own = os.getpid()
             try:
                 pid = os.fork()
             except OSError:
@@ -284,6 +287,8 @@ def _fork_twice() -> int:
                     os.setpgid(pid, pid)
                 os.write(write, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == own:  # until it has ended: a program may ask whose child it is
+                time.sleep(_MOMENT_S)
             return 0
         _, status = os.waitpid(between, 0)
         if status:
