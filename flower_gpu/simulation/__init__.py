@@ -7,7 +7,7 @@
                                                 ▼
                                   slots: a worker, new or recycled, and its lease
                                                 │ lease_turns: who asks for one, which workers idle
-                                                │ workers: what they are forked with
+                                                │ needs: what they are forked with; workers: how many
                                                 ▼
                                   in_worker: loads the app, handles the message, resets the process
                                                 │ reply and new state

@@ -203,7 +203,7 @@ class Line:
                 if seen.hangs and (not seen.is_stopped or order is None or order.asks_where):
                     worker.ask_where_it_is()
                 if seen.is_late_to_exit:
-                    self._leave_behind()
+                    self._leave_behind(seen)
                 else:
                     self._end_worker()
             else:
@@ -270,8 +270,9 @@ class Line:
                 return self._worker
         raise AssertionError
 
-    def _leave_behind(self) -> None:
+    def _leave_behind(self, seen: _CallWatch) -> None:
         """Let a worker that has done its call take its time to exit, while the next one begins."""
+        seen.on_event = None  # the call is over
         with deferred_interrupts():
             with self._lock:
                 self._running = None

@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import util
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from flower_gpu import frameworks
 from flower_gpu.workers import threads
+
+#: The exit status of a program of which nobody can tell how it has ended: no success.
+UNKNOWN: Final = 255
 
 _is_fork = False
 

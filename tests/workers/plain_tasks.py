@@ -129,3 +129,7 @@ def log_what_has_no_text() -> str:
 
 def filters() -> dict[str, Any]:
     return {name: len(logging.getLogger(name).filters) for name in ("flwr", "flwr.flower_gpu")}
+
+
+def value_of(thing: Any) -> Any:
+    return thing.value

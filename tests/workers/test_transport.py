@@ -181,3 +181,11 @@ def test_more_than_two_gibibytes(run: Run) -> None:
     assert arrived.shape == (LARGE,)
     assert arrived[-3:].tolist() == [0, 1, 5]
     assert sent[-3:].tolist() == [0, 0, 5]
+
+
+def test_a_class_that_only_a_function_of_a_library_has_goes_by_value(run: Run) -> None:
+    class Local:
+        value = 42
+
+    Local.__module__ = "flwr.app"  # as if that made it
+    assert run_in_worker("plain_tasks:value_of", Local(), start_method="spawn") == 42

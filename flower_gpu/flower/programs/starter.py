@@ -18,13 +18,11 @@ from typing import Any, Final
 
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.identity import interpreter_flags
+from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.threads import ONE_THREAD
 
 #: Environment variable with the descriptor of a server's first connection.
 CONNECTION_VARIABLE: Final = "FLOWER_GPU_PROGRAMS"
-
-#: The exit status of a program of which nobody can tell how it has ended: no success.
-UNKNOWN: Final = 255
 
 # Its forks write what they are where their arguments were, and may have more of them.
 _TITLE: Final = " " * 4000

@@ -20,9 +20,7 @@ from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.client import Forked
 from flower_gpu.workers.forkserver.sockets import Gone
-
-#: The exit status of a program of which nobody can tell how it has ended: no success.
-UNKNOWN: Final = 255
+from flower_gpu.workers.interpreter import UNKNOWN
 
 _PASSED_ON: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
 

@@ -238,7 +238,7 @@ class _ByValue(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         # cloudpickle looks for each class anew.
         kind = obj if isinstance(obj, type) else type(obj)
-        if str(kind.__module__).partition(".")[0] in _IMPORTABLE:
+        if str(kind.__module__).partition(".")[0] in _IMPORTABLE and "<locals>" not in kind.__qualname__:
             return NotImplemented
         return super().reducer_override(obj)
 
