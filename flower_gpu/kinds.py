@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, get_type_hints
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.printable import UNITS, format_bytes
 
 if TYPE_CHECKING:
     import argparse  # it takes milliseconds to import, and workers need none
@@ -136,6 +140,79 @@ def _whole(text: str) -> int:
 
 def _number(what: str, allows: Callable[[Any], bool], metavar: str = "N", read: Any = _whole) -> Kind:
     return Kind(what, metavar, read, allows, (int,) if read is _whole else (int, float))
+
+
+_BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
+_SIZE = re.compile(
+    r"\s*(?P<number>[+-]?(?:\d[\d_]{0,30}(?:\.\d{0,30})?|\.\d{1,30})(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)\s*",
+    re.ASCII | re.IGNORECASE,
+)
+# More than any GPU will have for long: most likely a slip, such as bytes with a unit.
+_MOST_BYTES = 1 << 50
+
+
+def memory_bytes(value: int | float | str, name: str, *, allow_zero: bool = False) -> int:
+    """Read a size of memory.
+
+    ``value``: bytes, or a text with one of :data:`UNITS`: ``"2GiB"``, ``"1.5 GB"``, ``"512 mib"``. Upper and
+    lower case are the same, and spaces around the number do not matter. A text without a unit is bytes. Parts
+    of a byte are rounded up.
+    ``name``: where the value comes from, for the error message.
+    ``allow_zero``: whether 0 is a size: it is for what is kept back, not for what is asked for.
+    Returns the number of bytes.
+    Raises TypeError if the value is neither a number nor a text. ``True`` is none.
+    Raises ConfigError if it is no size: another unit (``"2G"`` is refused, since programs disagree whether
+    that is 2 GB or 2 GiB), negative, 0, not finite, or more than 1024 TiB.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real | str):
+        raise TypeError(
+            f'{name} must be a number of bytes or a text such as "2GiB", not {a_value(value)}: {value!r}'
+        )
+    number = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
+    if number < 0 or (number == 0 and not allow_zero):
+        raise ConfigError(
+            f"{name}={shown(value)} must be {'0 or more' if allow_zero else 'more than 0'} bytes"
+        )
+    if number > _MOST_BYTES:
+        raise ConfigError(
+            f"{name}={shown(value)} is more than {format_bytes(_MOST_BYTES)}, which no GPU has; is its unit "
+            "right?"
+        )
+    return math.ceil(number)
+
+
+def _from_number(value: Real, name: str) -> int | Decimal:
+    if isinstance(value, Integral):
+        return int(value)
+    if not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} is no size of memory")
+    return Decimal(float(value))
+
+
+def _from_text(text: str, name: str) -> Decimal:
+    found = _SIZE.fullmatch(text)
+    unit = found["unit"].lower() if found else ""
+    if found is None or (unit and unit not in _BY_LOWER):
+        hint = ""
+        if unit in ("k", "m", "g", "t"):
+            upper = unit.upper()
+            hint = f": {upper} could mean {upper}B or {upper}iB, so write one of these"
+        raise ConfigError(
+            f"{name}={shown(text)} is no size of memory{hint}. Units are {', '.join(UNITS)}; without one it "
+            'is bytes. Examples: "2GiB", "1.5 GB", 2000000000'
+        )
+    return Decimal(found["number"]) * _BY_LOWER[unit or "b"]
+
+
+def shown(value: object) -> str:
+    """Return a value as a message has it: of a long one the beginning."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def a_value(value: object) -> str:
+    """Return what a message says of a value of a wrong type."""
+    return f"a value of type {type(value).__name__}"
 
 
 COUNT: Final = _number("a whole number, 1 or more", lambda n: n >= 1)

@@ -8,7 +8,23 @@ import shlex
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Final
+
+#: Bytes of each unit of memory (IEC 80000-13): those with an ``i`` are powers of 1024, the others of 1000.
+UNITS: Final = MappingProxyType(
+    {
+        "B": 1,
+        "KiB": 1 << 10,
+        "MiB": 1 << 20,
+        "GiB": 1 << 30,
+        "TiB": 1 << 40,
+        "kB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+    }
+)
 
 _SLOW_S: Final = 1.0
 
@@ -51,6 +67,21 @@ def duration_text(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours:,} h {minutes} min"
+
+
+def format_bytes(number: int) -> str:
+    """Write a number of bytes for people.
+
+    ``number``: bytes; a difference may be negative.
+    Returns ``"2.0 GiB"``, ``"512 MiB"``, ``"3 B"``: the largest binary unit in which it is 1 or more, with
+    one digit after the point from GiB on.
+    """
+    sign, size = ("-", -number) if number < 0 else ("", number)
+    for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0), ("GiB", 1)):
+        text = f"{size / UNITS[unit]:.{digits}f}"
+        if float(text) < 1024:  # as it is shown: 1023.7 MiB is 1.0 GiB
+            return f"{sign}{text} {unit}"
+    return f"{sign}{size / UNITS['TiB']:.1f} TiB"
 
 
 def account_name(user: int) -> str:

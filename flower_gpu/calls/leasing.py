@@ -29,9 +29,9 @@ from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key, ShapedArray, key_of
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import Ledger, Wish, describe
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
+from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events, native, own_calls
 
 _log = logging.getLogger(events.LOGGER)

@@ -9,7 +9,7 @@ from flower_gpu.calls.gpu_use import least_bytes
 from flower_gpu.calls.leasing import Attempt
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.lease import Lease, Share
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
 _MORE = 2.0  # times the last lease

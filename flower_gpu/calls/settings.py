@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy, requested
+from flower_gpu.kinds import memory_bytes
 from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.request import Request, memory_bytes
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.options import (
     CALL,
     CONCURRENCY_VARIABLE,
@@ -75,7 +76,7 @@ class GPUSettings:
     """What a call wants of the host's GPUs."""
 
     policy: DevicePolicy = field(default_factory=DevicePolicy)  # what this node allows
-    request: Request = field(default_factory=Request)  # how much of a GPU
+    request: LeaseRequest = field(default_factory=LeaseRequest)  # how much of a GPU
     run_config: Mapping[str, Any] = field(default_factory=dict)  # may say `use-gpu` for all calls of the run
     lease_timeout_s: float = CALL["lease_timeout_s"].default
     round_timeout_s: float = value_of("FLOWER_GPU_ROUND_TIMEOUT_S", {})  # then calls of a round do not start
@@ -100,7 +101,7 @@ class GPUSettings:
         gpu, gpu_ids, num_gpus, gpu_memory = map(options.get, ("gpu", "gpu_ids", "num_gpus", "gpu_memory"))
         return cls(
             policy=DevicePolicy.resolve(gpu, gpu_ids, node_config, environ),
-            request=Request.resolve(num_gpus, gpu_memory, environ, node_config),
+            request=LeaseRequest.resolve(num_gpus, gpu_memory, environ, node_config),
             run_config=run_config,
             lease_timeout_s=float(checked_value("lease_timeout_s", options, environ)),
             round_timeout_s=value_of("FLOWER_GPU_ROUND_TIMEOUT_S", environ),

@@ -9,8 +9,9 @@ from flower_gpu import options
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.gpu import policy
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.leases.request import Request, format_bytes
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.options import CallOptions
+from flower_gpu.printable import format_bytes
 
 _NO_GPU: Final = "no GPU can be used here (see flower-gpu gpus)"
 
@@ -50,7 +51,7 @@ def why_on_cpu(settings: GPUSettings, use_gpu: bool | None, env: Mapping[str, st
     return _NO_GPU
 
 
-def asked(request: Request, calls: CallOptions) -> str:
+def asked(request: LeaseRequest, calls: CallOptions) -> str:
     """Return what is asked for as the user has written it, with the option or variable it is from."""
     if request.memory_bytes is not None:
         name = options.name_of("FLOWER_GPU_MEMORY", calls)

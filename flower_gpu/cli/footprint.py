@@ -12,8 +12,7 @@ from typing import Any
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.leases.footprint import Contexts, Footprints, Peaks, Sizes
 from flower_gpu.leases.footprint_rule import Key
-from flower_gpu.leases.request import format_bytes
-from flower_gpu.printable import path_text
+from flower_gpu.printable import format_bytes, path_text
 
 HELP = "show or forget how much GPU memory tasks were seen to take"
 

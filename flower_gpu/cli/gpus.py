@@ -11,7 +11,7 @@ from typing import Any
 
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 
 HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
 

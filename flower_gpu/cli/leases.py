@@ -16,9 +16,8 @@ from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY, kind_of
 from flower_gpu.leases.ledger import Ledger, State, amount_text
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Entry, pid_namespace
-from flower_gpu.printable import account_name, printable
+from flower_gpu.printable import account_name, format_bytes, printable
 
 HELP = "show who holds which share of which GPU, and who waits"
 DESCRIPTION = """\

@@ -23,9 +23,8 @@ from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.calls.settings import CallSettings, checked_environment
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.errors import ConfigError, DiskError, GPUUnavailableError, RunEndedError, shortened
-from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Option
+from flower_gpu.kinds import COUNT, FOLDER, NON_NEGATIVE, PAIRS, SIZE, SWITCH, Option, memory_bytes
 from flower_gpu.launch.options import NUM_ROUNDS_KEY, RUN_CONFIG, given_calls
-from flower_gpu.leases.request import memory_bytes
 from flower_gpu.options import (
     GPU_GUARD,
     GUARD_VARIABLE,

@@ -13,7 +13,7 @@ from flower_gpu.gpu import guard, inventory, policy, sharing
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 from flower_gpu.workers import confinement
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"

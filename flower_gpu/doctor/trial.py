@@ -7,7 +7,7 @@ from typing import Final
 
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.lease import Lease
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 
 #: What the trial needs of a GPU beyond CUDA's context.
 BYTES: Final = 256 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from flower_gpu.apps.failures import LABEL, Failure, FailureLog
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 from flower_gpu.trace import NO_REPLY, Event
 from flower_gpu.watch.display import Display, make_display
 from flower_gpu.watch.fields import call_label, first_line, number, text, whole

@@ -21,8 +21,9 @@ from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, CardRequest, Claim
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.leases.request import NODE_KEYS, Request, format_bytes
+from flower_gpu.leases.request import NODE_KEYS, LeaseRequest
 from flower_gpu.options import CallOptions
+from flower_gpu.printable import format_bytes
 
 if TYPE_CHECKING:
     from flower_gpu.launch.plan import Plan
@@ -110,7 +111,7 @@ def not_isolated(plan: Plan, history: History, environ: Mapping[str, str]) -> st
     )
 
 
-def why_never(request: Request, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
+def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
     """Say why these GPUs can never give what a call asks for, and what they could give; None if they can.
 
     Raises LeaseError if the ledger cannot be used.
@@ -173,7 +174,7 @@ def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
 
 def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
     """Put clients and server together that have the same policy and request; the rest is the same for all."""
-    groups: dict[tuple[DevicePolicy, Request], _Callers] = {}
+    groups: dict[tuple[DevicePolicy, LeaseRequest], _Callers] = {}
     configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
     for name, config in {**configs, _SERVER: {}}.items():
         environ = options.node_environment(env, config)
@@ -208,7 +209,7 @@ def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -
     return [f"leases: {callers.prefix}{request.describe()} for a call; {', '.join(rooms)}"]
 
 
-def _possible(request: Request, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[CardRequest]:
+def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[CardRequest]:
     """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
     asked = [
         CardRequest(

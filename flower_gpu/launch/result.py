@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import WorkerSpan

@@ -22,8 +22,8 @@ from flower_gpu.leases import admission, host, tickets
 from flower_gpu.leases.admission import CORES, Card, CardRequest, Need, Part
 from flower_gpu.leases.host import HostMeasured
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Entry, Reader, Ticket
+from flower_gpu.printable import format_bytes
 
 _FIRST_LOOKS_S = 0.05  # how often the first in line looks whether it can go on
 _NEXT_LOOKS_S = 0.1  # how often the second looks whether the first is still there; later ones more rarely

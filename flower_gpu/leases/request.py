@@ -3,118 +3,28 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
-from numbers import Integral, Real
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.kinds import a_value, memory_bytes, shown
 from flower_gpu.options import find
-
-#: Bytes of each unit of memory (IEC 80000-13): those with an ``i`` are powers of 1024, the others of 1000.
-UNITS: Final = MappingProxyType(
-    {
-        "B": 1,
-        "KiB": 1 << 10,
-        "MiB": 1 << 20,
-        "GiB": 1 << 30,
-        "TiB": 1 << 40,
-        "kB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-    }
-)
+from flower_gpu.printable import format_bytes
 
 #: Keys of a node config: how many GPUs a call gets there, or how much memory of one.
 NODE_KEYS: Final = ("num-gpus", "gpu-memory")
 
-_BY_LOWER = {unit.lower(): size for unit, size in UNITS.items()}
-_SIZE = re.compile(
-    r"\s*(?P<number>[+-]?(?:\d[\d_]{0,30}(?:\.\d{0,30})?|\.\d{1,30})(?:e[+-]?\d{1,2})?)\s*(?P<unit>[a-z]*)\s*",
-    re.ASCII | re.IGNORECASE,
-)
-# More than any GPU will have for long: most likely a slip, such as bytes with a unit.
-_MOST_BYTES = 1 << 50
 # Less than this no GPU hands out at once; whoever asks for "4" means something else than 4 bytes.
 _LEAST_REQUEST_BYTES = 1 << 20
 # What sums such as 0.1 + 0.2 + 0.7 may be off by.
 _ROUNDING = 1e-9
 
 
-def memory_bytes(value: int | float | str, name: str, *, allow_zero: bool = False) -> int:
-    """Read a size of memory.
-
-    ``value``: bytes, or a text with one of :data:`UNITS`: ``"2GiB"``, ``"1.5 GB"``, ``"512 mib"``. Upper and
-    lower case are the same, and spaces around the number do not matter. A text without a unit is bytes. Parts
-    of a byte are rounded up.
-    ``name``: where the value comes from, for the error message.
-    ``allow_zero``: whether 0 is a size: it is for what is kept back, not for what is asked for.
-    Returns the number of bytes.
-    Raises TypeError if the value is neither a number nor a text. ``True`` is none.
-    Raises ConfigError if it is no size: another unit (``"2G"`` is refused, since programs disagree whether
-    that is 2 GB or 2 GiB), negative, 0, not finite, or more than 1024 TiB.
-    """
-    if isinstance(value, bool) or not isinstance(value, Real | str):
-        raise TypeError(
-            f'{name} must be a number of bytes or a text such as "2GiB", not {_a(value)}: {value!r}'
-        )
-    number = _from_text(value, name) if isinstance(value, str) else _from_number(value, name)
-    if number < 0 or (number == 0 and not allow_zero):
-        raise ConfigError(
-            f"{name}={_shown(value)} must be {'0 or more' if allow_zero else 'more than 0'} bytes"
-        )
-    if number > _MOST_BYTES:
-        raise ConfigError(
-            f"{name}={_shown(value)} is more than {format_bytes(_MOST_BYTES)}, which no GPU has; is its unit "
-            "right?"
-        )
-    return math.ceil(number)
-
-
-def _from_number(value: Real, name: str) -> int | Decimal:
-    if isinstance(value, Integral):
-        return int(value)
-    if not math.isfinite(value):
-        raise ConfigError(f"{name}={value!r} is no size of memory")
-    return Decimal(float(value))
-
-
-def _from_text(text: str, name: str) -> Decimal:
-    found = _SIZE.fullmatch(text)
-    unit = found["unit"].lower() if found else ""
-    if found is None or (unit and unit not in _BY_LOWER):
-        hint = ""
-        if unit in ("k", "m", "g", "t"):
-            upper = unit.upper()
-            hint = f": {upper} could mean {upper}B or {upper}iB, so write one of these"
-        raise ConfigError(
-            f"{name}={_shown(text)} is no size of memory{hint}. Units are {', '.join(UNITS)}; without one it "
-            'is bytes. Examples: "2GiB", "1.5 GB", 2000000000'
-        )
-    return Decimal(found["number"]) * _BY_LOWER[unit or "b"]
-
-
-def format_bytes(number: int) -> str:
-    """Write a number of bytes for people.
-
-    ``number``: bytes; a difference may be negative.
-    Returns ``"2.0 GiB"``, ``"512 MiB"``, ``"3 B"``: the largest binary unit in which it is 1 or more, with
-    one digit after the point from GiB on.
-    """
-    sign, size = ("-", -number) if number < 0 else ("", number)
-    for unit, digits in (("B", 0), ("KiB", 0), ("MiB", 0), ("GiB", 1)):
-        text = f"{size / UNITS[unit]:.{digits}f}"
-        if float(text) < 1024:  # as it is shown: 1023.7 MiB is 1.0 GiB
-            return f"{sign}{text} {unit}"
-    return f"{sign}{size / UNITS['TiB']:.1f} TiB"
-
-
 @dataclass(frozen=True)
-class Request:
+class LeaseRequest:
     """How much GPU a call needs. Neither of both: found out (auto), see :mod:`flower_gpu.leases.footprint`.
 
     Raises TypeError if something is not a number.
@@ -144,10 +54,10 @@ class Request:
         gpu_memory: int | str | None = None,
         environ: Mapping[str, str] = MappingProxyType({}),
         node_config: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Request:
+    ) -> LeaseRequest:
         """Return what this node's config asks for, or else the code, or else the environment.
 
-        ``num_gpus``: see :class:`Request`.
+        ``num_gpus``: see :class:`LeaseRequest`.
         ``gpu_memory``: a size as :func:`memory_bytes` reads it, at least 1 MiB.
         ``environ``: ``FLOWER_GPU_NUM_GPUS`` or ``FLOWER_GPU_MEMORY`` counts when the code names neither.
         ``node_config``: ``num-gpus`` or ``gpu-memory`` counts whatever the code says: it is the operator's,
@@ -159,7 +69,7 @@ class Request:
         code = {"num_gpus": num_gpus, "gpu_memory": gpu_memory}
         found = find(["num_gpus", "gpu_memory"], code, environ, node_config)
         if len(found) == 2:
-            both = " and ".join(f"{source}={_shown(value)}" for value, source in found.values())
+            both = " and ".join(f"{source}={shown(value)}" for value, source in found.values())
             raise ConfigError(f"{both} are both given; give one: a share of the GPU, or a size")
         if "num_gpus" in found:
             return cls(num_gpus=_number_of_gpus(*found["num_gpus"]))
@@ -169,7 +79,7 @@ class Request:
         size = memory_bytes(value, source)
         if size < _LEAST_REQUEST_BYTES:
             raise ConfigError(
-                f"{source}={_shown(value)} is {size} bytes, too little for anything on a GPU. "
+                f"{source}={shown(value)} is {size} bytes, too little for anything on a GPU. "
                 'A number without a unit is bytes; for GiB write "4GiB"'
             )
         return cls(memory_bytes=size)
@@ -202,14 +112,14 @@ class Request:
 
 def _number_of_gpus(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number such as 0.25, 1 or 2, not {_a(value)}: {value!r}")
+        raise TypeError(f"{name} must be a number such as 0.25, 1 or 2, not {a_value(value)}: {value!r}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= 0:
         raise ConfigError(
-            f"{name}={_shown(value)} must be more than 0, and finite: a share of one GPU such as 0.25, "
+            f"{name}={shown(value)} must be more than 0, and finite: a share of one GPU such as 0.25, "
             "or 1, 2, ... (no GPU at all is the device policy `never`)"
         )
     whole = float(round(number))
@@ -221,12 +131,3 @@ def _number_of_gpus(value: Any, name: str) -> float:
             f"can have {math.floor(number)} or {math.ceil(number)}"
         )
     return number
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _a(value: object) -> str:
-    return f"a value of type {type(value).__name__}"

@@ -9,9 +9,8 @@ from typing import Final
 from flower_gpu.errors import GPUError
 from flower_gpu.leases.admission import CORES, kind_of
 from flower_gpu.leases.ledger import Ledger, State
-from flower_gpu.leases.request import format_bytes
 from flower_gpu.leases.tickets import Entry, pid_namespace
-from flower_gpu.printable import account_name
+from flower_gpu.printable import account_name, format_bytes
 
 #: After so long without a lease, or a run without a worker, it says what it waits for.
 SAID_AFTER_S: Final = 5.0

@@ -11,7 +11,7 @@ from typing import Any, overload
 from flower_gpu.calls import leasing
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import is_duration, too_long
-from flower_gpu.leases.request import Request
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.ranks import run
 from flower_gpu.workers.call import Task, check_task, load_task, task_name
 
@@ -133,7 +133,7 @@ def distributed(task: Task | None = None, *, num_gpus: int | None = None, timeou
             f"{too_long(timeout_s)}"
         )
     if num_gpus is not None:
-        request = Request(num_gpus=num_gpus)
+        request = LeaseRequest(num_gpus=num_gpus)
         if request.num_gpus != request.count:
             raise ConfigError(
                 f"num_gpus={num_gpus!r} of a distributed function is not a whole number of GPUs"

@@ -16,7 +16,7 @@ from flower_gpu.apps.app import FlowerApp
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu import guard
-from flower_gpu.leases.request import memory_bytes
+from flower_gpu.kinds import memory_bytes
 from flower_gpu.options import CallOptions
 from flower_gpu.printable import path_text
 from flower_gpu.simulation import determinism

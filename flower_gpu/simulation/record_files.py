@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_gpu.errors import DiskError
-from flower_gpu.leases.request import format_bytes
-from flower_gpu.printable import path_text
+from flower_gpu.printable import format_bytes, path_text
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from flwr.app import RecordDict
 
 from flower_gpu.errors import FlowerGPUError
 from flower_gpu.flower import record_bytes
-from flower_gpu.leases.request import format_bytes
-from flower_gpu.printable import path_text
+from flower_gpu.printable import format_bytes, path_text
 from flower_gpu.simulation.record_files import FilePlace, disk_error
 
 _FILE: Final = re.compile(r"\d+-\d+\.state")

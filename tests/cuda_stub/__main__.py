@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import cuda_stub
-from flower_gpu.leases.request import memory_bytes
+from flower_gpu.kinds import memory_bytes
 
 
 def main() -> int:

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.leases.request import UNITS, Request, format_bytes, memory_bytes
+from flower_gpu.kinds import memory_bytes
+from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.printable import UNITS, format_bytes
 
 GIB = 1 << 30
 
@@ -186,7 +188,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize(("arguments", "count", "share", "words"), REQUESTS)
 def test_request(arguments: dict[str, Any], count: int, share: float | None, words: str) -> None:
-    request = Request.resolve(**arguments)
+    request = LeaseRequest.resolve(**arguments)
     assert (request.count, request.share, request.describe()) == (count, share, words)
     assert request.is_auto == (arguments == {})
 
@@ -207,21 +209,21 @@ def test_request(arguments: dict[str, Any], count: int, share: float | None, wor
 )
 def test_number_of_gpus_that_cannot_be(num_gpus: float, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"^num_gpus=.*{reason}"):
-        Request.resolve(num_gpus=num_gpus)
+        LeaseRequest.resolve(num_gpus=num_gpus)
     with pytest.raises(ConfigError, match=rf"^num_gpus=.*{reason}"):
-        Request(num_gpus=num_gpus)
+        LeaseRequest(num_gpus=num_gpus)
 
 
 @pytest.mark.parametrize("num_gpus", [True, False, "abc", "0.25", [1], 1j])
 def test_number_of_gpus_of_a_wrong_type(num_gpus: Any) -> None:
     with pytest.raises(TypeError, match=r"num_gpus must be a number such as 0\.25, 1 or 2"):
-        Request.resolve(num_gpus=num_gpus)
+        LeaseRequest.resolve(num_gpus=num_gpus)
 
 
 @given(st.floats() | st.integers())
 def test_any_number_of_gpus_is_a_request_or_a_config_error(number: float) -> None:
     try:
-        request = Request.resolve(num_gpus=number)
+        request = LeaseRequest.resolve(num_gpus=number)
     except ConfigError:
         return
     assert request.share is not None and 0 < request.share <= 1
@@ -231,19 +233,21 @@ def test_any_number_of_gpus_is_a_request_or_a_config_error(number: float) -> Non
 @pytest.mark.parametrize(
     ("code", "environ", "expected"),
     [
-        ({}, {}, Request()),
-        ({}, {"FLOWER_GPU_NUM_GPUS": "0.25"}, Request(num_gpus=0.25)),
-        ({}, {"FLOWER_GPU_NUM_GPUS": " 2 "}, Request(num_gpus=2.0)),
-        ({}, {"FLOWER_GPU_MEMORY": "2 GiB"}, Request(memory_bytes=2 * GIB)),
-        ({}, {"FLOWER_GPU_NUM_GPUS": "", "FLOWER_GPU_MEMORY": ""}, Request()),
+        ({}, {}, LeaseRequest()),
+        ({}, {"FLOWER_GPU_NUM_GPUS": "0.25"}, LeaseRequest(num_gpus=0.25)),
+        ({}, {"FLOWER_GPU_NUM_GPUS": " 2 "}, LeaseRequest(num_gpus=2.0)),
+        ({}, {"FLOWER_GPU_MEMORY": "2 GiB"}, LeaseRequest(memory_bytes=2 * GIB)),
+        ({}, {"FLOWER_GPU_NUM_GPUS": "", "FLOWER_GPU_MEMORY": ""}, LeaseRequest()),
         # What the code names counts alone, whichever of both it is.
-        ({"num_gpus": 1}, {"FLOWER_GPU_NUM_GPUS": "0.5"}, Request(num_gpus=1.0)),
-        ({"num_gpus": 1}, {"FLOWER_GPU_MEMORY": "2GiB"}, Request(num_gpus=1.0)),
-        ({"gpu_memory": GIB}, {"FLOWER_GPU_NUM_GPUS": "wrong"}, Request(memory_bytes=GIB)),
+        ({"num_gpus": 1}, {"FLOWER_GPU_NUM_GPUS": "0.5"}, LeaseRequest(num_gpus=1.0)),
+        ({"num_gpus": 1}, {"FLOWER_GPU_MEMORY": "2GiB"}, LeaseRequest(num_gpus=1.0)),
+        ({"gpu_memory": GIB}, {"FLOWER_GPU_NUM_GPUS": "wrong"}, LeaseRequest(memory_bytes=GIB)),
     ],
 )
-def test_code_wins_over_environment(code: dict[str, Any], environ: dict[str, str], expected: Request) -> None:
-    assert Request.resolve(**code, environ=environ) == expected
+def test_code_wins_over_environment(
+    code: dict[str, Any], environ: dict[str, str], expected: LeaseRequest
+) -> None:
+    assert LeaseRequest.resolve(**code, environ=environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ def test_both_at_one_place_are_refused(
     code: dict[str, Any], environ: dict[str, str], names: tuple[str, str]
 ) -> None:
     with pytest.raises(ConfigError, match="both given") as caught:
-        Request.resolve(**code, environ=environ)
+        LeaseRequest.resolve(**code, environ=environ)
     assert all(name in str(caught.value) for name in names)
 
 
@@ -278,17 +282,17 @@ def test_both_at_one_place_are_refused(
 )
 def test_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{variable}\b.*{value}"):
-        Request.resolve(environ={variable: value})
+        LeaseRequest.resolve(environ={variable: value})
 
 
 @pytest.mark.parametrize("gpu_memory", [4, "4", "512 kB"])
 def test_a_few_bytes_are_taken_for_a_slip(gpu_memory: Any) -> None:
     with pytest.raises(ConfigError, match='A number without a unit is bytes; for GiB write "4GiB"'):
-        Request.resolve(gpu_memory=gpu_memory)
+        LeaseRequest.resolve(gpu_memory=gpu_memory)
 
 
 def test_request_cannot_be_changed_or_name_both() -> None:
     with pytest.raises(FrozenInstanceError):
-        Request().num_gpus = 1  # type: ignore[misc]
+        LeaseRequest().num_gpus = 1  # type: ignore[misc]
     with pytest.raises(ConfigError, match="both"):
-        Request(num_gpus=1, memory_bytes=GIB)
+        LeaseRequest(num_gpus=1, memory_bytes=GIB)

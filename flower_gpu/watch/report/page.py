@@ -21,8 +21,7 @@ from flower_gpu.apps import registry
 from flower_gpu.apps.failures import COMPLETED, outcome_text
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
-from flower_gpu.leases.request import format_bytes
-from flower_gpu.printable import duration_text, path_text, printable
+from flower_gpu.printable import duration_text, format_bytes, path_text, printable
 from flower_gpu.watch.fields import mapping, metric_rank
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import PHASES, RunClock, client_key, client_rows, tries_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu.leases.request import format_bytes
+from flower_gpu.printable import format_bytes
 from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.top import wide
 from flower_gpu.watch.top.browsing import HELP, Browsing
