@@ -25,10 +25,9 @@ LINK_STATES: Final = (
 )
 HTTP_GRID: Final = "flwr.superlink.grid.http_grid"
 SUPEREXEC: Final = "flwr.supercore.superexec.run_superexec"
-HEARTBEATS: Final = (
+HEARTBEAT_INTERVALS: Final = (
     "flwr.supercore.heartbeat:HEARTBEAT_DEFAULT_INTERVAL",
     "flwr.supernode.fleet_http_connection:HEARTBEAT_DEFAULT_INTERVAL",
-    "flwr.supernode.fleet_http_connection:HeartbeatSender",
 )
 CLIENT_RUNTIME: Final = "flwr.supernode.runtime.run_clientapp"
 INSTALLER: Final = "flwr.cli.install:validate_and_install"
@@ -59,7 +58,7 @@ NAMES: Final = {
     f"{HTTP_GRID}:time": "a ServerApp looks for replies every 3 s",
     f"{SUPEREXEC}:time": "a SuperExec asks for tasks at Flower's interval",
     f"{SUPEREXEC}:start_parent_process_monitor": "a SuperExec looks for its parent five times a second",
-    **dict.fromkeys(HEARTBEATS, "a SuperNode's heartbeats come at Flower's interval"),
+    **dict.fromkeys(HEARTBEAT_INTERVALS, "a SuperNode's heartbeats come at Flower's interval"),
     f"{CLIENT_RUNTIME}:get_load_client_app_fn": _SILENT,
     INSTALLER: "a confined app could be installed anywhere, so none is",
     EMPTY_LIFESPAN: "a lifespan function runs in each worker of gpu_mod again",

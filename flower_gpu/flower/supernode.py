@@ -11,7 +11,6 @@ Within a SuperNode nothing is asked again and again: its SuperExec is woken when
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import random
 import sys
@@ -24,10 +23,9 @@ from typing import Any, Final
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower import objects
 from flower_gpu.flower.commands import CommandFolder
-from flower_gpu.flower.private_names import HEARTBEATS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
+from flower_gpu.flower.private_names import HEARTBEAT_INTERVALS, NODE_LOOP, NODE_STATE, OBJECT_STORE, find
 from flower_gpu.flower.programs.server import fork_own
 from flower_gpu.flower.waits import pace, ticks
-from flower_gpu.flower.waits.heartbeats import Heartbeats
 from flower_gpu.flower.waits.wakeup import NodeGroup, Waker, call_after, group_of
 from flower_gpu.options import IDLE_POLL_VARIABLE, POLL_VARIABLE, value_of
 from flower_gpu.workers.forkserver.control import Stays
@@ -46,27 +44,23 @@ _IMPORTED_BELOW: Final = (
     "pynvml",
 )
 _STAY_S: Final = 5.0  # between two looks whether the fork server is there
-_HEARTBEATS: Final = 20  # an interval has so many of the shortest waits
+# A SuperLink notices a killed SuperNode after two intervals. Flower sends every 30 s, and takes 10 s or more.
+_HEARTBEAT_S: Final = 10
 _ASKING_S: Final = 1.0  # Flower waits longer only before it asks its SuperLink again
 _SPREAD: Final = (0.1, 1.9)  # of a wait: SuperNodes that wake each other ask one after the other
 
 
 def main() -> None:
     """Run Flower's SuperNode."""
-    from flwr.supercore import heartbeat
-    from flwr.supernode import fleet_http_connection
     from flwr.supernode.cli import flower_supernode
 
     fork_own(_IMPORTED_BELOW)
     least_s = value_of(POLL_VARIABLE, os.environ)
     if find(f"{NODE_LOOP}:time") is not None:  # else it is another Flower, and keeps its own waits
-        # Over a network a SuperNode may be out of reach for a while, and come back.
-        busy_s = _HEARTBEATS * least_s if is_on_this_host(sys.argv[1:]) else math.inf
-        for name in HEARTBEATS:
-            find(name)  # the log says which are not there
-        heartbeats = Heartbeats(busy_s, heartbeat, fleet_http_connection)
+        if is_on_this_host(sys.argv[1:]):  # over a network, it may be out of reach for a while, and come back
+            send_heartbeats_often()
         idle_s = value_of(IDLE_POLL_VARIABLE, os.environ)
-        loop = SuperNodeLoop(least_s, idle_s, heartbeats, group_of(os.environ))
+        loop = SuperNodeLoop(least_s, idle_s, group_of(os.environ))
         loop.listen()
         clock = SuperNodeTime(loop, _look_after(CommandFolder()))
         sys.modules[NODE_LOOP].time = clock  # type: ignore[attr-defined]
@@ -87,6 +81,14 @@ def is_on_this_host(arguments: Sequence[str]) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def send_heartbeats_often() -> None:
+    """Have the SuperLink notice soon when this process was killed."""
+    for name in HEARTBEAT_INTERVALS:  # one module sends them, the other tells the SuperLink how often
+        if find(name) is not None:
+            module, _, interval = name.partition(":")
+            setattr(sys.modules[module], interval, _HEARTBEAT_S)
 
 
 def _look_after(folder: CommandFolder) -> Callable[[], None]:
@@ -114,7 +116,6 @@ class SuperNodeLoop:
 
     ``least_s``, ``idle_s``: the wait between two questions to the SuperLink: the shortest, and the one
     without work.
-    ``heartbeats``: of this process.
     ``group``: the SuperNodes that were started with this one.
     ``monotonic``: as in ``time``.
     """
@@ -123,12 +124,10 @@ class SuperNodeLoop:
         self,
         least_s: float,
         idle_s: float,
-        heartbeats: Heartbeats,
         group: NodeGroup | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._least_s, self._idle_s = least_s, idle_s
-        self._heartbeats = heartbeats
         self._group = group
         self._wake_ups = group.join() if group is not None else None
         self._monotonic = monotonic
@@ -155,7 +154,6 @@ class SuperNodeLoop:
             self._superexec.wake()
             return
         self._task_is_new = True
-        self._heartbeats.work()
         if self._group is not None and not self._was_woken:
             self._group.wake_nodes()
 
@@ -166,8 +164,6 @@ class SuperNodeLoop:
             self._since = now
         self._waits_for_reply_since = None
         waited_s = now - self._since
-        if waited_s >= pace.IDLE_AFTER_S:
-            self._heartbeats.no_work()
         seconds = pace.wait_s(waited_s, self._least_s, self._idle_s)
         if self._wake_ups is None:
             time.sleep(seconds)

@@ -5,7 +5,6 @@
     SuperNode        a message             the ServerApp; a SuperNode that has found one  wakeup, pace
     SuperNode        its ClientApp's reply itself, when the last part is stored           wakeup
     ServerApp        replies               the SuperNode that has sent one                reply_waits
-    SuperLink        signs of life         the SuperNodes                                 heartbeats
     HTTP servers     their end             a signal                                       ticks
 
 A wake-up says "ask now", nothing else. Who is not woken asks at intervals, as in Flower: one that is lost

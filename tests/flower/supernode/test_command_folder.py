@@ -112,9 +112,7 @@ def test_a_supernode_puts_back_what_was_removed(state: Path, monkeypatch: pytest
     monkeypatch.syspath_prepend(state)
     folder = commands.CommandFolder().make()
     as_in_supernode = (folder / "python" / "flower-supernode").read_text().splitlines()[0]
-    wait = "from types import SimpleNamespace; from flower_gpu.flower import commands, supernode as own"
-    wait += "; heartbeats = own.Heartbeats(1, SimpleNamespace(), SimpleNamespace())"
-    wait += "; loop = own.SuperNodeLoop(0.01, 1.0, heartbeats)"
+    wait = "from flower_gpu.flower import commands, supernode as own; loop = own.SuperNodeLoop(0.01, 1.0)"
     wait += "; own.SuperNodeTime(loop, commands.CommandFolder().make).sleep(3.0)"
     shutil.rmtree(folder)
     python = [sys.executable, *identity.interpreter_flags()]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,6 @@ from run_programs import run_python
 
 from flower_gpu.flower.supernode import SuperNodeLoop, SuperNodeTime, is_on_this_host
 from flower_gpu.flower.waits import pace, wakeup
-from flower_gpu.flower.waits.heartbeats import Heartbeats
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,53 +28,9 @@ def test_what_comes_is_noticed_soon_and_without_work_it_asks_rarely(waited_s: fl
         assert wait_s == IDLE_S
 
 
-def flowers_modules() -> tuple[Any, Any]:
-    """What the two modules of Flower have that send heartbeats."""
-
-    class Sender:
-        def __init__(self, _: object) -> None:
-            self._stop_event: Any = threading.Event()
-            self._retry_invoker = SimpleNamespace(wait_function=self._stop_event.wait)
-
-    interval = {"HEARTBEAT_DEFAULT_INTERVAL": 30}
-    return SimpleNamespace(**interval), SimpleNamespace(**interval, HeartbeatSender=Sender)
-
-
-def no_heartbeats() -> Heartbeats:
-    return Heartbeats(10, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-
-
-def test_heartbeats_are_rare_without_work_and_come_at_once_with_it() -> None:
-    for busy_s, wanted_s in ((80, 30), (20, 20), (2, 10), (float("inf"), 30)):
-        sender, connection = flowers_modules()
-        heartbeats = Heartbeats(busy_s, sender, connection)
-        intervals = [(sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL)]
-        made = connection.HeartbeatSender(None)
-        heartbeats.no_work()
-        intervals.append((sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL))
-        waiting = threading.Thread(target=made._stop_event.wait, args=(1000,))
-        waiting.start()
-        while waiting.is_alive():  # it may not have begun to wait
-            heartbeats.no_work()
-            heartbeats.work()
-            waiting.join(0.01)
-        intervals.append((sender.HEARTBEAT_DEFAULT_INTERVAL, connection.HEARTBEAT_DEFAULT_INTERVAL))
-        assert intervals == [(wanted_s, wanted_s), (60, 60), (wanted_s, wanted_s)]
-        made._stop_event.set()
-        assert made._stop_event.wait(1000) and made._retry_invoker.wait_function(1000)
-
-
-def test_heartbeats_of_another_flower_are_its_own() -> None:
-    module = SimpleNamespace(HEARTBEAT_DEFAULT_INTERVAL=30)
-    heartbeats = Heartbeats(10, SimpleNamespace(), module)  # type: ignore[arg-type]
-    heartbeats.no_work()
-    heartbeats.work()
-    assert module.HEARTBEAT_DEFAULT_INTERVAL == 30
-
-
 def test_without_a_group_a_node_waits_by_the_time_for_which_nothing_came() -> None:
     now_s = 1000.0
-    loop = SuperNodeLoop(0.01, 0.05, no_heartbeats(), monotonic=lambda: now_s)
+    loop = SuperNodeLoop(0.01, 0.05, monotonic=lambda: now_s)
     clock = SuperNodeTime(loop)
     for after_s, least_s in ((0, 0.01), (0.4, 0.02), (100, 0.05)):
         now_s = 1000.0 + after_s
@@ -117,7 +69,7 @@ def test_nodes_of_a_group_wake_each_other_once() -> None:
 
 
 def test_it_is_the_module_time_otherwise() -> None:
-    assert SuperNodeTime(SuperNodeLoop(0.5, 1.0, no_heartbeats())).time is time.time
+    assert SuperNodeTime(SuperNodeLoop(0.5, 1.0)).time is time.time
 
 
 @pytest.mark.parametrize(
@@ -143,16 +95,12 @@ from flwr.common.constant import HEARTBEAT_MIN_INTERVAL
 from flwr.supercore import heartbeat
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supernode import fleet_http_connection, start_client_internal
-from flower_gpu.flower.waits.heartbeats import Heartbeats
+from flower_gpu.flower.supernode import send_heartbeats_often
 from flower_gpu.flower.objects import SUPERLINK, SUPERNODE, answer_for_many, ask_for_many
 from flwr.superlink.grid import http_grid
 from flwr.superlink.routers.fleet import router
-heartbeats = Heartbeats(2, heartbeat, fleet_http_connection)
-sender = fleet_http_connection.HeartbeatSender(bool)
-heartbeats.no_work()
+send_heartbeats_often()
 print(heartbeat.HEARTBEAT_DEFAULT_INTERVAL, fleet_http_connection.HEARTBEAT_DEFAULT_INTERVAL)
-sender.start()
-sender.stop()
 print(HEARTBEAT_MIN_INTERVAL)
 for module in (heartbeat, fleet_http_connection):
     print("HEARTBEAT_DEFAULT_INTERVAL" in inspect.getsource(module).partition("def ")[2])
@@ -171,5 +119,5 @@ answer_for_many(SUPERLINK + SUPERNODE)
 print(router.fleet_handlers.pull_object.__module__, router.fleet_handlers.push_object.__module__)
 """
     done = run_python(code, check=True)
-    waits = ["60", "60", "10", "True", "True", "time", "3", "0.02", "0.02"]
+    waits = ["10", "10", "10", "True", "True", "time", "3", "0.02", "0.02"]
     assert done.stdout.split() == [*waits, *["flower_gpu.flower.objects"] * 7]

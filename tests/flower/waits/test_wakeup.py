@@ -122,9 +122,9 @@ from types import SimpleNamespace
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supernode.nodestate import NodeStateFactory
 from flower_gpu.flower.waits import wakeup
-from flower_gpu.flower.supernode import Heartbeats, SuperNodeLoop
+from flower_gpu.flower.supernode import SuperNodeLoop
 
-loop = SuperNodeLoop(1.0, 1.0, Heartbeats(1, SimpleNamespace(), SimpleNamespace()))
+loop = SuperNodeLoop(1.0, 1.0)
 loop.listen()
 wait_for_reply = loop.wait_for_reply
 wake_ups = wakeup.found()
