@@ -97,7 +97,6 @@ facts() {
   grep -i nvidia /proc/self/mountinfo
   "$python" -m flower_gpu.cli gpus
   "$python" -m flower_gpu.cli doctor
-  "$python" -m flower_gpu.cli doctor --confine
   nvidia-smi
   nvidia-smi -q
   "$python" -m pip list

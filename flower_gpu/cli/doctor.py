@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
+from textwrap import TextWrapper
 from typing import Final
 
 from flower_gpu.cli.verbosity import is_quiet
-from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host, ledger, superlinks
+from flower_gpu.doctor import Check, Finding, cuda, environment, examine, gpus, host, ledger
 from flower_gpu.gpu import inventory
 
 HELP = "check driver, PyTorch, Flower, the ledger and this shell, and tell what to do"
@@ -31,19 +31,12 @@ _COLUMNS = 26  # of level and check
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--confine",
-        nargs="?",
-        choices=("on", "strict"),
-        const="on",
-        help="also try a worker that is confined, as flower-gpu supernode --confine has them",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     findings = []
-    for finding in examine(checks(arguments.confine)):
+    for finding in examine(checks()):
         findings.append(finding)
         if not (arguments.json or (is_quiet(arguments) and finding.level != "problem")):
             print(as_text(finding), flush=True)
@@ -55,23 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if ok else EXIT_PROBLEM
 
 
-def checks(confine: str | None = None) -> Mapping[str, Check]:
-    """Return all checks by their names, in the order in which they are told.
-
-    ``confine``: how apps are to be confined, ``on`` or ``strict``; None where they are not.
-    """
+def checks() -> Mapping[str, Check]:
+    """Return all checks by their names, in the order in which they are told."""
     found = inventory.take()
     inventory.close()
     return {
         "driver": partial(gpus.driver, found),
         "gpu": partial(gpus.gpus, found),
-        "visible": partial(gpus.visible, found),
-        "GPU guard": gpus.gpu_guard,
-        "confinement": partial(gpus.app_confinement, confine),
         "policy": partial(gpus.calls, found),
         "torch": partial(cuda.torch, found),
-        "flower": environment.flower,
-        "flower-gpu": environment.ourselves,
+        "packages": environment.packages,
         "variables": environment.variables,
         "system": host.system,
         "state folder": host.state_folder,
@@ -79,16 +65,24 @@ def checks(confine: str | None = None) -> Mapping[str, Check]:
         "ledger": ledger.folder,
         "leases": ledger.leases,
         "one ledger": partial(ledger.only_one, found),
-        "SuperLinks": superlinks.superlinks,
-        "cuda": partial(cuda.works, found, confined=confine is not None),
+        "SuperLink": host.superlinks,
+        "cuda": partial(cuda.works, found),
     }
 
 
 def as_text(finding: Finding) -> str:
     """Return a finding as it is printed."""
-    lines = _wrapped(finding.text, f"{finding.level:<9}{finding.check:<{_COLUMNS - 9}}"[:_COLUMNS])
+    wrap = TextWrapper(
+        _WIDTH,
+        initial_indent=f"{finding.level:<9}{finding.check:<{_COLUMNS - 9}}",
+        subsequent_indent=" " * _COLUMNS,
+        break_long_words=False,  # what may be copied stays in one piece
+        break_on_hyphens=False,
+    )
+    lines = wrap.wrap(finding.text)
     if finding.todo:
-        lines += _wrapped(f"-> {finding.todo}", " " * _COLUMNS)
+        wrap.initial_indent = wrap.subsequent_indent
+        lines += wrap.wrap(f"-> {finding.todo}")
     return "\n".join(lines)
 
 
@@ -98,15 +92,3 @@ def summary(findings: Iterable[Finding]) -> str:
     counted = [(levels.count(level), level) for level in ("problem", "note")]
     named = [f"{number} {level}{'' if number == 1 else 's'}" for number, level in counted if number]
     return ", ".join(named) or "all is fine"
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    # What may be copied stays in one piece.
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * _COLUMNS,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

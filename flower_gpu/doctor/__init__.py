@@ -1,8 +1,7 @@
-"""The checks of ``flower-gpu doctor``: functions that yield what they have found, by group in a module each.
+"""The checks of ``flower-gpu doctor``: functions that yield findings, by group in a module each.
 
-A finding is a level, a text, and mostly what to do. ``examine`` runs the checks one after the other,
-and the command prints what they yield as it comes. None of them imports torch or flwr, or starts a GPU, but
-for the last: a call as a client's, in a worker (``trial``).
+``examine`` runs the checks one after the other, and the command prints their findings as they come. No check
+imports torch or flwr in this process, or starts a GPU here: the last one has a worker do that (``cuda``).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Check = Callable[[], Iterable[Found]]
 
 
 def examine(checks: Mapping[str, Check]) -> Iterator[Finding]:
-    """Run checks one after the other; one that fails itself is a finding, too."""
+    """Run checks one after the other; a check that fails itself is a finding, too."""
     for name, check in checks.items():
         try:
             for level, text, *todo in check():

@@ -1,4 +1,4 @@
-"""The Python environment and the shell: flower-gpu, Flower and its commands, and variables of ours."""
+"""The Python environment and the shell: flower-gpu, Flower and its commands, and our variables."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import flower_gpu
 from flower_gpu.calls.settings import GPUSettings, HostSettings
@@ -23,46 +21,42 @@ from flower_gpu.options import INTERNAL_VARIABLES, SCRIPT_VARIABLES, VARIABLES, 
 from flower_gpu.printable import path_text
 from flower_gpu.workers.forkserver.identity import script_folders
 
-if TYPE_CHECKING:
-    from packaging.specifiers import SpecifierSet
-
-# What ours begin with, and what somebody may have written for it.
-_ALMOST = ("FLOWER_GPU", "FLOWERGPU", "FLWR_GPU", "FLOWER_GPUS")
-_LIKE = 0.75
+_PREFIXES = ("FLOWER_GPU", "FLWR_GPU")  # ours, and what somebody may have written for it
 _COMMANDS = ("flwr", "flower-superlink", "flower-supernode", "flwr-clientapp")
 
 
-def ourselves() -> Iterator[Found]:
-    """Check flower-gpu itself."""
+def packages() -> Iterator[Found]:
+    """Check flower-gpu, and whether Flower has the version that it needs."""
     folder = Path(flower_gpu.__file__).parent
     python = ".".join(map(str, sys.version_info[:3]))
-    text = f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
-    try:
-        found = metadata.distribution("flower-gpu")
-    except metadata.PackageNotFoundError:
-        yield "note", f"{text}, not installed", f"{sys.executable} -m pip install ."
-        return
-    if found.version != flower_gpu.__version__:
-        todo = f"{sys.executable} -m pip install . (in the clone)"
-        yield "problem", f"{text}, but {found.version} is installed", todo
-    else:
-        yield "ok", text
-
-
-def flower() -> Iterator[Found]:
-    """Check Flower's version and where its commands come from."""
+    yield "ok", f"flower-gpu {flower_gpu.__version__} in {path_text(folder)}, Python {python}"
     try:
         version = metadata.version("flwr")
     except metadata.PackageNotFoundError:
         yield "problem", "Flower is not installed beside flower-gpu", "pip install flwr"
         return
-    wanted = wanted_flower()
-    if not wanted.contains(version, prereleases=True):
-        yield "problem", f"flwr {version}, but flower-gpu needs {wanted}", f"pip install 'flwr{wanted}'"
-    else:
+    wanted = _wanted_flower()
+    if _fits(version, wanted):
         yield "ok", f"flwr {version}"
+    else:
+        yield "problem", f"flwr {version}, but flower-gpu needs {wanted}", f"pip install '{wanted}'"
     yield from _private_names()
     yield from _commands()
+
+
+def _wanted_flower() -> str:
+    """Return our requirement of Flower; empty where flower-gpu is not installed, and has no metadata."""
+    try:
+        required = metadata.requires("flower-gpu") or []
+    except metadata.PackageNotFoundError:
+        return ""
+    return next((one for one in required if one.startswith("flwr") and ";" not in one), "")  # not an extra's
+
+
+def _fits(version: str, requirement: str) -> bool:
+    from packaging.requirements import Requirement  # here: --help works without any dependency
+
+    return not requirement or Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
 def _private_names() -> Iterator[Found]:
@@ -84,22 +78,8 @@ def _lacking() -> dict[str, str]:
     return dict(json.loads(done.stdout))
 
 
-def wanted_flower() -> SpecifierSet:
-    """Return the versions of Flower that our metadata allow; all of them where there are no metadata."""
-    from packaging.requirements import Requirement  # here: --help works without any dependency
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        requirements = map(Requirement, metadata.requires("flower-gpu") or [])
-    except metadata.PackageNotFoundError:
-        return SpecifierSet()
-    # Those of extras have a marker.
-    return next(
-        (each.specifier for each in requirements if each.name == "flwr" and not each.marker), SpecifierSet()
-    )
-
-
 def _commands() -> Iterator[Found]:
+    """Check that Flower's commands on PATH are those of this environment."""
     # pip install --target puts them into a folder beside the packages.
     beside = Path(str(metadata.distribution("flwr").locate_file("bin")))
     folders = [folder for folder in (*map(Path, script_folders()), beside) if folder.exists()]
@@ -109,55 +89,53 @@ def _commands() -> Iterator[Found]:
     having = (folder for folder in folders if (folder / _COMMANDS[0]).exists())
     todo = f'export PATH="{next(having, folders[0])}:$PATH"'
     if foreign:
-        text = f"{', '.join(foreign)} belong to another environment than this flower-gpu"
-        yield "problem", f"{text}, and Flower starts its parts by their names", todo
-    if missing:
-        text = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not on PATH"
-        yield "note", f"{text}; `flower-gpu launch` finds them, plain Flower does not", todo
-    if not foreign and not missing:
-        yield "ok", "its commands are on PATH, from this environment"
+        text = f"{', '.join(foreign)}: of another environment than this flower-gpu, and found first on PATH"
+        yield "problem", text, todo
+    elif missing:
+        text = f"not on PATH: {', '.join(missing)}. `flower-gpu launch` finds them, plain Flower does not"
+        yield "note", text, todo
 
 
 def variables() -> Iterator[Found]:
     """Check the variables that are set."""
-    ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_ALMOST)}
-    fine = []
-    for name in sorted(ours):
+    ours = {name: value for name, value in os.environ.items() if name.upper().startswith(_PREFIXES)}
+    fine: dict[str, str] = {}
+    for name, value in sorted(ours.items()):
         if name not in {*VARIABLES, *INTERNAL_VARIABLES, *SCRIPT_VARIABLES}:
             yield _unknown(name)
-        elif name == LEASE and ours[name]:
+        elif name == LEASE and value:
             todo = f"unset {LEASE}, unless this is a worker"
             yield "problem", f"{LEASE} is set: calls from here are taken for part of a worker's", todo
-        elif (reason := _refused(partial(_read, name, ours[name]))) is not None:
+        elif reason := _refused(_read, {name: value}):
             yield "problem", reason, f"correct or unset {name}"
         else:
-            fine.append(name)
-    together = {name: value for name, value in ours.items() if name in fine}
-    if (reason := _refused(lambda: GPUSettings.resolve(environ=together))) is not None:
+            fine[name] = value
+    if reason := _refused(_read, fine):
         yield "problem", reason, "unset one of them"
     elif fine:
-        yield "ok", ", ".join(f"{name}={ours[name]}" for name in fine)
+        yield "ok", ", ".join(f"{name}={value}" for name, value in fine.items())
     elif not ours:
         yield "ok", "none is set: all settings are the defaults, or the code's"
 
 
 def _unknown(name: str) -> Found:
-    near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, _LIKE)
+    near = difflib.get_close_matches(name.upper(), [*VARIABLES, *SCRIPT_VARIABLES], 1, cutoff=0.75)
     todo = f"{near[0]} is meant?" if near else "see docs/reference/environment.md for those that there are"
     return "problem", f"{name} is set, and nothing reads it", todo
 
 
-def _read(name: str, value: str) -> None:
-    alone: Mapping[str, str] = {name: value}
-    if name in VARIABLES:
-        value_of(name, alone)
-    GPUSettings.resolve(environ=alone)
-    HostSettings.resolve(environ=alone)
+def _read(environ: Mapping[str, str]) -> None:
+    for name in environ:
+        if name in VARIABLES:
+            value_of(name, environ)
+    GPUSettings.resolve(environ=environ)
+    HostSettings.resolve(environ=environ)
 
 
-def _refused(read: Callable[[], object]) -> str | None:
+def _refused(read: Callable[[Mapping[str, str]], None], environ: Mapping[str, str]) -> str:
+    """Return why variables cannot be used; empty where they can."""
     try:
-        read()
+        read(environ)
     except (ValueError, TypeError) as error:  # a ConfigError is a ValueError
         return str(error)
-    return None
+    return ""

@@ -1,4 +1,4 @@
-"""What the system gives: kernel, limits, the folder of this account's state, fork servers."""
+"""What the system gives: limits, the state folder, fork servers, and the SuperLink that ``flwr run`` left."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
 
-import flower_gpu
+from flower_gpu import control_group
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError
-from flower_gpu.printable import path_text
+from flower_gpu.printable import format_bytes, path_text
 from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.state_folder import state_dir, state_dir_problem
@@ -22,26 +22,29 @@ from flower_gpu.workers.state_folder import state_dir, state_dir_problem
 _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
 _ENOUGH_SHM_BYTES = 1 << 30
 _ANSWER_S = 1.0
+# What workers inherit from the process that starts a run, and what differs in any case.
+_INHERITED = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
+_NOT_COMPARED = ("FLOWER_GPU_RUN_DIR", "FLOWER_GPU_CLIENT", "FLOWER_GPU_LEASE")
 
 
 def system() -> Iterator[Found]:
-    """Tell the kernel, and check limits that many workers run into."""
+    """Check main memory, and limits that many workers run into."""
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
-    else:
-        yield "ok", f"Linux {os.uname().release}"
+    available, total = control_group.host_memory()
+    group = control_group.available_memory()
+    if group is not None and group[1] < total:
+        available, total = min(available, group[0]), group[1]
+    yield "ok", f"{format_bytes(available)} of {format_bytes(total)} of main memory can be used"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:
         level = "problem" if soft < _TOO_FEW_FILES else "note"
         more = _GOOD_FILES if hard == resource.RLIM_INFINITY else min(_GOOD_FILES, hard)
         yield level, f"a process may open {soft} files only", f"ulimit -n {more}, before what is started here"
-    else:
-        number = "any number of" if soft == resource.RLIM_INFINITY else f"{soft}"
-        yield "ok", f"a process may open {number} files"
     with suppress(OSError):  # there need not be one
         room = shutil.disk_usage("/dev/shm").total
         if room < _ENOUGH_SHM_BYTES:
-            text = f"/dev/shm has {room >> 20} MiB: a DataLoader with workers of its own may need more"
+            text = f"/dev/shm has {format_bytes(room)}: a DataLoader with workers of its own may need more"
             yield "note", text, "in a container: docker run --shm-size=8g, or --ipc=host"
 
 
@@ -65,28 +68,23 @@ def _state_problem() -> tuple[str, str] | None:
 
 
 def fork_servers() -> Iterator[Found]:
-    """Check whether fork servers can be used, and those that run."""
-    if not hasattr(os, "fork") or not sys.platform.startswith("linux"):
+    """Check that the fork servers of this account answer."""
+    if not sys.platform.startswith("linux"):
         return
-    if not state_dir().exists() and not _state_problem():
-        yield "ok", "none is running; the first call starts one"
-        return
-    try:
-        names = sockets.names()
-    except (ConfigError, OSError) as error:
-        text = f"workers are spawned, which is slower: {error}"
-        yield "problem", text, "see the line about the state folder"
-        return
-    running = 0
-    for name in names:
+    connections = []
+    if state_dir().exists() or _state_problem():
         try:
-            connection = sockets.connect(name, _ANSWER_S)
-        except Gone:
-            continue  # left by one that was killed; the next one takes its place
-        running += 1
+            names = sockets.names()
+        except (ConfigError, OSError) as error:
+            yield "problem", f"workers are spawned, which is slower: {error}", "see the state folder"
+            return
+        for name in names:
+            with suppress(Gone):  # left by one that was killed; the next one takes its place
+                connections.append(sockets.connect(name, _ANSWER_S))
+    for connection in connections:
         with connection:
             yield _asked(connection)
-    if not running:
+    if not connections:
         yield "ok", "none is running; the first call starts one"
 
 
@@ -98,10 +96,43 @@ def _asked(connection: socket) -> Found:
     except Gone:
         text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
         return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"
-    version, python = told.get("version"), told.get("python")
-    text = f"fork server {pid} answers, {told.get('calls')} calls so far"
-    if version != flower_gpu.__version__ and python == sys.executable:
-        text = f"fork server {pid} has flower-gpu {version}, and here is {flower_gpu.__version__}"
-        return "note", text, "nothing: it serves older processes only; or `flower-gpu workers stop`"
-    other = "" if Path(str(python)) == Path(sys.executable) else f", for {python}"
-    return "ok", text + other
+    python = str(told.get("python"))
+    other = "" if Path(python) == Path(sys.executable) else f", for {python}"
+    return "ok", f"fork server {pid} answers, {told.get('calls')} calls so far{other}"
+
+
+def superlinks() -> Iterator[Found]:
+    """Check that the SuperLink that an earlier ``flwr run`` has left here has this shell's variables."""
+    import psutil
+
+    found = False
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another account's
+            command = process.cmdline()
+            # As flwr.cli.local_superlink starts it.
+            if any(each.endswith("local-superlink/superlink.log") for each in command):
+                found = True
+                yield _compared(process.pid, command[0], process.environ())
+    if not found:
+        yield "ok", "flwr run has left no SuperLink running"
+
+
+def _compared(pid: int, python: str, there: Mapping[str, str]) -> Found:
+    name = f"the local SuperLink {pid}, which flwr run has left running,"
+    todo = f"kill {pid}; the next `flwr run` starts a new one"
+    different = [
+        f"{variable} ({_shown(there.get(variable))} there, {_shown(os.environ.get(variable))} here)"
+        for variable in sorted({*there, *os.environ})
+        if variable.startswith("FLOWER_GPU_") or variable in _INHERITED
+        if variable not in _NOT_COMPARED and there.get(variable) != os.environ.get(variable)
+    ]
+    if different:
+        return "problem", f"{name} has other variables than this shell: {', '.join(different)}", todo
+    # Not resolved: the pythons of virtual environments are links to the same file.
+    if Path(python).parent != Path(sys.executable).parent:
+        return "problem", f"{name} belongs to another Python, {python}", todo
+    return "ok", f"{name} has the variables of this shell"
+
+
+def _shown(value: str | None) -> str:
+    return "not set" if value is None else repr(value)

@@ -24,7 +24,7 @@ import argparse, importlib, os, sys
 command = importlib.import_module(f"flower_gpu.cli.{sys.argv.pop(1)}")
 if only := os.environ.pop("ONLY", None):
     checks = command.checks
-    command.checks = lambda confine: {name: checks(confine)[name] for name in only.split(",")}
+    command.checks = lambda: {name: checks()[name] for name in only.split(",")}
 parser = argparse.ArgumentParser()
 command.add_arguments(parser)
 code = command.run(parser.parse_args())
@@ -78,10 +78,10 @@ class Shell:
         )
 
     def doctor(
-        self, *arguments: str, only: str = "", env: dict[str, str] | None = None, **options: Any
+        self, *, only: str = "", env: dict[str, str] | None = None, **options: Any
     ) -> list[dict[str, str]]:
         """Return the doctor's findings; ``only`` names the checks, of which some start Python or a worker."""
-        done = self.run("doctor", "--json", *arguments, env={**(env or {}), "ONLY": only}, **options)
+        done = self.run("doctor", "--json", env={**(env or {}), "ONLY": only}, **options)
         assert done.stderr == ""
         told = json.loads(done.stdout)
         findings: list[dict[str, str]] = told["findings"]
