@@ -242,7 +242,6 @@ KEEP_GOING: Final = Option(
     group="workers",
 )
 LOG_DIR: Final = Option("where the run's folder is made (default: runs)", FOLDER, group="output")
-REPORT: Final = Option("write the report at the end; else flower-gpu report does", SWITCH, group="output")
 #: Where the figures of a run can be sent. Each is an extra of the package, too.
 TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
 TRACKER: Final = Option(

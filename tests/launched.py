@@ -104,10 +104,7 @@ Launch = Callable[..., Launched]
 
 
 def launcher(folder: Path) -> Launch:
-    """Return what launches an app and waits for its end, with a folder as its home and for its logs.
-
-    No report is written: that takes a few seconds.
-    """
+    """Return what launches an app and waits for its end, with a folder as its home and for its logs."""
     runs = folder / "runs"
 
     def run(

@@ -1,4 +1,4 @@
-"""``flower-gpu report``: a page about a run, with pictures of what its GPUs and workers did."""
+"""``flower-gpu report``: a page about a run, with pictures of its GPUs and its workers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flower_gpu.printable import path_text
 
 HELP = "write a page about a run: what its GPUs, workers and rounds did"
 DESCRIPTION = """\
-Write a report about a run, from its trace: GPU memory and leases over time, workers, metrics by round, sums,
-and a table of clients. It is one HTML file that needs no network. The run may be over, go on, or have been
+Write a report about a run, from its trace: GPU memory and leases over time, workers, sums, and tables of
+rounds and clients. It is one HTML file that needs no network. The run may be over, go on, or have been
 killed."""
 
 
@@ -20,17 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", type=Path, help="where the report goes (default: RUN_DIR/report.html)"
     )
-    parser.add_argument(
-        "--png",
-        action="store_true",
-        help="write each picture as a PNG, too, into a folder that is named like the report",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    # Here: matplotlib takes a second.
+    # Here: it is for this command only.
     from flower_gpu.watch.report.page import write_report
 
-    print(path_text(write_report(arguments.run_dir, arguments.output, arguments.png)))
+    print(path_text(write_report(arguments.run_dir, arguments.output)))
     return 0

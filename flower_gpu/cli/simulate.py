@@ -30,7 +30,6 @@ from flower_gpu.options import (
     GUARD_VARIABLE,
     KEEP_GOING,
     LOG_DIR,
-    REPORT,
     TRACKER,
     options_of,
 )
@@ -62,7 +61,6 @@ _DEFAULTS: Final = {
     "state_memory": _STATE_MEMORY,
     "progress": True,
     "log_dir": Path("runs"),
-    "report": False,
 }
 #: The command's own options.
 _OPTIONS: Final = {
@@ -137,7 +135,6 @@ _OPTIONS: Final = {
         excludes="where",
     ),
     "progress": Option("show no bars and no summary", SWITCH, group="output"),
-    "report": REPORT,
     "tracker": TRACKER,
 }
 _GROUPS: Final = {
@@ -223,7 +220,6 @@ def _run(arguments: argparse.Namespace) -> int:
         may_fork=getattr(arguments, "may_fork", False),
         # With bars the run itself shows the summary below them.
         summary=arguments.progress and is_quiet(arguments),
-        report=arguments.report,
         run_config=run_config,
         max_workers=arguments.max_workers,
         calls_per_worker=arguments.calls_per_worker,
@@ -246,8 +242,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if result.folder is not None:
         if arguments.progress:
             _tell_trackers(result.folder)
-        is_told = arguments.progress and (arguments.report or not is_quiet(arguments))
-        _tell_report(result.folder, is_written=arguments.report, is_told=is_told)
+        if arguments.progress and not is_quiet(arguments):
+            _tell_report(result.folder)
     return 0
 
 
@@ -309,7 +305,7 @@ def given_preload(texts: Sequence[str], app: Path) -> list[tuple[str, dict[str, 
 
 
 def _simulate(
-    app: FlowerApp, num_supernodes: int, *, may_fork: bool, summary: bool, report: bool, **settings: Any
+    app: FlowerApp, num_supernodes: int, *, may_fork: bool, summary: bool, **settings: Any
 ) -> SimulationResult | int:
     say = _say if settings["progress"] else str
     if may_fork:
@@ -333,8 +329,8 @@ def _simulate(
         if not is_told and not isinstance(error, RunEndedError):
             print(shortened(traceback.format_exc()), end="", file=sys.stderr)
         folder = vars(error).get(FOLDER)
-        if folder is not None and not isinstance(error, DiskError):
-            _tell_report(folder, is_written=report, is_told=settings["progress"] or summary)
+        if folder is not None and not isinstance(error, DiskError) and (settings["progress"] or summary):
+            _tell_report(folder)
         if is_told:
             raise
         if isinstance(error, RunEndedError):
@@ -367,15 +363,8 @@ def _forked(app: FlowerApp) -> Program | None:
     return Program.fork("flower_gpu.cli.main:main", f"simulate {app.name}", list(modules), needs.without)
 
 
-def _tell_report(path: Path, *, is_written: bool, is_told: bool) -> None:
-    told = f"flower-gpu report {short(path)}"
-    if is_written:
-        from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
-
-        report = write_at_end(path)
-        told = "" if report is None else short(report)
-    if told and is_told:
-        print(f"report  {told}", file=sys.stderr, flush=True)
+def _tell_report(path: Path) -> None:
+    print(f"report  flower-gpu report {short(path)}", file=sys.stderr, flush=True)
 
 
 def _tell_trackers(path: Path) -> None:

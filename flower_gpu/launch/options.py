@@ -133,7 +133,6 @@ class LaunchOptions:
     port: Annotated[
         int | None, Option("port of the server on 127.0.0.1 (default: a free one)", PORT, group="output")
     ] = None
-    report: Annotated[bool, options.REPORT] = False
     tracker: Annotated[tuple[str, ...], options.TRACKER] = ()
     verbosity: int = 0  # 1 shows the server's log as well, -1 only the result, and errors
 

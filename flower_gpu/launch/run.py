@@ -100,7 +100,7 @@ def launch(options: LaunchOptions) -> int:
     for pid in supervisor.left:
         _complain(f"process {pid} could not be ended")
         code = code or 1
-    _conclude(plan, folder, code, options.report)
+    _conclude(plan, folder, code)
     return code
 
 
@@ -189,7 +189,7 @@ def _complain(text: str, prefix: str = "flower-gpu launch: ") -> None:
         print(f"{prefix}{text}", file=sys.stderr, flush=True)
 
 
-def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> None:
+def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
     """Write the result, also of a run that failed: its rounds so far are real."""
     history = History.read(folder.trace)
     result = result_of(history)
@@ -197,8 +197,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     if code != 0:
         if folder.failures.exists():
             _complain(f"all failures are in {short(folder.failures)}")
-        if code == 1 and (report := _report(folder, has_report)):
-            _complain(f"report: {report}")
+        if code == 1:
+            _complain(f"report: flower-gpu report {folder.shown}")
         _complain(f"all logs are in {folder.shown}")
         return
     if result["rounds"] or result["initial"]:
@@ -216,16 +216,5 @@ def _conclude(plan: Plan, folder: RunFolder, code: int, has_report: bool) -> Non
     print(f"result      {short(folder.result)}", flush=True)
     for line in tracking.where(folder.path):
         print(f"tracker     {line}")
-    if report := _report(folder, has_report):
-        print(f"report      {report}")
+    print(f"report      flower-gpu report {folder.shown}")
     print(f"run folder  {folder.shown}", flush=True)
-
-
-def _report(folder: RunFolder, is_wanted: bool) -> str:
-    """Return the path of the run's report, or the command that writes it; empty if it cannot be written."""
-    if not is_wanted:
-        return f"flower-gpu report {folder.shown}"
-    from flower_gpu.watch.report.page import write_at_end  # matplotlib takes a second
-
-    report = write_at_end(folder.path)
-    return "" if report is None else short(report)

@@ -20,7 +20,7 @@ from flower_gpu.cli.main import main
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.report.page import write_report
-from flower_gpu.watch.report.totals import totals_of
+from flower_gpu.watch.report.totals import Totals
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -414,7 +414,7 @@ def test_after_ctrl_c_the_run_says_how_to_go_on_and_does(
     history = History.read(folder / "trace.jsonl")
     assert (history.highest_round, history.messages_sent, history.messages_failed) == (1, 3, 0)
     clock = RunClock.of(history)
-    totals = totals_of(history, clock, tries_of(history, clock), {})
+    totals = Totals.of(history, clock, tries_of(history, clock), {})
     assert totals.failures == {}, "workers that the end has ended have not failed"
     assert totals.workers == result["workers_started"]
     if number != signal.SIGINT:  # what it leaves is the same

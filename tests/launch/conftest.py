@@ -89,7 +89,7 @@ def plan_on(tiny_app: Path, tmp_path: Path) -> PlanOn:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start `flower-gpu launch`, without a report; at the end of the test nothing of it may be left."""
+    """Start `flower-gpu launch`; at the end of the test nothing of it may be left."""
     started: list[subprocess.Popen[str]] = []
     log_dir = tmp_path / "runs"
 

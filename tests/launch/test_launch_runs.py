@@ -24,7 +24,7 @@ from flower_gpu import trace
 from flower_gpu.watch.history import History
 from flower_gpu.watch.report.calls import RunClock, tries_of
 from flower_gpu.watch.report.page import write_report
-from flower_gpu.watch.report.totals import totals_of
+from flower_gpu.watch.report.totals import Totals
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -119,7 +119,7 @@ def both_runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int,
         Of each run its folder, exit status, stdout, and stderr.
     """
     options = (
-        ["evaluate-fails-on='1'", "--report", "--tracker", "wandb", "--tracker=tensorboard"],
+        ["evaluate-fails-on='1'", "--tracker", "wandb", "--tracker=tensorboard"],
         ["train-fails-on='0 1'", "--no-fast-start", "-v"],
     )
     environment = {
@@ -190,8 +190,8 @@ def test_an_ordinary_app_is_shown_as_a_simulation_is(ordinary_run: tuple[Path, s
         {"train": {"train_loss": 0.5}, "evaluate": {"eval_acc": accuracy}} for accuracy in (0.25, 0.5)
     ]
     assert (result["messages"], result["failed"]) == (8, 2)
-    assert re.findall(r"(?m)^report +(.+)$", out) == [str(folder / "report.html")]
-    report = (folder / "report.html").read_text()
+    assert re.findall(r"(?m)^report +(.+)$", out) == [f"flower-gpu report {folder}"]
+    report = write_report(folder).read_text()
     assert "flower-gpu launch" in report and "completed, 2 of 8 messages failed" in report
     failures = (folder / "failures.log").read_text()
     assert failures.count("evaluate of client 1 failed in round") == 2
@@ -203,7 +203,7 @@ def test_tables_of_files_are_true(ordinary_run: tuple[Path, str, str]) -> None:
     reference = files_in_table("reference/launch.md", "## The folder of a run")
     assert there <= reference
     # What this run has no reason for.
-    none = {"server.log", "app/", "model.safetensors"}
+    none = {"server.log", "app/", "model.safetensors", "report.html"}
     assert reference - there == none
     assert files_in_table("tutorial/first-federation.md") - there == {"model.safetensors"}
 
@@ -287,7 +287,7 @@ def test_nothing_survives_the_launcher(
         assert err.splitlines()[0] == "flower-gpu launch: stopping, SIGINT"
         history = History.read(folder / "trace.jsonl")
         clock = RunClock.of(history)
-        assert totals_of(history, clock, tries_of(history, clock), {}).failures == {}
+        assert Totals.of(history, clock, tries_of(history, clock), {}).failures == {}
         result = json.loads((folder / "result.json").read_text())
         assert (history.highest_round, result["messages"], result["failed"]) == (0, 0, 0)
         assert "Traceback" not in err

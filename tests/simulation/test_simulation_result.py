@@ -130,11 +130,11 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def test_a_notebook_shows_a_table_and_curves(result: SimulationResult) -> None:
+def test_a_notebook_shows_a_table(result: SimulationResult) -> None:
     html = result._repr_html_()
     texts = Page(html).texts
-    assert html.count("<svg") == 2 and html.count("<tr>") == 1 + ROUNDS
-    assert texts.index("loss") < texts.index("accuracy")  # of the curves
+    assert html.count("<tr>") == 1 + ROUNDS
+    assert texts.index("accuracy") < texts.index("loss")
     assert "2 failed: RuntimeError: no <data> here" in texts
 
 
@@ -155,7 +155,6 @@ def test_any_number_of_rounds(rounds: int, rows: int) -> None:
     html = result_html("an\x1bapp", {**summary, "num_rounds": None}, "", parts)
     assert Page(html).texts[0] == "an?app"
     assert html.count("<tr>") == rows
-    assert html.count("<svg") == (2 if rounds else 0)
     assert len(html) < 50_000
 
 
@@ -177,7 +176,7 @@ def test_flowers_lines_are_in_the_log(result: SimulationResult) -> None:
 def test_a_run_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(log_dir=None, verbose=False)
-    assert len(result.history) == 4 and "<svg" in result._repr_html_()
+    assert len(result.history) == 4 and "<table" in result._repr_html_()
     with pytest.raises(ConfigError, match=r"there is no report of this run.*log_dir=None"):
         result.report()
     assert list(tmp_path.iterdir()) == []

@@ -34,8 +34,8 @@ def test_cores_of_a_run_are_summed_up_and_the_wait_is_a_part_of_the_call() -> No
     history = History()
     history.feed(sorted(events, key=lambda one: one["time"]))
     clock = RunClock.of(history)
-    assert CoresTotals.of(history, clock) == CoresTotals(3, 8.0, 2.0, 200 * MIB)
-    waited = {one.call: one.parts[0].seconds for one in tries_of(history, clock)}
+    assert CoresTotals.of(history, clock) == CoresTotals(8.0, 2.0, 200 * MIB)
+    waited = {one.whose.call: one.parts[0].seconds for one in tries_of(history, clock)}
     assert len(waited) == 3 and waited["3"] == 8.0
     result = result_of(history)
     assert result["cores"] == {"count": 3, "waited_s": 8.0, "longest_wait_s": 8.0}

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvml_stub import GIB
-from report_traces import START, Event, Run, at, history_of, joined, lost, on_hosts
+from report_traces import Event, Run, at, history_of, joined, lost, on_hosts
 
-from flower_gpu.watch.report import drawing
+from flower_gpu.watch.fields import metric_rank
 from flower_gpu.watch.report.calls import (
     NO_LEASE,
     PHASES,
@@ -22,19 +21,20 @@ from flower_gpu.watch.report.calls import (
     client_rows,
     tries_of,
 )
-from flower_gpu.watch.report.drawing import ClientColours
-from flower_gpu.watch.report.figures_gpus import MOST_NAMED_CLIENTS, memory_picture
-from flower_gpu.watch.report.figures_rounds import panels_of
-from flower_gpu.watch.report.figures_workers import group, pack, workers_picture
-from flower_gpu.watch.report.totals import (
-    HeldPart,
-    Totals,
-    bands,
-    holdings_of,
-    leased_steps,
-    totals_of,
+from flower_gpu.watch.report.pictures import (
+    COLOURS,
+    Picture,
+    TimeAxis,
+    gpu_name,
+    lanes_of,
+    memory_picture,
+    pack,
+    stacked,
+    ticks,
+    workers_picture,
 )
-from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, GPUInfo, RoundPart
+from flower_gpu.watch.report.totals import HeldPart, Totals, holdings_of, leased_steps
+from flower_gpu.watch.spans import EXITING, HOST_LOST, RUNNING, STARTING, WAITING, GPUInfo
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -56,27 +56,30 @@ def read(events: list[Event]) -> tuple[Any, RunClock, list[CallTry], dict[str, l
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {uuid: holdings_of(history, clock, uuid) for uuid in history.gpus}
-    return history, clock, tries, holdings, totals_of(history, clock, tries, holdings)
+    return history, clock, tries, holdings, Totals.of(history, clock, tries, holdings)
 
 
 # Leases
 
 
 @settings(max_examples=25)
-@given(run=RUNS, most=st.sampled_from([5, 1000, 10_000]))
-def test_what_is_drawn_is_what_was_leased_and_never_more_than_there_is(run: Run, most: int) -> None:
+@given(run=RUNS, least_s=st.sampled_from([1e-9, 0.02, 1.0]))
+def test_what_is_drawn_is_what_was_leased_and_never_more_than_there_is(run: Run, least_s: float) -> None:
     """Though releases are written late, or never, and memory is given away before that."""
     history, clock, tries, holdings, totals = read(run.events())
     for gpu in totals.gpus:
         held, capacity = holdings[gpu.gpu.uuid], history.gpus[gpu.gpu.uuid].capacity_bytes
         assert max(leased_steps(held)[1], default=0) <= capacity
-        pieces = bands(held, int, most)
-        assert all(piece.top_bytes <= capacity for piece in pieces)
+        pieces = [
+            (begin, end, low, low + one.memory_bytes) for one, begin, end, low in stacked(held, least_s)
+        ]
+        for begin_s, end_s, _, top in pieces:
+            assert begin_s < end_s and top <= capacity
         for one, other in itertools.combinations(pieces, 2):
-            beside = one.end_s <= other.begin_s or other.end_s <= one.begin_s
-            assert beside or one.top_bytes <= other.bottom_bytes or other.top_bytes <= one.bottom_bytes
-        if most > 1000:
-            area = sum((one.end_s - one.begin_s) * (one.top_bytes - one.bottom_bytes) for one in pieces)
+            beside = one[1] <= other[0] or other[1] <= one[0]
+            assert beside or one[3] <= other[2] or other[3] <= one[2]
+        if least_s < 1e-6:
+            area = sum((end_s - begin_s) * (top - low) for begin_s, end_s, low, top in pieces)
             assert area == pytest.approx(gpu.leased_byte_s)
         assert 0 <= gpu.leased_s <= totals.duration_s
         assert 0 <= (gpu.capacity_share(totals.duration_s) or 0) <= 1
@@ -87,9 +90,8 @@ def test_what_is_drawn_is_what_was_leased_and_never_more_than_there_is(run: Run,
             assert before.end_s == after.begin_s
             assert PHASES.index(before.phase) < PHASES.index(after.phase)
         assert 0 <= call.begin_s <= call.end_s <= clock.duration_s
-    rows = client_rows(tries)
-    assert [row["client"] for row in rows] == [str(number) for number in range(run.clients)]
-    assert sum(row["tries"] for row in rows) == totals.workers
+    assert [row["client"] for row in client_rows(tries)] == [str(number) for number in range(run.clients)]
+    assert totals.workers == sum(one.worker is not None for one in tries)
 
 
 def test_memory_is_back_where_it_was() -> None:
@@ -158,8 +160,7 @@ def test_a_worker_that_is_used_again_waits_once() -> None:
     _, _, [one, other], _, totals = read([*first, *again, at(20, "run_finished", outcome="completed")])
     assert spent(other) == [(STARTING, 1.0), (RUNNING, 4.0), (EXITING, 0.5)]
     assert one.gpus == other.gpus == ("G",)
-    lanes = group("GPU 0", [one, other], with_waiting=True)
-    assert lanes.lanes == 1
+    assert lanes_of([one, other]) == [0, 0]
     assert (totals.calls, totals.workers, totals.unfinished) == (2, 2, 0)
 
 
@@ -169,7 +170,7 @@ def test_calls_without_an_end_and_without_a_worker() -> None:
     on_cpu = worker_events("4", 1)[:2]
     waiting = lease_events("5", 4)[:1]
     _, _, tries, _, totals = read([*refused, *granted, *on_cpu, *waiting, at(10, "progress")])
-    found = {call.client: (spent(call), call.outcome) for call in tries}
+    found = {call.whose.client: (spent(call), call.outcome) for call in tries}
     assert found == {
         "1": ([(WAITING, 3.0)], NO_LEASE),
         "2": ([(WAITING, 2.0), (STARTING, 8.0)], ""),
@@ -188,7 +189,7 @@ def test_calls_end_with_their_host_and_have_not_failed() -> None:
     gpus = [{"uuid": "G", "name": "A100"}]
     ends = [lost(5, "a"), joined(6, "a", gpus=gpus), at(20, "run_finished", outcome="completed")]
     _, _, tries, holdings, totals = read([joined(0, "a", gpus=gpus), *events, *ends])
-    assert {call.client: (call.host, call.outcome, call.end_s) for call in tries} == {
+    assert {call.whose.client: (call.whose.host, call.outcome, call.end_s) for call in tries} == {
         **dict.fromkeys("1234", ("a", HOST_LOST, 5.0)),
         "5": ("", "error", 6.5),
     }
@@ -229,7 +230,7 @@ def test_a_run_that_goes_on_after_a_night_has_no_night_in_it() -> None:
     ]
     _, clock, [killed, other], _, totals = read(events)
     assert clock.duration_s == totals.duration_s == 12
-    assert clock.pauses_s == (4.0,)
+    assert [clock.seconds(begin) for begin, _ in clock.pauses] == [4.0]
     assert (killed.begin_s, killed.end_s, killed.outcome) == (2, 4, "")
     assert (other.begin_s, other.end_s) == (5, 10.5)
 
@@ -259,85 +260,71 @@ def test_lanes_are_as_few_as_possible(spans: list[tuple[float, float]]) -> None:
         assert len(set(lanes)) == most
 
 
-# Metrics and names
+# Pictures and names
 
 
-def test_accuracy_and_loss_are_before_precision_and_recall() -> None:
-    names = ("recall", "test_precision_macro", "time", "train-loss", "val_acc_top5", "lossy", "F1-score")
-    panels = panels_of([RoundPart(START, 1, "evaluate", dict.fromkeys(names, 0.5))])
-    order = ["acc-top5", "loss", "f1", "precision-macro", "recall", "time", "lossy"]
-    assert list(panels) == order
+def pictures_of(events: list[Event]) -> tuple[TimeAxis, Picture | None, Picture | None]:
+    history, clock, tries, holdings, _ = read(events)
+    axis = TimeAxis(clock, tries)
+    return axis, workers_picture(history, axis, tries), memory_picture(history, axis, holdings)
 
 
-@pytest.mark.parametrize("clients", [1, drawing.COLOURS, 20, 200])
-def test_clients_of_one_colour_are_named_together(clients: int) -> None:
-    """The legend of the memory picture: nobody has a colour without being named there."""
-    history, clock, tries, holdings, _ = read(Run(clients=clients, lease_gib=2.0).events())
-    colours = ClientColours(one.client for one in tries)
-    picture = memory_picture(history, clock, holdings, colours, drawing.WIDE_IN)
+@pytest.mark.parametrize("clients", [1, COLOURS, COLOURS + 1])
+def test_every_colour_of_a_lease_is_in_the_legend(clients: int) -> None:
+    _, _, picture = pictures_of(Run(clients=clients, lease_gib=2.0).events())
     assert picture is not None
-    words = [text.get_text() for text in picture.figure.legends[0].get_texts()]
-    own = [word.removeprefix("client ").split(", ") for word in words if word.startswith("client ")]
-    if clients > MOST_NAMED_CLIENTS:
-        assert words[-1] == f"leases of {clients} clients" and own == []
-        return
-    assert sorted(name for names in own for name in names) == sorted(map(str, range(clients)))
-    assert all(len({colours[name] for name in names}) == 1 for names in own)
-    assert len({colours[names[0]] for names in own}) == len(own) == min(clients, drawing.COLOURS)
-    assert ("20 clients share 14 colours" in picture.caption) == (clients == 20)
+    leases = {text for kind, text in picture.legend.items() if kind not in ("used", "limit", "before")}
+    if clients > COLOURS:
+        assert leases == {"leases of 15 clients"}
+    else:
+        assert leases == {f"client {number}" for number in range(clients)}
+    bars = picture.panels[0].bars
+    assert {bar.kind for bar in bars} <= picture.legend.keys()
+    assert {bar.title.partition(":")[0] for bar in bars} == {f"client {number}" for number in range(clients)}
 
 
-def test_the_time_before_the_first_call_has_a_name() -> None:
+def test_the_time_before_the_first_call() -> None:
     events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
     late = [*events, *worker_events("1", 20), at(40, "run_finished", outcome="completed")]
     for told, expected in ((late, 20.0), (events, 0.0), (late[:1] + worker_events("1", 0), 0.0)):
-        history, clock, tries, _, _ = read(told)
-        assert clock.work_s == expected
-        picture = workers_picture(history, clock, tries, drawing.NARROW_IN)
-        words = [text.get_text() for text in picture.figure.axes[0].texts] if picture else []
-        assert ("starting up" in words) == (expected > 0)
+        axis, _, _ = pictures_of(told)
+        assert axis.work_x == axis.x(expected)
 
 
 def test_many_short_calls_are_drawn_as_how_many_run_and_a_worker_counts_once() -> None:
-    """400 calls of two workers, each with one of 50 ms in 200 ms; and one of the server's."""
+    """Calls of two workers, each with one of 50 ms in 200 ms; and one of the server's."""
+    count = 2400
     events = [at(0, "run_started", kind="simulate", name="app", gpus=[])]
-    for number in range(401):
-        client, pid = ("server", 9) if number == 400 else (str(number % 7), 5 + number % 2)
+    for number in range(count + 1):
+        client, pid = ("server", 9) if number == count else (str(number % 7), 5 + number % 2)
         whose = {"call": str(number), "client": client, "task": "fit", "round": 1, "pid": pid}
-        whose |= {"start_method": "forkserver", "used_again": 2 <= number < 400}
+        whose |= {"start_method": "forkserver", "used_again": 2 <= number < count}
         begins = at(number / 10, "worker_started", **whose)
         of_end = {"task_at": begins["time"], "result_at": begins["time"] + 0.05, "outcome": "ok"}
         events += [begins, at(number / 10 + 0.05, "worker_finished", **whose, **of_end)]
-    history, clock, tries, _, totals = read(events)
-    assert (totals.calls, totals.workers, totals.server_workers) == (401, 2, 1)
+    history, _, tries, _, totals = read(events)
+    assert (totals.calls, totals.workers, totals.server_workers) == (count + 1, 2, 1)
     assert history.tally.workers_started == 3
-    picture = workers_picture(history, clock, tries, drawing.WIDE_IN)
-    assert picture is not None and picture.caption.startswith("How many calls were in which phase")
-    corners = [path.vertices for bars in picture.figure.axes[0].collections for path in bars.get_paths()]
-    assert len(corners) < 600, "columns, and not a bar for each part of a call"
-    area = sum(np.ptp(one[:, 0]) * np.ptp(one[:, 1]) for one in corners)
-    assert area == pytest.approx(401 * 0.05, rel=0.01)
+    axis, picture, _ = pictures_of(events)
+    assert picture is not None and picture.caption == "How many calls were in which phase."
+    [panel] = picture.panels
+    assert panel.bars[0].kind == "running" and len(panel.bars[0].path) < 20_000
+    means = axis.means((part.begin_s, part.end_s, 1) for one in tries for part in one.parts)
+    assert sum(means) / len(means) * axis.length_s == pytest.approx((count + 1) * 0.05, rel=0.01)
 
 
-def test_the_same_metric_of_server_and_clients_is_in_one_panel() -> None:
-    evaluations = [
-        RoundPart(START, 0, "server-evaluate", {"loss": 2.0, "accuracy": 0.1, "num_examples": 90}),
-        RoundPart(START, 1, "server-evaluate", {"loss": 1.0, "accuracy": 0.4}),
-        RoundPart(START, 1, "train", {"train_loss": 1.5, "time": 3.0}),
-        RoundPart(START, 1, "evaluate", {"eval_acc": 0.3, "test-acc": 0.2, "F1_score": 0.2}),
-    ]
-    panels = panels_of(evaluations)
-    assert list(panels) == ["accuracy", "test-acc", "loss", "f1", "time"]
-    assert [(one.task, one.rounds, one.values) for one in panels["accuracy"]] == [
-        ("server-evaluate", (0, 1), (0.1, 0.4)),
-        ("evaluate", (1,), (0.3,)),
-    ]
+@settings(max_examples=40)
+@given(most=st.floats(1e-3, 1e12), count=st.integers(3, 12))
+def test_numbers_beside_an_axis_are_round_and_not_too_many(most: float, count: int) -> None:
+    found = ticks(most, count)
+    assert found[0] == 0 and found[-1] <= most * (1 + 1e-9)
+    assert 2 <= len(found) <= count + 1
 
 
 def test_gpus_are_told_apart_by_host_and_number() -> None:
     def names(*gpus: tuple[str, int]) -> list[str]:
         made = [GPUInfo(f"MIG-{place}", index, host=host) for place, (host, index) in enumerate(gpus)]
-        return [drawing.gpu_name(gpu, made) for gpu in made]
+        return [gpu_name(gpu, made) for gpu in made]
 
     assert names(("a", 0), ("a", 1)) == ["GPU 0", "GPU 1"]
     assert names(("a", 0), ("a", 0)) == ["GPU 0 (MIG-0)", "GPU 0 (MIG-1)"]
@@ -352,11 +339,15 @@ def test_workers_on_cpus_are_in_the_lanes_of_their_host() -> None:
     events = [*worker_events("1", 0), *worker_events("2", 0)]
     for event in events[:4]:
         event["host"] = "a"
-    for told, labels in ((events, ["CPU", "CPU on a"]), (events[:4], ["CPU"]), (events[4:], ["CPU"])):
-        history, clock, tries, _, _ = read(told)
-        picture = workers_picture(history, clock, tries, drawing.WIDE_IN)
-        assert picture is not None
-        assert [one.get_text() for one in picture.figure.axes[0].get_yticklabels()] == labels
+    for told, labels in ((events, ["CPU on a", "CPU"]), (events[:4], ["CPU"]), (events[4:], ["CPU"])):
+        _, picture, _ = pictures_of(told)
+        assert picture is not None and [panel.title for panel in picture.panels] == labels
+
+
+def test_accuracy_and_loss_are_before_precision_and_recall() -> None:
+    names = ("recall", "test_precision_macro", "time", "train-loss", "val_acc_top5", "lossy", "F1-score")
+    order = ["val_acc_top5", "train-loss", "F1-score", "test_precision_macro", "recall", "time", "lossy"]
+    assert sorted(names, key=metric_rank) == order
 
 
 def test_clients_are_sorted_as_people_do() -> None:

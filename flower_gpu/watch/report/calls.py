@@ -26,7 +26,7 @@ PHASES: Final = (WAITING, STARTING, RUNNING, EXITING)
 NO_LEASE: Final = "no lease"
 SERVER: Final = "server"
 #: How calls end that have not failed; of one that is given up its message tells why.
-NO_FAILURES: Final = ("ok", HOST_LOST, CANCELLED, "")
+_NO_FAILURES: Final = ("ok", HOST_LOST, CANCELLED, "")
 _MOST_DIGITS: Final = 15
 
 
@@ -37,7 +37,6 @@ class RunClock:
     start: float  # of the run
     end: float  # of the run, or of the trace
     pauses: tuple[tuple[float, float], ...] = ()  # between the runs of which each went on with the one before
-    work: float | None = None  # when the first call began
 
     @classmethod
     def of(cls, history: History) -> RunClock:
@@ -53,43 +52,18 @@ class RunClock:
             if begin < until:
                 pauses.append((begin, until))
                 free_from = until
-        spans = [*history.leases, *history.cores_leases]
-        begun = [time for one in spans for time in (one.requested_at, one.granted_at) if time is not None]
-        begun += [one.started_at for one in history.workers]
-        return cls(start, end, tuple(pauses), min(begun, default=None))
+        return cls(start, end, tuple(pauses))
 
     @property
     def duration_s(self) -> float:
         """How long the run took."""
         return self.end - self.start - sum(until - begin for begin, until in self.pauses)
 
-    @property
-    def work_s(self) -> float:
-        """How long it took until the first call began; 0 if there was none."""
-        return 0.0 if self.work is None else self.seconds(self.work)
-
     def seconds(self, time: float) -> float:
         """Return the seconds since the start; times outside of the run are its start and its end."""
         time = min(max(time, self.start), self.end)
         paused = sum(min(until, time) - begin for begin, until in self.pauses if begin < time)
         return max(0.0, time - self.start - paused)
-
-    @property
-    def length_s(self) -> float:
-        """How long the axis of time is; more than nothing."""
-        return max(self.duration_s, 1e-3)
-
-    @property
-    def unit(self) -> tuple[str, float]:
-        """The unit of that axis, and its seconds: minutes or hours where the run is long."""
-        if self.duration_s <= 180:
-            return "s", 1.0
-        return ("min", 60.0) if self.duration_s <= 3 * 3600 else ("h", 3600.0)
-
-    @property
-    def pauses_s(self) -> tuple[float, ...]:
-        """Where the pauses lie, in seconds of the run."""
-        return tuple(self.seconds(begin) for begin, _ in self.pauses)
 
 
 @dataclass(frozen=True)
@@ -110,18 +84,15 @@ class CallPhase:
 class CallTry:
     """A call, or one of several tries of it: the wait for a lease, and the worker."""
 
-    call: str
-    client: str
-    task: str
-    round: int | None
+    whose: WorkerSpan | LeaseSpan  # the worker; where it got none, what it has asked for
     gpus: tuple[str, ...]  # UUIDs of the GPUs that it had a share of; empty on the CPU, and while it waits
-    process: int  # the same for all calls that one worker handles one after the other; 0: there was none
     parts: tuple[CallPhase, ...]  # without gaps, in the order of PHASES, at least one
     outcome: str  # of the worker, or NO_LEASE, or HOST_LOST; empty where the trace does not tell
-    error: str = ""
-    peak_bytes: int | None = None  # the most memory that it was seen to use on one GPU
-    traceback: str = ""
-    host: str = ""  # of a Ray cluster; empty: the machine of the run itself
+
+    @property
+    def worker(self) -> WorkerSpan | None:
+        """The worker that it came to."""
+        return self.whose if isinstance(self.whose, WorkerSpan) else None
 
     @property
     def begin_s(self) -> float:
@@ -134,21 +105,15 @@ class CallTry:
         return self.parts[-1].end_s
 
     @property
-    def has_worker(self) -> bool:
-        """Whether it came to a worker."""
-        return self.process > 0
-
-    @property
     def has_failed(self) -> bool:
         """Whether it has ended without a result, and not only its host was lost."""
-        return self.outcome not in NO_FAILURES
+        return self.outcome not in _NO_FAILURES
 
 
 def tries_of(history: History, clock: RunClock) -> list[CallTry]:
     """Return all calls of a run and their tries, in the order in which they began."""
-    with_worker = {worker.lease for worker in history.workers if worker.lease}
+    with_worker = {id_ for worker in history.workers for id_ in (worker.lease, worker.cores_lease) if id_}
     found = [_of_worker(history, clock, one) for one in history.workers]
-    with_worker |= {worker.cores_lease for worker in history.workers if worker.cores_lease}
     found += [
         _without_worker(history, clock, one)
         for one in (*history.leases, *history.cores_leases)
@@ -172,20 +137,8 @@ def _of_worker(history: History, clock: RunClock, worker: WorkerSpan) -> CallTry
     phases: Sequence[str] = PHASES[1:]
     if lease is not None and is_first and lease.requested_at is not None:
         times, phases = [lease.requested_at, *times], PHASES
-    return CallTry(
-        worker.call,
-        worker.client,
-        worker.task,
-        worker.round,
-        tuple(lease.memory_bytes) if lease is not None else (),
-        worker.process,
-        _parts(clock, phases, times),
-        worker.outcome,
-        worker.error,
-        max(worker.peak_bytes.values(), default=None),
-        worker.traceback,
-        worker.host,
-    )
+    gpus = tuple(lease.memory_bytes) if lease is not None else ()
+    return CallTry(worker, gpus, _parts(clock, phases, times), worker.outcome)
 
 
 def _without_worker(history: History, clock: RunClock, lease: LeaseSpan) -> CallTry:
@@ -201,17 +154,7 @@ def _without_worker(history: History, clock: RunClock, lease: LeaseSpan) -> Call
     else:
         outcome = NO_LEASE if lease.granted_at is None else "no worker"
     phases = PHASES[:1] if lease.granted_at is None else PHASES[2 - len(times) : 2]
-    return CallTry(
-        lease.call,
-        lease.client,
-        lease.task,
-        lease.round,
-        tuple(lease.memory_bytes),
-        0,
-        _parts(clock, phases, [*times, end]),
-        outcome,
-        host=lease.host,
-    )
+    return CallTry(lease, tuple(lease.memory_bytes), _parts(clock, phases, [*times, end]), outcome)
 
 
 def _parts(clock: RunClock, phases: Sequence[str], times: Sequence[float]) -> tuple[CallPhase, ...]:
@@ -241,7 +184,7 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
     """Return a row for each client, in the order of their names; None for a phase that no call had."""
     by_client: dict[str, list[CallTry]] = {}
     for one in tries:
-        by_client.setdefault(one.client, []).append(one)
+        by_client.setdefault(one.whose.client, []).append(one)
     rows = []
     for client in sorted(by_client, key=client_key):
         own = by_client[client]
@@ -250,8 +193,7 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "client": client,
-                "calls": len({one.call for one in own}),
-                "tries": len(own),  # a call that runs out of memory may be tried again
+                "calls": len({one.whose.call for one in own}),
                 "median_s": {phase: median(found) if found else None for phase, found in seconds.items()},
                 "max_s": {phase: max(found, default=None) for phase, found in seconds.items()},
                 "peak_bytes": highest_peak(own),
@@ -261,11 +203,11 @@ def client_rows(tries: Sequence[CallTry]) -> list[dict[str, Any]]:
     return rows
 
 
-def highest_peak(tries: Sequence[CallTry]) -> int | None:
+def highest_peak(tries: Iterable[CallTry]) -> int | None:
     """Return the most memory that one of the workers was seen to use on one GPU."""
-    return max((one.peak_bytes for one in tries if one.peak_bytes is not None), default=None)
+    return max((peak for one in tries if one.worker for peak in one.worker.peak_bytes.values()), default=None)
 
 
 def processes(tries: Iterable[CallTry]) -> int:
-    """Return how many workers there were."""
-    return len({one.process for one in tries if one.has_worker})
+    """Return how many workers there were: one may handle several calls, one after the other."""
+    return len({one.worker.process for one in tries if one.worker})

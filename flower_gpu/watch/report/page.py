@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Set
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -24,21 +20,9 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.printable import duration_text, format_bytes, path_text, printable
 from flower_gpu.watch.fields import mapping, metric_rank
 from flower_gpu.watch.history import History
+from flower_gpu.watch.report import pictures
 from flower_gpu.watch.report.calls import PHASES, RunClock, client_key, client_rows, tries_of
-from flower_gpu.watch.report.drawing import (
-    LOOK,
-    NARROW_IN,
-    WIDE_IN,
-    ClientColours,
-    Picture,
-    counted,
-    gpu_name,
-    task_name,
-)
-from flower_gpu.watch.report.figures_gpus import memory_picture, utilization_picture
-from flower_gpu.watch.report.figures_rounds import rounds_picture
-from flower_gpu.watch.report.figures_workers import workers_picture
-from flower_gpu.watch.report.totals import Totals, holdings_of, totals_of
+from flower_gpu.watch.report.totals import Totals, holdings_of
 from flower_gpu.watch.spans import RoundPart
 
 if TYPE_CHECKING:
@@ -52,35 +36,37 @@ _MOST_METRICS, _MOST_RESULTS = 16, 3  # of a round, and of the last one at the t
 _TASKS: Final = ("train", "fit", "evaluate", "server-evaluate")  # in the order of a round
 _UNKNOWN: Final = "-"
 _CONSEQUENCES: Final = {"again": "tried again", "on the CPU": "then on the CPU", "failed": "failed for good"}
+#: Whose metrics they are, by the kind of the messages that they come from.
+_WHOSE: Final = {
+    "server-evaluate": "server, evaluate",
+    "evaluate": "clients, evaluate",
+    "train": "clients, train",
+    "fit": "clients, fit",
+}
 
 
-def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -> Path:
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write a report about a run, also about one that goes on or was killed, and return its path.
 
-    By default it is ``report.html`` in the run's folder. With ``png`` each picture is written as a PNG as
-    well, into a folder with the report's name.
+    By default it is ``report.html`` in the run's folder.
 
     Raises ConfigError if there is no trace, or nothing can be written there.
     """
     source, target = run_dir / trace.FILE_NAME, output or run_dir / FILE_NAME
-    history = History()
     try:
         if not source.is_file():
             raise ConfigError(
                 f"{path_text(source)} is not there: a report is made from the trace of a run. Give the "
                 "folder of a run of `flower-gpu launch` or `simulate`, or what FLOWER_GPU_RUN_DIR was"
             )
-        history.feed(trace.read(source))
+        history = History.read(source)
     except OSError as error:
         raise ConfigError(f"{path_text(source)}: {error.strerror}") from None
-    with _matplotlib():
-        text, images = _made(history, run_dir, png)
+    is_going_on = any(Path(run.folder).resolve() == run_dir.resolve() for run in registry.running())
+    text = page(history, str(run_dir.absolute()), is_going_on)
     try:
-        _replace(target, text.encode())
-        for name, data in images.items():
-            folder = target.with_suffix("") if target.suffix else target.with_name(f"{target.name}-figures")
-            folder.mkdir(exist_ok=True)
-            _replace(folder / f"{name}.png", data)
+        with files.replaced(target) as new:
+            new.write_bytes(text.encode())
     except OSError as error:
         raise ConfigError(
             f"{path_text(error.filename or target)}: {error.strerror}; name another file with --output"
@@ -88,63 +74,17 @@ def write_report(run_dir: Path, output: Path | None = None, png: bool = False) -
     return target
 
 
-def write_at_end(run_dir: Path) -> Path | None:
-    """Write the report of a run that is over; return None if there is none, also after Ctrl-C.
-
-    What goes wrong with it is told, and is no failure of the run.
-    """
-    try:
-        return write_report(run_dir)
-    except KeyboardInterrupt:
-        return None
-    except Exception as error:
-        lines = str(error).splitlines()
-        with suppress(OSError):
-            told = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            print(f"flower-gpu: no report: {told}", file=sys.stderr)
-        return None
-
-
-def _made(history: History, run_dir: Path, png: bool) -> tuple[str, dict[str, bytes]]:
+def page(history: History, folder: str, is_going_on: bool) -> str:
+    """Return the page about a run. ``folder`` is the run's, as it is shown."""
     clock = RunClock.of(history)
     tries = tries_of(history, clock)
     holdings = {gpu.uuid: holdings_of(history, clock, gpu.uuid) for gpu in history.gpus_of_run}
-    colours = ClientColours([*(one.client for one in tries), *(lease.client for lease in history.leases)])
+    totals = Totals.of(history, clock, tries, holdings)
+    axis = pictures.TimeAxis(clock, tries)
     drawn = [
-        (
-            rounds_picture(history.evaluations, width_in),
-            workers_picture(history, clock, tries, width_in),
-            memory_picture(history, clock, holdings, colours, width_in),
-            utilization_picture(history, clock, width_in),
-        )
-        for width_in in (WIDE_IN, NARROW_IN)
+        pictures.workers_picture(history, axis, tries),
+        pictures.memory_picture(history, axis, holdings),
     ]
-    pictures = [(wide, narrow) for wide, narrow in zip(*drawn, strict=True) if wide and narrow]
-    text = page(
-        history,
-        totals_of(history, clock, tries, holdings),
-        client_rows(tries),
-        pictures,
-        folder=str(run_dir.absolute()),
-        is_going_on=any(Path(run.folder).resolve() == run_dir.resolve() for run in registry.running()),
-    )
-    return text, {wide.name: wide.png for wide, _ in pictures} if png else {}
-
-
-def page(
-    history: History,
-    totals: Totals,
-    clients: Sequence[Mapping[str, Any]],
-    pictures: Sequence[tuple[Picture, Picture]],
-    *,
-    folder: str,
-    is_going_on: bool,
-) -> str:
-    """Write the page.
-
-    ``pictures`` are pairs of a wide and a narrow one. ``folder`` is the run's, as it is shown;
-    ``is_going_on``: the run has not ended yet.
-    """
     outcome_class, outcome = outcome_of(history, is_going_on)
     return _template().render(
         run=history,
@@ -154,13 +94,15 @@ def page(
             for task, part in {one.task: one for one in history.rounds if one.metrics}.items()
         ],
         totals=totals,
-        clients=clients,
-        pictures=pictures,
+        clients=client_rows(tries),
+        pictures=[one for one in drawn if one is not None],
+        axis=axis,
+        size=pictures,
         folder=folder,
         outcome_class=outcome_class,
         outcome=outcome,
         phases=PHASES,
-        gpus=[(gpu_name(one.gpu, [each.gpu for each in totals.gpus]), one) for one in totals.gpus],
+        gpus=[(pictures.gpu_name(one.gpu, [each.gpu for each in totals.gpus]), one) for one in totals.gpus],
         gpu_names=[one.gpu.name or one.gpu.uuid for one in totals.gpus],
         rounds=_rounds(history),
         rounds_done=history.highest_round,
@@ -218,14 +160,20 @@ def _template() -> Template:
         "duration": _known(duration_text),
         "short": _known("{:,.2f}".format),
         "moment": _known(_moment_text),
-        "counted": counted,
+        "counted": lambda number, noun: f"{number:,} {noun}{'' if number == 1 else 's'}",
         "first_line": lambda error: error[:_ERROR_CHARACTERS],
         "named": _names,
         "listed": lambda counts: ", ".join(f"{count:,} {name}" for name, count in counts.items()),
         "task": task_name,
+        "px": "{:.1f}".format,
         "thousands": "{:,}".format,
     }
     return environment.get_template("page.html.jinja")
+
+
+def task_name(task: str) -> str:
+    """Name messages or metrics of one kind: ``"clients, fit"``."""
+    return _WHOSE.get(task, task)
 
 
 def _names(clients: Set[str]) -> str:
@@ -276,35 +224,3 @@ def _metrics(part: RoundPart, most: int) -> str:
     if len(part.metrics) > most:
         shown.append(f"{len(part.metrics) - most} more")
     return ", ".join(shown) or _UNKNOWN
-
-
-@contextmanager
-def _matplotlib() -> Iterator[None]:
-    """Have matplotlib without the user's settings, and without files that it would leave in their home."""
-    with ExitStack() as stack:
-        if "MPLCONFIGDIR" not in os.environ and "matplotlib" not in sys.modules:
-            folder = stack.enter_context(files.temporary_folder("matplotlib"))
-            _copy_font_lists(folder)
-            os.environ["MPLCONFIGDIR"] = str(folder)
-            stack.callback(os.environ.pop, "MPLCONFIGDIR", None)
-        import matplotlib
-
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # such as letters that its font does not have
-        stack.enter_context(matplotlib.rc_context())
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(LOOK)
-        yield
-
-
-def _copy_font_lists(folder: Path) -> None:
-    """Take over lists of fonts that the user's programs have made: with many fonts one takes seconds."""
-    with suppress(OSError, RuntimeError):  # there is no home
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        for path in (cache / "matplotlib").glob("fontlist-*.json"):
-            shutil.copy(path, folder)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    with files.replaced(path) as new:
-        new.write_bytes(data)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Final
 
 from flower_gpu.watch.history import History
-from flower_gpu.watch.report.calls import (
-    NO_FAILURES,
-    PHASES,
-    SERVER,
-    CallTry,
-    RunClock,
-    highest_peak,
-    processes,
-)
+from flower_gpu.watch.report.calls import PHASES, SERVER, CallTry, RunClock, highest_peak, processes
 from flower_gpu.watch.spans import STARTING, WAITING, GPUInfo, GPUSample, HostSpan, reason_of
 
 # A release is written down just after it: in between another call may have got a lease. A killed process
@@ -35,17 +27,6 @@ class HeldPart:
     end_s: float
     memory_bytes: int
     is_released: bool = True
-
-
-@dataclass
-class Band:
-    """A piece of a picture of leases, one on top of the other: from when to when, and from where to where."""
-
-    client: str
-    begin_s: float
-    end_s: float
-    bottom_bytes: int
-    top_bytes: int
 
 
 def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
@@ -80,9 +61,9 @@ def holdings_of(history: History, clock: RunClock, uuid: str) -> list[HeldPart]:
     return every
 
 
-def steps(spans: Iterable[tuple[float, float, int]]) -> tuple[list[float], list[int]]:
+def steps(spans: Iterable[tuple[float, float, float]]) -> tuple[list[float], list[float]]:
     """Return when the sum over spans (begin, end, amount) changes, and what the sum is from then on."""
-    changes: dict[float, int] = {}
+    changes: dict[float, float] = {}
     for begin, end, amount in spans:
         changes[begin] = changes.get(begin, 0) + amount
         changes[end] = changes.get(end, 0) - amount
@@ -90,47 +71,9 @@ def steps(spans: Iterable[tuple[float, float, int]]) -> tuple[list[float], list[
     return seconds, list(itertools.accumulate(changes[at] for at in seconds))
 
 
-def leased_steps(holdings: Sequence[HeldPart]) -> tuple[list[float], list[int]]:
+def leased_steps(holdings: Sequence[HeldPart]) -> tuple[list[float], list[float]]:
     """Return when the sum of leases changed, and what it was from then on."""
     return steps((one.begin_s, one.end_s, one.memory_bytes) for one in holdings)
-
-
-def occupied_s(holdings: Sequence[HeldPart]) -> float:
-    """Return for how long there was a lease at all."""
-    seconds, counts = steps((one.begin_s, one.end_s, 1) for one in holdings)
-    return sum(
-        (end - at for (at, end), count in zip(itertools.pairwise(seconds), counts, strict=False) if count),
-        0.0,
-    )
-
-
-def bands(holdings: Sequence[HeldPart], place: Callable[[str], int], most: int) -> list[Band]:
-    """Put leases one on top of the other, as they were held, in pieces of rectangles without overlaps.
-
-    ``place`` says where in the stack a client's leases are: the lowest number at the bottom. At most so many
-    moments are looked at: with more changes, what is shorter than the time between two moments is left out.
-    """
-    at_s, _ = leased_steps(holdings)
-    if len(at_s) > most:
-        first, span = at_s[0], at_s[-1] - at_s[0]
-        at_s = [first + span * number / most for number in range(most)] + [at_s[-1]]
-    todo = sorted(holdings, key=lambda one: one.begin_s, reverse=True)
-    stack: list[tuple[int, float, int, HeldPart]] = []  # in its order
-    last: dict[int, Band] = {}  # by the place in the list of holdings
-    found: list[Band] = []
-    for begin, end in itertools.pairwise(at_s):
-        while todo and todo[-1].begin_s <= begin:
-            one = todo.pop()
-            stack.append((place(one.client), one.begin_s, len(todo), one))
-        stack = sorted(entry for entry in stack if entry[3].end_s > begin)
-        bottom = 0
-        for _, _, key, one in stack:
-            band = last.get(key)
-            if band is None or band.bottom_bytes != bottom:
-                band = last[key] = Band(one.client, begin, end, bottom, bottom + one.memory_bytes)
-                found.append(band)
-            band.end_s, bottom = end, band.top_bytes
-    return found
 
 
 @dataclass(frozen=True)
@@ -140,7 +83,7 @@ class GPUTotals:
     gpu: GPUInfo
     leased_s: float  # for how long there was a lease on it
     leased_byte_s: float  # the sum of its leases: bytes times seconds
-    most_leased_bytes: int  # at a time
+    most_leased_bytes: float  # at a time
     used_first_bytes: int | None  # before the first worker
     used_last_bytes: int | None
     used_most_bytes: int | None
@@ -153,11 +96,12 @@ class GPUTotals:
         used = [sample.used_bytes for sample in samples if sample.used_bytes is not None]
         busy = [one.utilization_percent / 100 for one in samples if one.utilization_percent is not None]
         celsius = [sample.temperature_c for sample in samples if sample.temperature_c is not None]
+        at_s, sums = leased_steps(holdings)
         return cls(
             gpu,
-            occupied_s(holdings),
+            sum(end - at for (at, end), held in zip(itertools.pairwise(at_s), sums, strict=False) if held),
             sum(one.memory_bytes * (one.end_s - one.begin_s) for one in holdings),
-            max(leased_steps(holdings)[1], default=0),
+            max(sums, default=0),
             used[0] if used else None,
             used[-1] if used else None,
             max(used, default=None),
@@ -178,29 +122,23 @@ class GPUTotals:
 class CoresTotals:
     """The sums of a run's leases on cores and main memory."""
 
-    leases: int
     waited_s: float  # by all of them together
     most_cores: float  # at a time
-    most_memory_bytes: int
+    most_memory_bytes: float
 
     @classmethod
     def of(cls, history: History, clock: RunClock) -> CoresTotals | None:
         """Sum up leases of calls on the CPU, and what leases on GPUs have beside these."""
-        waited_s, steps = 0.0, []
+        waited_s, cores, memory = 0.0, [], []
         for lease in (*history.leases, *history.cores_leases):
             if lease.granted_at is None or (lease.cores is None and lease.host_memory_bytes is None):
                 continue
             waited_s += lease.waited_s
             end = lease.released_at
             end = history.over_at(lease.granted_at, clock.end) if end is None else end
-            held = (lease.cores or 0.0, lease.host_memory_bytes or 0)
-            steps += [(lease.granted_at, 1, *held), (end, -1, *held)]
-        if not steps:
-            return None
-        steps.sort()  # at one moment what goes is before what comes
-        cores = list(itertools.accumulate(sign * amount for _, sign, amount, _ in steps))
-        memory = list(itertools.accumulate(sign * amount for _, sign, _, amount in steps))
-        return cls(len(steps) // 2, waited_s, max(cores), max(memory))
+            cores.append((lease.granted_at, end, lease.cores or 0.0))
+            memory.append((lease.granted_at, end, lease.host_memory_bytes or 0))
+        return cls(waited_s, max(steps(cores)[1]), max(steps(memory)[1])) if cores else None
 
 
 @dataclass(frozen=True)
@@ -219,14 +157,13 @@ class HostTotals:
     @classmethod
     def of(cls, history: History, clock: RunClock, host: HostSpan, own: Sequence[CallTry]) -> HostTotals:
         """Sum up a host's own calls."""
-        parts = [part for one in own for part in one.parts if part.phase != WAITING]
         gpus = [history.gpus[uuid] for uuid in host.gpus if uuid in history.gpus]
         return cls(
             host,
-            len({one.call for one in own}),
+            len({one.whose.call for one in own}),
             sum(one.has_failed for one in own),
             processes(own),
-            sum((part.seconds for part in parts), 0.0),
+            sum((part.seconds for one in own for part in one.parts if part.phase != WAITING), 0.0),
             Counter(gpu.name or gpu.uuid for gpu in gpus),
             None if host.joined_at is None else clock.seconds(host.joined_at),
             None if host.lost_at is None else clock.seconds(host.lost_at),
@@ -248,11 +185,12 @@ class AlikeFailures:
         found: dict[str, AlikeFailures] = {}
         for one in tries:
             if one.has_failed:
-                what = ": ".join(filter(None, (one.outcome, reason_of(one.error))))
+                error, traceback = (one.worker.error, one.worker.traceback) if one.worker else ("", "")
+                what = ": ".join(filter(None, (one.outcome, reason_of(error))))
                 same = found.setdefault(what, cls(what))
-                same.details = same.details or one.traceback
+                same.details = same.details or traceback
                 same.count += 1
-                same.clients.add(one.client)
+                same.clients.add(one.whose.client)
         return sorted(found.values(), key=lambda one: -one.count)
 
 
@@ -268,10 +206,49 @@ class Totals:
     server_workers: int
     unfinished: int  # calls whose end is not in the trace
     outcomes: Mapping[str, int]  # of tries of calls, the most frequent first
-    errors: Sequence[AlikeFailures] = ()  # of failed calls
-    peak_bytes: int | None = None  # the most memory that one worker was seen to use on one GPU
-    cores: CoresTotals | None = None  # None: none were leased
-    hosts: tuple[HostTotals, ...] = ()  # of a Ray cluster
+    failures: Mapping[str, int]  # of these, the ones without a result
+    errors: Sequence[AlikeFailures]  # of failed calls
+    peak_bytes: int | None  # the most memory that one worker was seen to use on one GPU
+    cores: CoresTotals | None  # None: none were leased
+    hosts: tuple[HostTotals, ...]  # of a Ray cluster
+
+    @classmethod
+    def of(
+        cls,
+        history: History,
+        clock: RunClock,
+        tries: Sequence[CallTry],
+        holdings: Mapping[str, Sequence[HeldPart]],
+    ) -> Totals:
+        """Sum up a run; ``holdings`` says which leases its GPUs had, by UUID."""
+        samples = history.samples
+        phases = dict.fromkeys(PHASES, 0.0)
+        for part in (part for one in tries for part in one.parts):
+            phases[part.phase] += part.seconds
+        on_host: dict[str, list[CallTry]] = {}
+        for one in tries:
+            on_host.setdefault(one.whose.host, []).append(one)
+        return cls(
+            duration_s=clock.duration_s,
+            gpus=tuple(
+                GPUTotals.of(gpu, holdings[gpu.uuid], samples.get(gpu.uuid, ()))
+                for gpu in history.gpus_of_run
+            ),
+            phase_s=phases,
+            calls=len({one.whose.call for one in tries}),
+            workers=processes(one for one in tries if one.whose.client != SERVER),
+            server_workers=processes(one for one in tries if one.whose.client == SERVER),
+            unfinished=sum(not one.outcome for one in tries),
+            outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
+            failures=dict(Counter(one.outcome for one in tries if one.has_failed).most_common()),
+            errors=AlikeFailures.all_of(tries),
+            peak_bytes=highest_peak(tries),
+            cores=CoresTotals.of(history, clock),
+            hosts=tuple(
+                HostTotals.of(history, clock, host, on_host.get(name, ()))
+                for name, host in history.hosts.items()
+            ),
+        )
 
     @property
     def gpu_s(self) -> float:
@@ -304,42 +281,6 @@ class Totals:
         """What calls have spent with waiting for a lease and with starting a worker."""
         return self.phase_s[WAITING] + self.phase_s[STARTING]
 
-    @property
-    def failures(self) -> dict[str, int]:
-        """Tries of calls without a result, by outcome."""
-        return {outcome: count for outcome, count in self.outcomes.items() if outcome not in NO_FAILURES}
-
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
-
-
-def totals_of(
-    history: History, clock: RunClock, tries: Sequence[CallTry], holdings: Mapping[str, Sequence[HeldPart]]
-) -> Totals:
-    """Sum up a run; ``holdings`` says which leases its GPUs had, by UUID."""
-    samples = history.samples
-    phases = dict.fromkeys(PHASES, 0.0)
-    for part in (part for one in tries for part in one.parts):
-        phases[part.phase] += part.seconds
-    on_host: dict[str, list[CallTry]] = {name: [] for name in history.hosts}
-    for one in tries:
-        on_host.get(one.host, []).append(one)
-    return Totals(
-        duration_s=clock.duration_s,
-        gpus=tuple(
-            GPUTotals.of(gpu, holdings[gpu.uuid], samples.get(gpu.uuid, ())) for gpu in history.gpus_of_run
-        ),
-        phase_s=phases,
-        calls=len({one.call for one in tries}),
-        workers=processes(one for one in tries if one.client != SERVER),
-        server_workers=processes(one for one in tries if one.client == SERVER),
-        unfinished=sum(not one.outcome for one in tries),
-        outcomes=dict(Counter(one.outcome for one in tries if one.outcome).most_common()),
-        errors=AlikeFailures.all_of(tries),
-        peak_bytes=highest_peak(tries),
-        cores=CoresTotals.of(history, clock),
-        hosts=tuple(
-            HostTotals.of(history, clock, host, on_host[name]) for name, host in history.hosts.items()
-        ),
-    )
