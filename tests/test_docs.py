@@ -15,7 +15,7 @@ from flower_gpu.apps.folder import RunFolder
 from flower_gpu.cli import metrics
 from flower_gpu.cli.main import build_parser
 from flower_gpu.kinds import Option
-from flower_gpu.launch.environment import client_environment, service_environment
+from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.options import (
     CALL,
     INTERNAL_VARIABLES,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -103,60 +102,12 @@ class FlowerApp:
             ),
         )
 
-    def check_start_client(self) -> None:
-        """Check that the app can run on ``start_server`` and ``start_client``.
-
-        Raises ConfigError if a component's module does not define the function that this needs.
-        """
-        for ref, function in ((self.clientapp, "client_fn"), (self.serverapp, "server_fn")):
-            module = ref.partition(":")[0]
-            file = _module_file(self.path, module)
-            if file is None:
-                raise ConfigError(f"module {module} of {self.name} is not in {self.path}")
-            try:
-                names = set(_top_level_names(ast.parse(file.read_bytes()).body))
-            except (SyntaxError, ValueError) as error:
-                raise ConfigError(f"{file} cannot be parsed: {error}") from None
-            if function not in names and "*" not in names:
-                raise ConfigError(
-                    f"--engine start-client needs a function {function} in {file}; "
-                    "run this app with --engine superlink"
-                )
-
 
 def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     for key in keys:
         value = content.get(key)
         content = value if isinstance(value, Mapping) else {}
     return content
-
-
-def _module_file(root: Path, module: str) -> Path | None:
-    base = root.joinpath(*module.split("."))
-    for file in (base.with_name(base.name + ".py"), base / "__init__.py"):
-        if file.is_file():
-            return file
-    return None
-
-
-def _top_level_names(body: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names a module's top level binds; ``"*"`` for what a star import may bring."""
-    for node in body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.ClassDef(name=name):
-                yield name
-            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
-                yield from (alias.asname or alias.name for alias in aliases)
-            case ast.Assign(targets=targets):
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                yield name
-            case ast.If() | ast.Try() | ast.ExceptHandler() | ast.With():
-                yield from _top_level_names(ast.iter_child_nodes(node))
-            case _:
-                pass
 
 
 # Config values on a command line: ``key=value key="text"``, values as in TOML

@@ -1,13 +1,27 @@
-"""``flower-gpu slurm``: a simulation as a job of a Slurm cluster."""
+"""``flower-gpu slurm``: writes and submits a Slurm job that runs ``flower-gpu simulate``.
+
+::
+
+    options ──> JobPlan ── batch_script ──> sbatch ──> job: simulate on the first node
+                           (pure functions)                 with several nodes: Ray on each of them, by srun
+
+The last command of the script takes the place of the batch shell (``exec``). So Slurm's signals reach the
+run itself, and the run's exit status is the job's.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +30,8 @@ from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import check_log_dir, short
 from flower_gpu.cli import simulate
 from flower_gpu.cli.verbosity import is_quiet, verbosity
-from flower_gpu.errors import ConfigError
+from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.kinds import COUNT, SWITCH, Kind, Option
-from flower_gpu.launch import slurm
 
 NAME: Final = "slurm"
 HELP = "run a simulation as a job of a Slurm cluster"
@@ -56,6 +69,91 @@ _DEFAULTS: Final = {"nodes": 1}
 #: What the script itself says to ``simulate``, and what is no option.
 _OF_THE_SCRIPT: Final = ("app_dir", "log_dir", "resume", "ray_address")
 
+#: So many seconds before its time limit a job is told to end: then its results are written.
+_WARNING_S: Final = 60
+#: Options of sbatch that would contradict the script, with what to do.
+_REFUSED: Final = {
+    ("--output", "-o"): "--log-dir says where the log goes",
+    ("--error", "-e"): "the log has both, since progress is shown on stderr",
+    ("--nodes", "-N"): "give --nodes before the two dashes",
+    ("--gpus-per-node",): "give --gpus-per-node before the two dashes",
+    ("--array", "-a"): "each job is one run; start several with a loop",
+}
+
+_RESUMES: Final = """\
+where=(--log-dir "$logs")
+# After a preemption, or the failure of a node, Slurm starts the job again: its newest run goes on.
+if ((${SLURM_RESTART_COUNT:-0})); then
+  runs=("$logs"/[0-9]*)
+  [[ -e ${runs[-1]}/checkpoint/checkpoint.sqlite ]] && where=(--resume "${runs[-1]}")
+fi"""
+# Not `ray symmetric-run`: it refuses to start on a node where the account has another Ray. At its end it runs
+# `ray stop`, which ends all Ray processes of the account there.
+_RAY: Final = r"""# Ray on each node, in a step of this job, with which Slurm ends it. Its ports and folder
+# are its own, as another job on the node may have a Ray, too. Nobody can use it without the token.
+export python ray=$logs/ray RAY_USAGE_STATS_ENABLED=0 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$logs/ray/token
+rm -rf "$ray" && mkdir -p "$ray" && (umask 077 && head -c 33 /dev/urandom | base64 >"$ray/token") || exit
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpu-bind=none --export=ALL \
+  --kill-on-bad-exit=0 --output="$ray/%t.log" bash -c '
+  # Locked by all processes of the step. Those of killed steps are locked by nobody, and go.
+  for old in /tmp/ray-$UID-*; do
+    [[ ! -O $old ]] || { flock --nonblock 8 && rm -rf "$old"; } 8<"$old"
+  done
+  folder=
+  until [[ -n $folder && -e $folder ]]; do
+    folder=$(mktemp -d "/tmp/ray-$UID-XXXXXX") || exit
+    exec 9<"$folder" && flock --nonblock 9  # else another job has removed it before it was locked
+  done
+  trap "rm -rf $folder" EXIT
+  trap exit TERM
+  port=$("$python" -c "import socket; s = socket.socket(); s.bind((str(), 0)); print(s.getsockname()[1])")
+  options=(--block --temp-dir="$folder" --num-cpus=0 --num-gpus=0 --include-log-monitor=false)
+  options+=(--dashboard-agent-listen-port=0 --ray-client-server-port="$port")
+  if ((SLURM_PROCID)); then
+    until [[ -s $ray/started-0 ]]; do sleep 0.5; done
+    options+=(--address="$(<"$ray/started-0")")
+  else
+    options+=(--head --port=0 --include-dashboard=false --no-monitor)
+  fi
+  { until [[ -s $folder/ray_current_cluster ]]; do kill -0 $$ 2>/dev/null && sleep 0.2 || exit; done
+    cp "$folder/ray_current_cluster" "$ray/new-$SLURM_PROCID"
+    mv "$ray/new-$SLURM_PROCID" "$ray/started-$SLURM_PROCID"; } &
+  "$python" -P -m ray.scripts.scripts start "${options[@]}"
+  touch "$ray/ended-$SLURM_PROCID"
+' 2>"$ray/srun.log" &
+# Wait for all nodes. One that is very late joins the run.
+for ((looks = 0; looks < 240; looks++)); do
+  started=("$ray"/started-*)
+  ((${#started[@]} < SLURM_NNODES)) && [[ ! -e $ray/ended-0 ]] && kill -0 $! 2>/dev/null || break
+  sleep 0.5
+done
+if [[ ! -s $ray/started-0 || -e $ray/ended-0 ]]; then
+  echo "Ray was not started:" >&2
+  cat "$ray"/*.log >&2
+  exit 1
+fi
+where+=(--ray-address="$(<"$ray/started-0")")"""
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What a job is to do."""
+
+    name: str  # in Slurm's lists
+    folder: Path  # in which it is run: relative paths of the options are meant from there
+    python: str  # the interpreter that has this package
+    simulate: Sequence[str]  # arguments of `simulate`, without those that say where the run's folder is
+    log_dir: Path  # gets the job's log and a folder for its runs
+    resume: Path | None = None  # the run that it goes on with
+    nodes: int = 1
+    gpus_per_node: str | None = None  # None leaves that to Slurm
+    sbatch: Sequence[str] = ()  # further options of sbatch
+
+    def log(self, job: str) -> Path:
+        """Return the log of the job with this id; its script is beside it."""
+        return self.log_dir / f"slurm-{job}.log"
+
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into its own arguments, and what follows two dashes if this is the command.
@@ -86,16 +184,16 @@ def run(arguments: argparse.Namespace) -> int:
     """
     plan = _plan(arguments)
     if arguments.dry_run:
-        print(slurm.batch_script(plan), end="")
+        print(batch_script(plan), end="")
         return 0
-    job = slurm.submit(plan)
+    job = submit(plan)
     print(job)
     if not is_quiet(arguments):
         print(how_to_follow(job, plan), file=sys.stderr)
     return 0
 
 
-def how_to_follow(job: str, plan: slurm.JobPlan) -> str:
+def how_to_follow(job: str, plan: JobPlan) -> str:
     """Return the commands that show what becomes of a job."""
     log = short(plan.log(job))
     runs = short(plan.log(job).with_suffix(""))
@@ -110,7 +208,7 @@ def how_to_follow(job: str, plan: slurm.JobPlan) -> str:
     return "\n".join([f"flower-gpu slurm: job {job} is submitted", *lines])
 
 
-def _plan(arguments: argparse.Namespace) -> slurm.JobPlan:
+def _plan(arguments: argparse.Namespace) -> JobPlan:
     """Return the job, if what can be known here of its options lets it start."""
     app = FlowerApp.load(arguments.app_dir)
     given = simulate.given_run_config(arguments.run_config)
@@ -129,7 +227,7 @@ def _plan(arguments: argparse.Namespace) -> slurm.JobPlan:
             f"--nodes {arguments.nodes} needs Ray, which is not installed: pip install 'flower-gpu[cluster]'"
         )
     check_log_dir(arguments.log_dir)
-    return slurm.JobPlan(
+    return JobPlan(
         app.name,
         Path.cwd(),
         sys.executable,
@@ -162,3 +260,88 @@ def _written(action: argparse.Action, value: Any) -> Iterator[str]:
         return
     for each in value if isinstance(value, list) else [value]:
         yield f"{name}={','.join(each) if isinstance(each, tuple) else each}"
+
+
+def batch_script(plan: JobPlan) -> str:
+    """Return the script that sbatch is given.
+
+    Raises ConfigError if an option for sbatch contradicts the script, or a path cannot be written into it.
+    """
+    where = _RESUMES if plan.resume is None else f"where=(--resume {shlex.quote(str(plan.resume))})"
+    parts = [
+        "\n".join(["#!/bin/bash", *(f"#SBATCH {shlex.join(line)}" for line in _directives(plan))]),
+        f"cd {shlex.quote(str(plan.folder))} || exit\n"
+        f"python={shlex.quote(plan.python)}\n"
+        f"logs={shlex.quote(str(plan.log_dir))}/slurm-$SLURM_JOB_ID\n"
+        f"{where}",
+        *([_RAY] if plan.nodes > 1 else []),
+        f'exec "$python" -P -m flower_gpu.cli simulate {shlex.join(plan.simulate)} "${{where[@]}}"',
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _directives(plan: JobPlan) -> list[list[str]]:
+    """Return the options of sbatch, each with its value: what the script needs, and what is given."""
+    if set("%\\\n") & set(str(plan.log_dir)):
+        raise ConfigError(
+            f"--log-dir {plan.log_dir}: Slurm reads % and \\ in the name of a log as signs of its own; "
+            "choose another folder"
+        )
+    return [
+        [f"--job-name={plan.name}"],
+        [f"--nodes={plan.nodes}"],
+        ["--ntasks-per-node=1"],
+        *([[f"--gpus-per-node={plan.gpus_per_node}"]] if plan.gpus_per_node else []),
+        [f"--output={plan.log('%j')}"],
+        ["--open-mode=append"],  # a job that is started again goes on in the same log
+        ["--requeue"],
+        [f"--signal=B:TERM@{_WARNING_S}"],
+        *sbatch_lines(plan.sbatch),
+    ]
+
+
+def sbatch_lines(options: Sequence[str]) -> list[list[str]]:
+    """Return options of sbatch, each with its value.
+
+    Raises ConfigError if one of them contradicts the script, or is no option.
+    """
+    lines: list[list[str]] = []
+    for text in options:
+        if "\n" in text:
+            raise ConfigError(f"sbatch takes no line break in an option: {text!r}")
+        if text.startswith("-"):
+            lines.append([text])
+        elif lines:
+            lines[-1].append(text)
+        else:
+            raise ConfigError(f"after two dashes there are options of sbatch, and {text!r} is none")
+    for name, *_ in lines:
+        for (long, *letters), what_to_do in _REFUSED.items():
+            is_long = name.partition("=")[0] == long
+            if is_long or (not name.startswith("--") and name.startswith(tuple(letters))):
+                raise ConfigError(f"{long} cannot be given to sbatch here: {what_to_do}")
+    return lines
+
+
+def submit(plan: JobPlan) -> str:
+    """Submit a job, and keep its script beside its log.
+
+    Returns the job's id.
+    Raises ConfigError if there is no sbatch, or an option cannot be used.
+    Raises FlowerGPUError if Slurm does not take the job; what sbatch says of it is on stderr.
+    """
+    script = os.fsencode(batch_script(plan))
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "sbatch is not on PATH: run this where jobs are submitted, such as a login node of the cluster, "
+            "or have the batch script shown with --dry-run"
+        )
+    plan.log_dir.mkdir(parents=True, exist_ok=True)
+    # Variables such as SBATCH_OUTPUT go before what a script says, and after a command line.
+    command = ["sbatch", "--parsable", *chain(*_directives(plan))]
+    done = subprocess.run(command, input=script, stdout=subprocess.PIPE, check=False)
+    job = done.stdout.decode(errors="replace").strip().partition(";")[0]  # the cluster's name may follow
+    if done.returncode or not job.isdecimal():
+        raise FlowerGPUError("sbatch did not take the job; what it says is above")
+    plan.log(job).with_suffix(".sh").write_bytes(script)
+    return job

@@ -240,7 +240,9 @@ class Node:
         key: node_keys.NodeKey | None = None,
     ) -> None:
         config = {"partition-id": number, "num-partitions": count, **pairs, **node_config_of(calls, number)}
-        self.options = [*given, _NODE_CONFIG, format_pairs(config), *(key.options if key else ())]
+        self.options = [*given, _NODE_CONFIG, format_pairs(config)]
+        if key is not None:
+            self.options += [node_keys.OPTION, str(key.private)]
         self._key = key
         self.env = {**options.node_environment(env, config), CLIENT_VARIABLE: str(config["partition-id"])}
         self._name = f"SuperNode {number}"

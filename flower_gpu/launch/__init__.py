@@ -5,13 +5,14 @@
     options (command line) ──> plan: the app read, everything checked, nothing started
                                  │  gpu_check asks admission whether all clients can be served
                                  ▼
-    run: folder, trace, display ──> engine: superlink (SuperLink, SuperNodes, the run)
-                                 │          or start-client (one server, N clients: start_client_program)
+    run: folder, trace, display ──> federation: SuperLink, SuperNodes, `flwr run`
+                                 │
                                  ▼
     supervisor: starts, watches and ends all processes; guard ends them if the launcher is killed
                                  │  trace of the server, logs
                                  ▼
     History ──> display while it runs, result.json and tables at the end, failures.log
 
-``slurm`` stands beside this: it has Slurm run ``flower-gpu simulate``.
+``flower-gpu supernode --count`` has its SuperNodes run by ``supervisor``, too, with keys from ``node_keys``;
+``node_notices`` says what is in their logs.
 """

@@ -1,6 +1,6 @@
-"""Whether this host can ever give what a run's calls ask for: looked at before anything starts.
+"""Whether this host can ever give what calls ask for: admission itself is asked, before anything starts.
 
-Admission itself is asked. What an app's own code asks for is not known here; the ledger refuses that at once.
+What an app's own code asks for is not known here; the ledger refuses that at once.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import options
 from flower_gpu.calls import leasing, where
 from flower_gpu.calls.settings import GPUSettings, HostSettings
-from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
+from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy, sharing
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.gpu.policy import DevicePolicy
 from flower_gpu.leases import admission
 from flower_gpu.leases.admission import Card, CardRequest, Claim
 from flower_gpu.leases.footprint import Footprints
@@ -25,19 +23,13 @@ from flower_gpu.leases.request import NODE_KEYS, LeaseRequest
 from flower_gpu.options import CallOptions
 from flower_gpu.printable import format_bytes
 
-if TYPE_CHECKING:
-    from flower_gpu.launch.plan import Plan
-    from flower_gpu.watch.history import History
-
-_SERVER: Final = "the server"
-
 
 @dataclass
-class _Callers:
+class Callers:
     """Callers whose calls may use the same GPUs, and ask for as much."""
 
     settings: GPUSettings
-    in_node_config: str | None  # the --node-config that asks
+    asked: str  # what they ask for as the user has written it, with the option or variable it is from
     names: list[str] = field(default_factory=list)
     are_all: bool = False
 
@@ -52,19 +44,91 @@ class _Callers:
         return "" if self.are_all else f"{self}: "
 
 
-def check(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Check a plan's GPU settings against this host.
+def callers_of(
+    node_configs: Mapping[str, Mapping[str, object]],
+    run_config: Mapping[str, object],
+    calls: CallOptions,
+    environ: Mapping[str, str],
+) -> list[Callers]:
+    """Put callers together that have the same policy and request; the rest is the same for all.
 
-    Returns what the user should know: how many calls fit at a time, which settings have no effect, which GPUs
-    are used instead of others. Raises ConfigError if a setting cannot be used, or if no GPU here can ever
+    ``node_configs``: by the callers' names. Raises ConfigError or TypeError if a setting cannot be used.
+    """
+    groups: dict[tuple[policy.DevicePolicy, LeaseRequest], Callers] = {}
+    for name, config in node_configs.items():
+        env = options.node_environment(environ, config)
+        HostSettings.resolve(node_config=config, environ=env).check()
+        found = GPUSettings.resolve(node_config=config, run_config=run_config, environ=env)
+        own = next((f"--node-config {key}={config[key]!r}" for key in NODE_KEYS if key in config), None)
+        callers = Callers(found, own or where.asked(found.request, calls))
+        groups.setdefault((found.policy, found.request), callers).names.append(name)
+    for each in groups.values():
+        each.are_all = len(groups) == 1
+    return list(groups.values())
+
+
+def check(
+    callers: Sequence[Callers],
+    calls: CallOptions,
+    env: Mapping[str, str],
+    *,
+    is_given: bool,
+    at_once: int,
+) -> list[str]:
+    """Check what callers ask for against this host's GPUs.
+
+    ``is_given``: whether the user says if the run is to use GPUs, and not the app alone. ``at_once``: how
+    many clients may train at a time. Returns what the user should know: how many calls fit at a time, which
+    settings have no effect, which GPUs are used instead of others. Raises ConfigError if no GPU here can ever
     give what is asked for; the message says what would fit.
     """
-    calls = plan.options.calls
-    env = options.environment(calls, environ)
-    try:
-        return tuple(_check(plan, env))
-    except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
-        raise ConfigError(options.in_their_words(str(error), calls)) from error
+    use_gpu = callers[0].settings.requested({})
+    words = {each.settings.policy.gpu for each in callers}
+    if words == {"never"} or (use_gpu is False and words == {"offer"}):
+        host = Inventory((), None, None)  # nobody looks at a GPU: neither do we
+    else:
+        host = inventory.take(processes=False)
+        inventory.close()
+    # That an app says `use-gpu = true` by itself is no reason to warn where there is no GPU.
+    wanted = use_gpu if use_gpu is False or is_given else None
+    lines: list[str] = []
+    for each in callers:
+        try:
+            decision, gpus = leasing.decided(each.settings, wanted, host, env)
+        except GPUUnavailableError as error:
+            raise ConfigError(f"{each.prefix}{error}") from None
+        lines += [f"note: {each.prefix}{text}" for text in decision.warnings]
+        if decision.on_gpu:
+            lines += _check_request(each, gpus, calls)
+        elif not each.settings.request.is_auto:
+            who = "all calls" if each.are_all else f"calls of {each}"
+            why = where.why_on_cpu(each.settings, use_gpu, env)
+            lines.append(where.without_effect(each.asked, each.settings.request.count, who, why))
+        elif each.are_all:
+            lines.append(where.calls_run(each.settings, (), at_once, use_gpu, env))
+    return list(dict.fromkeys(lines))
+
+
+def _check_request(callers: Callers, gpus: Sequence[GPU], calls: CallOptions) -> list[str]:
+    """Check that some day these GPUs can give what a call asks for, and say how often at a time."""
+    settings = callers.settings
+    request = settings.request
+    why = why_never(request, gpus, settings.reserve_bytes)
+    if why is not None:
+        dealt_out = policy.gpu_numbers(calls.get("gpu_ids"), "--gpu-ids") or ()
+        if request.count > 1 and len(gpus) < len(dealt_out):
+            why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
+        raise ConfigError(f"{callers.prefix}{callers.asked}: {why}")
+    if request.is_auto or request.count > 1:
+        return [where.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
+    sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
+    possible = {option.uuid: option for option in _possible(request, gpus, sizes)}
+    rooms = [
+        f"GPU {gpu.index} ({gpu.name}) has room for {_room(possible[gpu.uuid], sizes[gpu.uuid])} at a time"
+        for gpu in gpus
+        if gpu.uuid in possible
+    ]
+    return [f"leases: {callers.prefix}{request.describe()} for a call; {', '.join(rooms)}"]
 
 
 def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> None:
@@ -82,33 +146,6 @@ def check_required(nodes: Iterable[GPUSettings], environ: Mapping[str, str]) -> 
         why = why_never(settings.request, gpus, settings.reserve_bytes)
         if why is not None:
             raise ConfigError(f"{settings.request.describe()} for a call, and the policy is require: {why}")
-
-
-def not_obeyed(plan: Plan, result: Mapping[str, Any], environ: Mapping[str, str]) -> str | None:
-    """Return what to say if calls used GPUs although the run wants none and no node forces it; else None."""
-    if plan.run_config.get(policy.SERVER_KEY) is not False or "leases" not in result:
-        return None
-    env = options.environment(plan.options.calls, environ)
-    words = {each.settings.policy.gpu for each in _callers(plan, env)}
-    if words & {"force", "require"}:
-        return None
-    return (
-        f"{policy.SERVER_KEY} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
-        "must give context=context to its GPUClient and gpu_evaluate"
-    )
-
-
-def not_isolated(plan: Plan, history: History, environ: Mapping[str, str]) -> str | None:
-    """Return what to say if the clients of a run on a host with GPUs had neither workers nor leases."""
-    if not history.gpus or not history.messages_sent or history.workers:
-        return None
-    env = options.environment(plan.options.calls, environ)
-    if {each.settings.policy.gpu for each in _callers(plan, env)} == {"never"}:
-        return None
-    return (
-        f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. "
-        "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"
-    )
 
 
 def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) -> str | None:
@@ -132,81 +169,12 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
     if request.memory_bytes is not None:
         context = format_bytes(min(_contexts(gpus).values()))
         return f"CUDA's own context takes {context} of it: {have}; ask for more than {context}"
-    what = (
-        f"that is less than {format_bytes(admission.LEAST_SHARE_BYTES)}, too little for CUDA itself: {have}"
-    )
+    needed = format_bytes(admission.LEAST_SHARE_BYTES)
+    text = f"that is less than {needed}, too little for CUDA itself: {have}"
     shares = (hundredth / 100 for hundredth in range(1, 101))
-    least = next(
-        (x for x in shares if admission.possible(sizes, [CardRequest(u, share=x) for u in sizes])), None
-    )
-    return what if least is None else f"{what}; ask for at least {least:g}"
-
-
-def _check(plan: Plan, env: Mapping[str, str]) -> list[str]:
-    callers = _callers(plan, env)
-    use_gpu = callers[0].settings.requested({})
-    words = {each.settings.policy.gpu for each in callers}
-    if words == {"never"} or (use_gpu is False and words == {"offer"}):
-        host = Inventory((), None, None)  # nobody looks at a GPU: neither do we
-    else:
-        host = inventory.take(processes=False)
-        inventory.close()
-    # That an app says `use-gpu = true` by itself is no reason to warn where there is no GPU.
-    wanted = use_gpu if use_gpu is False or policy.SERVER_KEY in plan.overrides else None
-    lines: list[str] = []
-    for each in callers:
-        try:
-            decision, gpus = leasing.decided(each.settings, wanted, host, env)
-        except GPUUnavailableError as error:
-            raise ConfigError(f"{each.prefix}{error}") from None
-        lines += [f"note: {each.prefix}{text}" for text in decision.warnings]
-        if decision.on_gpu:
-            lines += _check_request(each, gpus, plan.options.calls)
-        elif not each.settings.request.is_auto:
-            who = "all calls" if each.are_all else f"calls of {each}"
-            why = where.why_on_cpu(each.settings, use_gpu, env)
-            asked = _asked(each, plan.options.calls)
-            lines.append(where.without_effect(asked, each.settings.request.count, who, why))
-        elif each.are_all:
-            lines.append(where.calls_run(each.settings, (), plan.clients_at_once, use_gpu, env))
-    return list(dict.fromkeys(lines))
-
-
-def _callers(plan: Plan, env: Mapping[str, str]) -> list[_Callers]:
-    """Put clients and server together that have the same policy and request; the rest is the same for all."""
-    groups: dict[tuple[DevicePolicy, LeaseRequest], _Callers] = {}
-    configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
-    for name, config in {**configs, _SERVER: {}}.items():
-        environ = options.node_environment(env, config)
-        HostSettings.resolve(node_config=config, environ=environ).check()
-        found = GPUSettings.resolve(node_config=config, run_config=plan.run_config, environ=environ)
-        own = next((f"--node-config {key}={config[key]!r}" for key in NODE_KEYS if key in config), None)
-        groups.setdefault((found.policy, found.request), _Callers(found, own)).names.append(name)
-    for each in groups.values():
-        each.are_all = len(groups) == 1
-    return list(groups.values())
-
-
-def _check_request(callers: _Callers, gpus: Sequence[GPU], calls: CallOptions) -> list[str]:
-    """Check that some day these GPUs can give what a call asks for, and say how often at a time."""
-    settings = callers.settings
-    request = settings.request
-    why = why_never(request, gpus, settings.reserve_bytes)
-    if why is not None:
-        dealt_out = policy.gpu_numbers(calls.get("gpu_ids"), "--gpu-ids") or ()
-        if request.count > 1 and len(gpus) < len(dealt_out):
-            why += " (--gpu-ids gives each client one GPU; for more write --node-config 'gpu-ids=\"0,1\"')"
-        raise ConfigError(f"{callers.prefix}{_asked(callers, calls)}: {why}")
-    if request.is_auto or request.count > 1:
-        return [where.calls_run(settings, gpus, None, None, os.environ)] if callers.are_all else []
-    sizes = Ledger(reserve_bytes=settings.reserve_bytes).sizes(gpus)
-    possible = {option.uuid: option for option in _possible(request, gpus, sizes)}
-    rooms = [
-        f"GPU {gpu.index} ({gpu.name}) has room for {_room(possible[gpu.uuid], sizes[gpu.uuid])} at a time"
-        for gpu in gpus
-        if gpu.uuid in possible
-    ]
-    return [f"leases: {callers.prefix}{request.describe()} for a call; {', '.join(rooms)}"]
+    fits = (x for x in shares if admission.possible(sizes, [CardRequest(uuid, share=x) for uuid in sizes]))
+    least = next(fits, None)
+    return text if least is None else f"{text}; ask for at least {least:g}"
 
 
 def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[CardRequest]:
@@ -238,8 +206,3 @@ def _room(option: CardRequest, size_bytes: int) -> int:
     most = size_bytes // min(option.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
     claims = [Claim(str(order), order, (option,)) for order in range(most + 1)]
     return len(admission.plan([Card(option.uuid, size_bytes)], [], claims))
-
-
-def _asked(callers: _Callers, calls: CallOptions) -> str:
-    """Return what is asked for as the user has written it, with the option or variable it is from."""
-    return callers.in_node_config or where.asked(callers.settings.request, calls)

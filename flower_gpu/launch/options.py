@@ -92,15 +92,6 @@ class LaunchOptions:
             synonyms=("num_supernodes",),  # as Flower has it
         ),
     ] = None
-    engine: Annotated[
-        str,
-        Option(
-            "superlink: one SuperLink, N SuperNodes and `flwr run`; start-client: one start_server and N "
-            "start_client processes; deprecated in Flower, but light (default: superlink)",
-            words("superlink", "start-client"),
-            group="federation",
-        ),
-    ] = "superlink"
     node_config: Annotated[
         Mapping[str, ConfigValue],
         Option(

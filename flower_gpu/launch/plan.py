@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
+from flower_gpu import options as call_options
 from flower_gpu.apps.app import NUM_CLIENTS_KEY, ConfigValue, FlowerApp
 from flower_gpu.apps.folder import check_log_dir
-from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard
+from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
+from flower_gpu.flower.commands import with_flowers
+from flower_gpu.gpu import guard, policy
 from flower_gpu.kinds import flag
-from flower_gpu.launch import environment, ports
-from flower_gpu.launch.gpu_check import check as check_gpus
+from flower_gpu.launch import gpu_check, ports
 from flower_gpu.launch.options import (
     CLIENTS_PER_ROUND_KEY,
     NUM_ROUNDS_KEY,
@@ -38,6 +41,7 @@ class Plan:
     overrides: Mapping[str, ConfigValue]  # of the run config: what the launcher passes
     fast_start: bool  # whether SuperNodes start our flwr-clientapp
     remarks: tuple[str, ...] = ()  # what the user should know before it starts
+    policies: frozenset[str] = frozenset()  # the words of the device policies of clients and server
 
     @property
     def run_config(self) -> dict[str, ConfigValue]:
@@ -87,17 +91,37 @@ def make_plan(options: LaunchOptions) -> Plan:
         if key in options.node_config:
             raise ConfigError(f"--node-config {key} is set by the launcher, for each client its own")
     check_node_config(options.calls, options.node_config)
-    if options.engine == "start-client":
-        app.check_start_client()
-    else:
-        environment.check_commands(("flower-superlink", "flower-supernode", "flwr"))
+    _check_commands()
     if options.port is not None and not ports.is_free(options.port):
         raise ConfigError(f"--port {options.port} is in use; leave it out to get a free one")
     check_log_dir(options.log_dir)
     fast_start = options.fast_start and forkserver.is_supported()
-    plan = Plan(options, app, clients, overrides, fast_start)
-    unguarded = guard.outside_of_workers(os.environ)
-    return replace(plan, remarks=(*check_gpus(plan, os.environ), *([unguarded] if unguarded else [])))
+    return _checked_on_gpus(Plan(options, app, clients, overrides, fast_start))
+
+
+def _check_commands() -> None:
+    path = with_flowers(os.environ.get("PATH"))
+    for name in ("flower-superlink", "flower-supernode", "flwr"):
+        if shutil.which(name, path=path) is None:
+            raise ConfigError(f"{name} is not installed for {sys.executable}: pip install flwr")
+
+
+def _checked_on_gpus(plan: Plan) -> Plan:
+    """Return a plan with what its user should know of this host's GPUs, if they can serve it."""
+    calls, run_config = plan.options.calls, plan.run_config
+    env = call_options.environment(calls, os.environ)
+    node_configs = {f"client {client}": plan.node_config_of(client) for client in range(plan.clients)}
+    try:
+        callers = gpu_check.callers_of({**node_configs, "the server": {}}, run_config, calls, env)
+        is_given = policy.SERVER_KEY in plan.overrides
+        remarks = gpu_check.check(callers, calls, env, is_given=is_given, at_once=plan.clients_at_once)
+    except (TypeError, ConfigError, GPUUnavailableError, LeaseError) as error:
+        raise ConfigError(call_options.in_their_words(str(error), calls)) from error
+    if unguarded := guard.outside_of_workers(os.environ):
+        remarks.append(unguarded)
+    return replace(
+        plan, remarks=tuple(remarks), policies=frozenset(one.settings.policy.gpu for one in callers)
+    )
 
 
 def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:

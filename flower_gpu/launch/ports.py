@@ -35,15 +35,6 @@ def is_free(port: int) -> bool:
         return True
 
 
-def accepts_connections(port: int, timeout_s: float = 1.0) -> bool:
-    """Tell whether a server listens on a port."""
-    try:
-        with socket.create_connection((HOST, port), timeout_s):
-            return True
-    except OSError:
-        return False
-
-
 def is_healthy(port: int, timeout_s: float = 1.0) -> bool:
     """Ask the HTTP server on a port whether it is healthy, as Flower's servers answer it."""
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.apps.failures import outcome_text
 from flower_gpu.apps.folder import RunFolder, short, write_json
 from flower_gpu.apps.recording import recorded_run
+from flower_gpu.gpu.policy import SERVER_KEY
 from flower_gpu.launch.display import Failures, LaunchDisplay
-from flower_gpu.launch.engine import LaunchEngine, StartClientEngine
-from flower_gpu.launch.environment import client_environment, service_environment
-from flower_gpu.launch.gpu_check import not_isolated, not_obeyed
+from flower_gpu.launch.federation import Federation, client_environment, service_environment
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import Plan, make_plan
 from flower_gpu.launch.result import print_table, result_of
-from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import LaunchFailedError, LaunchStoppedError, Supervisor, new_lines
 from flower_gpu.options import CALL, RUN_DIR_VARIABLE
 from flower_gpu.printable import told_if_slow
@@ -26,10 +25,6 @@ from flower_gpu.simulation import machine
 from flower_gpu.watch.history import History
 from flower_gpu.watch.trackers import tracking
 
-_ENGINES: Final[dict[str, type[LaunchEngine]]] = {
-    "superlink": SuperLinkEngine,
-    "start-client": StartClientEngine,
-}
 _NO_ROUNDS: Final = (
     "No rounds are known: the app runs none of Flower's strategies. What an app evaluates in "
     "flower_gpu.gpu_evaluate is shown in any case."
@@ -58,13 +53,13 @@ def launch(options: LaunchOptions) -> int:
     folder = RunFolder.create(plan.options.log_dir)
     write_json(folder.settings, settings)
     code = 0
-    engine: LaunchEngine | None = None
+    federation: Federation | None = None
     with (
         followers.following(
             folder.path,
             plan.app.name,
             {**settings, "app_folder": str(plan.app.path), "clients": plan.clients},
-            client_of=lambda node: str(node) if engine is None else engine.client_of(node),
+            client_of=lambda node: str(node) if federation is None else federation.client_of(node),
         ),
         recorded_run(
             folder.path, "launch", plan.app.name, clients=plan.clients, num_rounds=plan.num_rounds
@@ -77,11 +72,10 @@ def launch(options: LaunchOptions) -> int:
             for remark in plan.remarks:
                 display.line(remark)
             env = service_environment(os.environ, folder, options.calls)
-            engine = _ENGINES[plan.options.engine](plan, folder, env, supervisor)
-            engine.say = display.line
-            failures = Failures(folder.failures, display, engine.client_of, engine.traceback_of)
+            federation = Federation(plan, folder, env, supervisor, display.line)
+            failures = Failures(folder.failures, display, federation.client_of, federation.traceback_of)
             try:
-                _follow(engine, supervisor, display, options.verbosity, failures, options.keep_going)
+                _follow(federation, supervisor, display, failures, options)
             finally:
                 run.messages, run.failed = display.history.messages_sent, display.history.messages_failed
             supervisor.stop(grace_s=_GRACE_AT_END_S)
@@ -109,16 +103,15 @@ def headline(plan: Plan, folder: RunFolder) -> str:
     counts = [f"{plan.clients} client" + "s" * (plan.clients > 1)]
     if plan.num_rounds is not None:
         counts.append(f"{plan.num_rounds} round" + "s" * (plan.num_rounds > 1))
-    return f"{plan.app.name}: {', '.join(counts)}, {plan.options.engine}; logs in {folder.shown}"
+    return f"{plan.app.name}: {', '.join(counts)}; logs in {folder.shown}"
 
 
 def settings_of(plan: Plan) -> dict[str, object]:
-    """Collect what a run was started with; the processes of engine start-client read it, too."""
+    """Collect what a run was started with."""
     return {
         "app": str(plan.app.path),
         "serverapp": plan.app.serverapp,
         "clientapp": plan.app.clientapp,
-        "engine": plan.options.engine,
         "run_config": plan.run_config,
         "versions": machine.versions(),
         "node_configs": [plan.node_config_of(client) for client in range(plan.clients)],
@@ -131,16 +124,15 @@ def settings_of(plan: Plan) -> dict[str, object]:
 
 
 def _follow(
-    engine: LaunchEngine,
+    federation: Federation,
     supervisor: Supervisor,
     display: LaunchDisplay,
-    verbosity: int,
     failures: Failures,
-    keep_going: bool,
+    options: LaunchOptions,
 ) -> None:
     """Start the run and show it until it has finished."""
-    events = trace.Follower(engine.folder.trace)
-    log = trace.Follower(engine.server_log)
+    events = trace.Follower(federation.folder.trace)
+    log = trace.Follower(federation.server_log)
     stage = contextlib.ExitStack()
     stages = dict(_STAGES)  # that have not begun
 
@@ -154,16 +146,18 @@ def _follow(
                 else:
                     stages.clear()
             failures.see(event)
-        for line in new_lines(log) if verbosity > 0 else ():
+        for line in new_lines(log) if options.verbosity > 0 else ():
             display.line(line)
         display.tick()
-        if failures.why_over is not None and not keep_going:
+        if failures.why_over is not None and not options.keep_going:
             raise LaunchFailedError(f"{failures.why_over}; --keep-going lets such a run go on")
 
-    engine.start()
-    stage.enter_context(told_if_slow(display.line, f"starting {engine.plan.clients} {engine.parts}"))
+    federation.start()
+    stage.enter_context(
+        told_if_slow(display.line, f"starting {federation.plan.clients} SuperNodes and the ServerApp")
+    )
     try:
-        while not engine.has_finished():
+        while not federation.has_finished():
             show()
             supervisor.wait(_TICK_S)
     finally:
@@ -205,9 +199,8 @@ def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
         print_table(result)
     else:
         print(_NO_ROUNDS)
-    for remark in (not_obeyed(plan, result, os.environ), not_isolated(plan, history, os.environ)):
-        if remark is not None:
-            _complain(remark)
+    for remark in remarks_at_end(plan, result, history):
+        _complain(remark)
     if result["failed"]:
         print(f"outcome     {outcome_text('completed', result['failed'], result['messages'])}")
         print(f"failures    {short(folder.failures)}")
@@ -218,3 +211,19 @@ def _conclude(plan: Plan, folder: RunFolder, code: int) -> None:
         print(f"tracker     {line}")
     print(f"report      flower-gpu report {folder.shown}")
     print(f"run folder  {folder.shown}", flush=True)
+
+
+def remarks_at_end(plan: Plan, result: Mapping[str, Any], history: History) -> Iterator[str]:
+    """Yield what the user should know of how the app used GPUs."""
+    forced = plan.policies & {"force", "require"}
+    if plan.run_config.get(SERVER_KEY) is False and "leases" in result and not forced:
+        yield (
+            f"{SERVER_KEY} is false, but {result['leases']['count']} calls leased a GPU: {plan.app.name} "
+            "must give context=context to its GPUClient and gpu_evaluate"
+        )
+    is_on_gpus = history.gpus and history.messages_sent and plan.policies != {"never"}
+    if is_on_gpus and not history.workers:
+        yield (
+            f"no call of {plan.app.name} had a lease: its clients used the GPUs as if each were alone there. "
+            "Write ClientApp(mods=[gpu_mod]) in it, or run it with flower-gpu simulate, which needs no change"
+        )

@@ -14,7 +14,7 @@ import run_programs
 from flower_gpu.cli import main as cli
 from flower_gpu.cli import simulate
 from flower_gpu.cli import slurm as command
-from flower_gpu.launch.slurm import JobPlan, batch_script, sbatch_lines
+from flower_gpu.cli.slurm import JobPlan, batch_script, sbatch_lines
 from flower_gpu.simulation.checkpoint import INDEX_NAME
 
 APPS = Path(__file__).parents[1] / "simulation" / "apps"
@@ -142,7 +142,6 @@ def program(name: str, text: str) -> None:
         ([APP, "--clients", "3", "--", "-N4"], "--nodes cannot be given to sbatch here: give --nodes before"),
         ([APP, "--clients", "3", "--", "-t", "3", "--output=x"], "--output cannot be given to sbatch here"),
         ([APP, "--clients", "3", "--", "--array", "1-9"], "start several with a loop"),
-        ([APP, "--clients", "3", "--", "--wrap=true"], "the script is written by this command"),
         ([APP, "--clients", "3", "--", "--comment", "a\nb"], "no line break in an option: 'a\\nb'"),
         ([APP, "--clients", "3", "--ray-address", "auto"], "--ray-address is that of the job's own Ray"),
         ([APP, "--resume", "nothing"], "--resume nothing: there is no such folder"),

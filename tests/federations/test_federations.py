@@ -1,4 +1,4 @@
-"""Whole federations: both engines, real processes and real data, on a host with stub GPUs."""
+"""Whole federations: real processes and real data, on a host with stub GPUs."""
 
 from __future__ import annotations
 
@@ -91,16 +91,15 @@ def test_the_quickstart_with_four_supernodes_on_a_gpu_on_which_three_fit(
 
 
 def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
-    """One with each engine: nodes that allow no GPU; GPUs dealt out, on a port that is free again afterwards.
+    """One whose nodes allow no GPU; one with GPUs dealt out, on a port that is free again afterwards.
 
     The app does not hand its context on, so that its processes know the policy by their environment.
-    Flower's ``start_client`` by itself would end with the first exception of a client.
     """
     host = StubHost(tmp_path / "host", gpus=2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    folders = [tmp_path / "superlink", tmp_path / "start-client"]
+    folders = [tmp_path / "never", tmp_path / "dealt-out"]
     for folder in folders:
         folder.mkdir()
     options = ("--clients", "2", "--node-config", 'gpu="never"')
@@ -108,7 +107,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     more = ("--clients", "5", "--rounds", "1", *dealt_out, "--port", str(port))
     with ThreadPoolExecutor() as threads:
         beside = threads.submit(launcher(folders[0]), NUMPY_APP, *options, env=host.env)
-        here = launcher(folders[1])(NUMPY_APP, "--engine", "start-client", *more, env=host.env)
+        here = launcher(folders[1])(NUMPY_APP, *more, env=host.env)
     there = beside.result()
     for done in (there, here):
         assert done.code == 0, done.output + done.logs()
@@ -124,7 +123,7 @@ def test_two_runs_side_by_side_with_clients_that_fail(tmp_path: Path) -> None:
     assert leased.pop("server") <= {0, 1}
     assert leased == {"0": {1}, "1": {0}, "2": {1}, "3": {0}, "4": {1}}
 
-    log = here.log("server")
+    log = here.log("run")
     assert "received 2 results and 3 failures" in log
     for words in (
         "ValueError: the data are gone",

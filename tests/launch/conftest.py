@@ -93,9 +93,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[subprocess.Popen[str]] = []
     log_dir = tmp_path / "runs"
 
-    def start(*arguments: str | Path, engine: str = "start-client") -> subprocess.Popen[str]:
+    def start(*arguments: str | Path) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments), "--engine", engine, "--log-dir", str(log_dir)],
+            [*COMMAND, *map(str, arguments), "--log-dir", str(log_dir)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

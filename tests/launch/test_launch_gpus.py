@@ -16,10 +16,10 @@ from flower_gpu import options
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.cli import main as cli
-from flower_gpu.launch import gpu_check
 from flower_gpu.launch import options as launch_options
-from flower_gpu.launch.environment import client_environment, service_environment
+from flower_gpu.launch.federation import client_environment, service_environment
 from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.launch.run import remarks_at_end
 from flower_gpu.options import CallOptions
 from flower_gpu.watch.history import History
 
@@ -242,18 +242,18 @@ def test_every_option_reaches_the_settings_of_a_call() -> None:
             {"leases": {"count": 3}},
             "use-gpu is false, but 3 calls leased a GPU: tiny must",
         ),
-        ("--use-gpu false", {}, None),
-        ("--use-gpu true", {"leases": {"count": 3}}, None),
-        ("--use-gpu false --gpu force", {"leases": {"count": 3}}, None),
+        ("--use-gpu false", {}, ""),
+        ("--use-gpu true", {"leases": {"count": 3}}, ""),
+        ("--use-gpu false --gpu force", {"leases": {"count": 3}}, ""),
     ],
 )
 def test_an_app_that_does_not_obey_use_gpu_is_named(
-    line: str, result: dict[str, Any], said: str | None, tiny_app: Path
+    line: str, result: dict[str, Any], said: str, tiny_app: Path
 ) -> None:
     pyproject = tiny_app / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace('text = ""', 'text = ""\nuse-gpu = true'))
-    found = gpu_check.not_obeyed(plan_of(tiny_app, line), result, {})
-    assert found == said if said is None else found is not None and found.startswith(said)
+    found = list(remarks_at_end(plan_of(tiny_app, line), result, History()))
+    assert [text[: len(said)] for text in found] == [said] if said else found == []
 
 
 STARTED = {"event": "run_started", "time": 1.0, "gpus": [{"uuid": "GPU-1", "index": 0, "name": "a card"}]}
@@ -276,5 +276,5 @@ def test_an_app_whose_clients_have_no_leases_is_named(
 ) -> None:
     history = History()
     history.feed(events)
-    found = gpu_check.not_isolated(plan_of(tiny_app, line), history, {})
-    assert (found is not None and "no call of tiny had a lease" in found) == is_said
+    found = list(remarks_at_end(plan_of(tiny_app, line), {}, history))
+    assert ["no call of tiny had a lease" in text for text in found] == [True] * is_said

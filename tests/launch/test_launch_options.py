@@ -13,7 +13,7 @@ from flower_gpu.cli import main as cli
 from flower_gpu.flower import commands
 from flower_gpu.kinds import flag
 from flower_gpu.launch import options as launch_options
-from flower_gpu.launch.environment import client_environment
+from flower_gpu.launch.federation import client_environment
 from flower_gpu.launch.plan import Plan, make_plan
 
 BAD_OPTIONS = [
@@ -37,7 +37,6 @@ BAD_OPTIONS = [
     ("--port 0", "--port 1 or more"),
     ("--port 65536", "--port at most 65535"),
     ("--start-method thread", "--start-method 'thread' spawn fork"),
-    ("--engine ray", "--engine 'ray' superlink start-client"),
     ("--partition label", "--partition 'label' iid dirichlet"),
     ("--dirichlet-alpha 0.1", "--dirichlet-alpha --partition dirichlet iid"),
     ("--dataset three", "--dataset three tiny knows one two"),
@@ -144,17 +143,6 @@ def test_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, _, err = run_main(["launch", str(tmp_path / "nowhere")], capsys)
     assert code == 2
     assert is_one_line_with(err, "nowhere not a folder")
-
-
-@pytest.mark.parametrize(("module", "function"), [("client_app", "client_fn"), ("server_app", "server_fn")])
-def test_start_client_needs_its_functions(
-    module: str, function: str, tiny_app: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tiny_app / "tiny" / f"{module}.py"
-    file.write_text(file.read_text().replace(function, "other_name"))
-    code, _, err = run_main(["launch", str(tiny_app), "--engine", "start-client"], capsys)
-    assert code == 2
-    assert is_one_line_with(err, f"{function} {module}.py --engine superlink")
 
 
 def test_port_in_use(tiny_app: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,6 +255,6 @@ def test_help_lists_the_options_without_installing(env: dict[str, str], tmp_path
     had_venv = (ROOT / ".venv").exists()
     result = run(ROOT / "run.sh", "--clients", "3", "--help", env=env, cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    for word in ("--clients", "--engine", "--start-method", "FLOWER_GPU_VENV", "num-server-rounds"):
+    for word in ("--clients", "--start-method", "FLOWER_GPU_VENV", "num-server-rounds"):
         assert word in result.stdout
     assert (ROOT / ".venv").exists() == had_venv

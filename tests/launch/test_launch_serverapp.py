@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,9 +19,9 @@ from flower_gpu.flower import serverapp
 from flower_gpu.flower.recording.recorder import write_event
 from flower_gpu.flower.recording.strategies import recorded_rounds
 from flower_gpu.flower.waits.reply_waits import GridTime
+from flower_gpu.launch.federation import Federation
 from flower_gpu.launch.options import LaunchOptions
 from flower_gpu.launch.plan import make_plan
-from flower_gpu.launch.superlink import SuperLinkEngine
 from flower_gpu.launch.supervisor import Supervisor
 
 pytestmark = pytest.mark.timeout(60)
@@ -153,13 +152,17 @@ def test_a_grid_of_flowers_has_what_is_replaced() -> None:
     assert issubclass(HttpGrid, Grid)
 
 
-def test_without_our_command_a_run_goes_on_and_says_so(
-    tmp_path: Path, tiny_app: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_our_commands_a_run_goes_on_and_says_so(
+    tmp_path: Path, tiny_app: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("FLOWER_GPU_STATE_DIR", str(file))
     plan = make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs"))
-    engine = SuperLinkEngine(plan, RunFolder.create(plan.options.log_dir), os.environ, Supervisor(""))
-    assert engine.link_environment() == os.environ
-    assert capsys.readouterr().err.startswith("Rounds are not shown")
+    said: list[str] = []
+    one = Federation(plan, RunFolder.create(plan.options.log_dir), {}, Supervisor(""), said.append)
+    one.use_our_commands()
+    assert "PATH" not in one._link_env and "PATH" not in one._node_env
+    assert [line.partition(":")[0] for line in said] == [
+        "messages start as slowly as Flower's own, and rounds are not shown while they run"
+    ]

@@ -70,7 +70,6 @@ def test_keys_are_made_for_their_owner_alone_in_the_form_that_flower_reads(tmp_p
     for key in keys:
         assert key.public_text.startswith("ecdsa-sha2-nistp384 ")
         assert key.public.read_text() == f"{key.public_text}\n"
-        assert key.options == ("--auth-supernode-private-key", str(key.private))
         assert key.register_command == f"flwr supernode register {key.public}"
 
 
@@ -206,23 +205,18 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files awa
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (a_file, "keys is not a folder: give one"),
-        (shared_folder, "can be written to by other accounts chmod go-w"),
+        (a_file, "must be a folder of this account another folder"),
+        (shared_folder, "must be a folder of this account chmod go-w"),
         (below_a_file, "Not a directory. Give a folder that this account can write to"),
-        (
-            open_key,
-            "supernode-0 can be used by other accounts (mode 0640): chmod 600 move it away and register",
-        ),
-        (no_key, "supernode-0 is no private key in OpenSSH's format put one there, or move"),
-        (pem_key, "supernode-0 is no private key in OpenSSH's format put one there, or move"),
-        (ed25519_key, "another kind (Ed25519PrivateKey), EC keys ssh-keygen -t ecdsa -b 384"),
-        (key_with_password, "protected by a password, ssh-keygen -p -N '' -f"),
-        (folder_for_a_key, "supernode-0 is not a file: move it away"),
+        (open_key, "supernode-0 must be a file of this account (mode 0640): chmod 600 Or move it away"),
+        (no_key, "supernode-0 is no EC key in OpenSSH's format put one there Or move it away"),
+        (pem_key, "supernode-0 is no EC key in OpenSSH's format"),
+        (ed25519_key, "supernode-0 is no EC key ssh-keygen -t ecdsa -b 384"),
+        (key_with_password, "supernode-0 is no EC key without a password ssh-keygen -t ecdsa -b 384 -N ''"),
+        (folder_for_a_key, "supernode-0 must be a file of this account Or move it away"),
         (link_to_nowhere, "supernode-0: No such file or directory."),
-        pytest.param(anothers_key, "belongs to 1234, chown move it away", marks=as_root),
-        pytest.param(
-            anothers_folder, "belongs to 1234, other keys give a folder of this account", marks=as_root
-        ),
+        pytest.param(anothers_key, "supernode-0 must be a file of this account", marks=as_root),
+        pytest.param(anothers_folder, "must be a folder of this account", marks=as_root),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_what_to_do(

@@ -214,26 +214,6 @@ class Recorder:
                 self._show(phase)
         return phase
 
-    def asked(self, kind: str) -> Phase:
-        """Note that a client is asked for what a strategy has announced, without a grid."""
-        with self._lock:
-            phase = self._announced.setdefault(kind, Phase(None, kind, announced=True))
-            phase.sent += 1
-            self._show(phase)
-        return phase
-
-    def answered(
-        self, phase: Phase, client: int, error: str | None, metrics: Metrics = MappingProxyType({})
-    ) -> None:
-        """Note that it has answered, or failed."""
-        with self._lock:
-            if error is not None and not error.startswith(NO_REPLY):
-                phase.refused.add(client)
-                self._refused += 1
-            self._ended(
-                phase, client, error if error is None else error.strip() or "no reason given", metrics
-            )
-
     def replied(self, phase: Phase, reply: Message, node_id: int | None = None) -> None:
         """Note a reply to a message to a node. Errors of the SuperLink's own name the SuperLink."""
         node_id = reply.metadata.src_node_id if node_id is None else node_id

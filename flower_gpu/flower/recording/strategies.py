@@ -18,10 +18,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from flwr.app import ArrayRecord
-from flwr.common import Code
 from flwr.server import Server
 from flwr.server import strategy as legacy
-from flwr.server.client_proxy import ClientProxy
 from flwr.server.workflow import DefaultWorkflow
 from flwr.server.workflow.constant import MAIN_PARAMS_RECORD
 from flwr.serverapp.strategy import Result, Strategy
@@ -33,7 +31,7 @@ from flower_gpu.flower.records import records_of
 from flower_gpu.flower.strategy import FedAvg
 from flower_gpu.flower.strategy_state import OURS, StrategyState, state_of
 from flower_gpu.flower.streaming import ComingReplies, configured, streamed_strategies
-from flower_gpu.trace import EVALUATE, NO_REPLY, SERVER_EVALUATE, TRAIN
+from flower_gpu.trace import EVALUATE, SERVER_EVALUATE, TRAIN
 
 #: Makes the wrapper of an object's method.
 _Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
@@ -45,15 +43,13 @@ def recorded_rounds(
     partition_of: Callable[[int], int] | None = None,
     pointer: Callable[[], str] | None = None,
     *,
-    has_grid: bool = True,
     streams: bool = False,
 ) -> Iterator[Recorder]:
     """Record what Flower's strategies do in this process, while in the context.
 
     ``on_event`` gets every event of the rounds, one at a time, in the thread where it happens; an exception
-    of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. Without a grid, as
-    with ``start_server``, each request to a client is noted here; else a :class:`.RecordedGrid` does that.
-    With ``streams`` Flower's strategies sum replies as they come.
+    of its ends the run. ``partition_of`` and ``pointer`` are for the :class:`Recorder`. With ``streams``
+    Flower's strategies sum replies as they come. A :class:`.RecordedGrid` notes messages and replies.
     """
     recorder = Recorder(on_event, partition_of, pointer)
     hooks = _Hooks(recorder, streams)
@@ -63,8 +59,6 @@ def recorded_rounds(
         stack.enter_context(_wrapped(Strategy, hooks.of_strategies))
         stack.enter_context(_wrapped(legacy.Strategy, hooks.of_legacy_strategies))
         stack.enter_context(_wrapped(Server, {"fit": hooks.fit}))
-        if not has_grid:
-            stack.enter_context(_wrapped(ClientProxy, hooks.of_clients))
         stack.enter_context(_replaced(DefaultWorkflow, "__call__", hooks.workflow(DefaultWorkflow.__call__)))
         stack.enter_context(_replaced(GPUEvaluate, "__call__", hooks.gpu_evaluate(GPUEvaluate.__call__)))
         stack.enter_context(_replaced(GPUEvaluate, "is_shown", False))  # the run's display shows its rounds
@@ -110,8 +104,6 @@ class _Hooks:
         self._streams = streams
         self._inside = threading.local()
         self._starts = 0
-        self._numbers: dict[str, int] = {}  # of clients that have no node
-        self.of_clients: Mapping[str, _Wrap] = {"fit": self._ask(TRAIN), "evaluate": self._ask(EVALUATE)}
         self.of_strategies: Mapping[str, _Wrap] = {
             "start": self._start,
             "configure_train": self._configure(TRAIN),
@@ -299,31 +291,6 @@ class _Hooks:
                 return result
 
         return evaluate
-
-    def _ask(self, kind: str) -> _Wrap:
-        def wrap(client: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-            @_like(method)
-            def ask(*args: Any, **kwargs: Any) -> Any:
-                number = self._numbers.setdefault(client.cid, len(self._numbers))
-                phase = self._recorder.asked(kind)
-                try:
-                    result = method(*args, **kwargs)
-                except BaseException as error:
-                    # The connection is gone: what the client raises comes as a result that is none.
-                    self._recorder.answered(
-                        phase, number, f"{NO_REPLY}: {type(error).__name__} {error}".rstrip()
-                    )
-                    raise
-                is_good = result.status.code == Code.OK
-                metrics = (
-                    clean(_with_loss((getattr(result, "loss", None), result.metrics))) if is_good else {}
-                )
-                self._recorder.answered(phase, number, None if is_good else result.status.message, metrics)
-                return result
-
-            return ask
-
-        return wrap
 
     @contextmanager
     def _outermost(self, what: str) -> Iterator[bool]:

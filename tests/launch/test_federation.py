@@ -1,24 +1,23 @@
-"""What the engines start: command lines, environment, ports, and what they make of Flower's answers."""
+"""What a launch starts: environment, ports, and what it makes of Flower's answers."""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flower_gpu.apps.app import FlowerApp
 from flower_gpu.apps.folder import RunFolder
 from flower_gpu.errors import ConfigError
 from flower_gpu.flower import commands
 from flower_gpu.flower.commands import CommandFolder
-from flower_gpu.launch import engine, ports, superlink
-from flower_gpu.launch.environment import client_environment, service_environment
+from flower_gpu.launch import federation, ports
+from flower_gpu.launch.federation import Federation, client_environment, run_status, service_environment
 from flower_gpu.launch.options import LaunchOptions
-from flower_gpu.launch.plan import Plan, make_plan
+from flower_gpu.launch.plan import make_plan
 from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor
 from flower_gpu.workers.forkserver.identity import script_folders
 from flower_gpu.workers.threads import cores
@@ -87,84 +86,78 @@ def test_concurrency_that_the_user_has_set() -> None:
     ],
 )
 def test_status_of_the_run(text: str, status: str) -> None:
-    assert superlink.run_status(text)[0].endswith(status)
+    assert run_status(text)[0].endswith(status)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"runs": []}', '{"runs": [1]}', "[1]", "error"])
 def test_no_status_is_an_error(text: str) -> None:
     with pytest.raises(LaunchFailedError, match="no status"):
-        superlink.run_status(text)
+        run_status(text)
 
 
-def plan_in(tmp_path: Path, tiny_app: Path, **changes: Any) -> Plan:
-    return make_plan(LaunchOptions(tiny_app, log_dir=tmp_path / "runs", **changes))
-
-
-class OneServer(engine.LaunchEngine):
-    """The base class's own part."""
-
-    server_log = Path("unused")
-
-    def start(self) -> None:
-        raise NotImplementedError
-
-    def has_finished(self) -> bool:
-        raise NotImplementedError
-
-
-# Binds the port of its argument as uvicorn does, and says the same when it is taken.
+# Binds the port of its argument, answers as Flower's servers, and says the same as they when it is taken.
 SERVER = """
-import socket, sys, time
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
 try:
-    server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+    server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy)
 except OSError as error:
     sys.exit(f"[Errno {error.errno}] error while attempting to bind: address already in use")
-time.sleep(600)
+server.serve_forever()
 """
 
 
-def test_another_port_when_the_first_is_taken_meanwhile(tmp_path: Path, tiny_app: Path) -> None:
+def federation_with(link: Callable[[int], Sequence[str]], tmp_path: Path, app: Path) -> Federation:
+    """Return a federation whose SuperLink on a port is another program."""
+    plan = make_plan(LaunchOptions(app, log_dir=tmp_path / "runs"))
     folder = RunFolder.create(tmp_path / "runs")
-    tried = []
-    with (
-        socket.create_server(("127.0.0.1", 0)) as other,
-        Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}") as watch,
-    ):
+    watch = Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}")
+    one = Federation(plan, folder, os.environ, watch)
 
-        def make(port: int) -> Service:
-            # The other server answers on this port: being able to connect does not mean it is ours.
-            port = port if tried else other.getsockname()[1]
-            tried.append(port)
-            command = [sys.executable, "-c", SERVER, str(port)]
-            return Service("server", command, os.environ, folder.log(f"server-{len(tried)}"))
+    def service(port: int) -> Service:
+        return Service("SuperLink", link(port), os.environ, folder.log("superlink"))
 
-        one = OneServer(plan_in(tmp_path, tiny_app), folder, os.environ, watch)
-        port = one.start_on_free_port(make, lambda _: ports.accepts_connections(tried[-1]))
-        assert len(tried) == 2
-        assert port == tried[1] != tried[0]
-    assert not ports.accepts_connections(tried[1])
+    one.link_service = service  # type: ignore[method-assign]
+    return one
+
+
+def test_another_port_when_the_first_is_taken_meanwhile(tmp_path: Path, tiny_app: Path) -> None:
+    tried: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def link(port: int) -> list[str]:
+            tried.append(port if tried else other.getsockname()[1])
+            return [sys.executable, "-c", SERVER, str(tried[-1])]
+
+        one = federation_with(link, tmp_path, tiny_app)
+        with one._supervisor:
+            one._start_link()
+            assert len(tried) == 2
+            assert one._port == tried[1] != tried[0]
+            assert not ports.is_free(tried[1])
+    assert ports.is_free(tried[1])
 
 
 @pytest.mark.parametrize(
-    ("command", "attempts"),
-    [
-        ("sys.exit('address already in use')", engine.PORT_ATTEMPTS),
-        ("sys.exit('something else')", 1),
-    ],
+    ("why", "attempts"), [("address already in use", federation.PORT_ATTEMPTS), ("something else", 1)]
 )
-def test_giving_up_names_the_service(command: str, attempts: int, tmp_path: Path, tiny_app: Path) -> None:
-    folder = RunFolder.create(tmp_path / "runs")
-    tried = []
+def test_giving_up_names_the_service(why: str, attempts: int, tmp_path: Path, tiny_app: Path) -> None:
+    tried: list[int] = []
 
-    def make(port: int) -> Service:
+    def link(port: int) -> list[str]:
         tried.append(port)
-        log = folder.log(f"server-{port}")
-        return Service("SuperLink", [sys.executable, "-c", f"import sys; {command}"], os.environ, log)
+        return [sys.executable, "-c", f"import sys; sys.exit({why!r})"]
 
-    with Supervisor(f"FLOWER_GPU_RUN_DIR={folder.path}") as watch:
-        one = OneServer(plan_in(tmp_path, tiny_app), folder, os.environ, watch)
-        with pytest.raises(LaunchFailedError, match="SuperLink ended with exit code 1") as caught:
-            one.start_on_free_port(make, ports.accepts_connections)
+    one = federation_with(link, tmp_path, tiny_app)
+    with (
+        one._supervisor,
+        pytest.raises(LaunchFailedError, match="SuperLink ended with exit code 1") as caught,
+    ):
+        one._start_link()
     assert len(set(tried)) == len(tried) == attempts
     assert caught.value.service is not None
     assert "sys.exit" not in caught.value.service.tail().splitlines()[-1]
@@ -177,8 +170,8 @@ def test_bundling_leaves_out_the_logs_in_the_app(tiny_app: Path) -> None:
     old.write_text("")
     folder = RunFolder.create(log_dir)
     plan = make_plan(LaunchOptions(tiny_app, log_dir=log_dir))
-    one = superlink.SuperLinkEngine(plan, folder, os.environ, Supervisor(""))
-    assert one._app_folder() == folder.app
+    one = Federation(plan, folder, os.environ, Supervisor(""))
+    assert one.app_folder() == folder.app
     copied = sorted(str(p.relative_to(folder.app)) for p in folder.app.rglob("*") if p.is_file())
     assert copied == [
         "pyproject.toml",
@@ -186,20 +179,3 @@ def test_bundling_leaves_out_the_logs_in_the_app(tiny_app: Path) -> None:
         "tiny/client_app.py",
         "tiny/server_app.py",
     ]
-
-
-def test_top_level_names_of_a_module(tiny_app: Path) -> None:
-    app = FlowerApp.load(tiny_app)
-    app.check_start_client()
-    file = tiny_app / "tiny" / "client_app.py"
-    for text in (
-        "from other import client_fn",
-        "from other import make as client_fn",
-        "client_fn = make()",
-        "client_fn: object = make()",
-        "try:\n    import x\nexcept ImportError:\n    def client_fn(context): ...",
-        "if True:\n    async def client_fn(context): ...",
-        "from other import *",
-    ):
-        file.write_text(text)
-        app.check_start_client()

@@ -1,0 +1,316 @@
+"""The processes of one launch: a SuperLink, N SuperNodes and ``flwr run``, each with its environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu import frameworks, options, trace
+from flower_gpu.apps.app import ConfigValue, format_pairs
+from flower_gpu.apps.app_imports import libraries_of
+from flower_gpu.apps.folder import RunFolder
+from flower_gpu.errors import ConfigError
+from flower_gpu.flower.commands import (
+    SERVER_COMMANDS,
+    CommandFolder,
+    fast_start,
+    warm_up_command,
+    with_flowers,
+)
+from flower_gpu.flower.waits.wakeup import with_group
+from flower_gpu.launch import ports
+from flower_gpu.launch.plan import Plan
+from flower_gpu.launch.supervisor import LaunchFailedError, Service, Supervisor, last_traceback, new_lines
+from flower_gpu.options import (
+    CLIENT_VARIABLE,
+    CONCURRENCY_VARIABLE,
+    NUM_CPUS_VARIABLE,
+    RUN_DIR_VARIABLE,
+    CallOptions,
+)
+from flower_gpu.printable import told_if_slow
+from flower_gpu.workers.threads import planned_threads
+
+#: Name of the connection in the run's own Flower configuration.
+CONNECTION: Final = "launch"
+#: How often a process is started again with another port when another process took the one it was given.
+PORT_ATTEMPTS: Final = 4
+# flwr.serverapp.strategy: said once a second while fewer nodes are there than the strategy wants.
+_WAITING: Final = re.compile(r"Waiting for nodes to connect: \d+ connected \(minimum required: (\d+)\)")
+# flwr.supernode: said once, when the SuperLink has given it its id.
+_NODE_ID: Final = re.compile(r"SuperNode ID: (\d+)")
+# What flwr's FAB builder may take; anything else in the app's folder stays where it is.
+_FAB_FILES: Final = (
+    "*.py",
+    "*.toml",
+    "*.md",
+    "*.yaml",
+    "*.yml",
+    "*.json",
+    "*.jsonl",
+    "LICENSE",
+    ".gitignore",
+)
+
+
+def service_environment(
+    base: Mapping[str, str], folder: RunFolder, calls: CallOptions | None = None
+) -> dict[str, str]:
+    """Build the environment of every process of a run: the user's own, what a run needs, and call options."""
+    env = {
+        # What a user may want otherwise, and can set.
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",  # Flower's 1 s is felt in every message
+        **frameworks.UNTOUCHED_CUDA,  # what an app asks of GPUs when it is imported does not start CUDA
+        "PYTHONUNBUFFERED": "1",  # what an app prints is in its log when its process is killed
+        **base,
+        # What keeps runs apart from each other and from the user's Flower configuration.
+        "FLWR_HOME": str(folder.flwr_home),
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        RUN_DIR_VARIABLE: str(folder.path),
+        "PATH": with_flowers(base.get("PATH")),
+    }
+    env.pop(CLIENT_VARIABLE, None)  # set for clients only
+    for name in ("NO_PROXY", "no_proxy"):  # all connections are local, whatever proxy there is
+        env[name] = ",".join(filter(None, [base.get(name), ports.HOST, "localhost"]))
+    return options.environment(calls or {}, env)
+
+
+def client_environment(
+    env: Mapping[str, str],
+    client: int,
+    at_once: int,
+    node_config: Mapping[str, ConfigValue] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Build the environment of one client's processes from the environment of every process.
+
+    ``at_once`` clients may train at the same time; ``node_config`` is the config of the client's node.
+    """
+    result = {**options.node_environment(env, node_config), CLIENT_VARIABLE: str(client)}
+    if not env.get(CONCURRENCY_VARIABLE):
+        result[CONCURRENCY_VARIABLE] = str(at_once)
+    if not env.get("OMP_NUM_THREADS"):
+        # Workers get their share by themselves. This is for apps that train in the client's own process:
+        # OpenMP's threads wait for each other in busy loops, and three clients with two threads each on
+        # two cores were seen to take six times as long as with one.
+        asked = node_config.get("num-cpus")
+        told = {} if asked is None else {NUM_CPUS_VARIABLE: str(asked)}
+        result["OMP_NUM_THREADS"] = str(planned_threads({**result, **told}))
+    return result
+
+
+class Federation:
+    """Starts the processes of one run, and finds out how the run ends.
+
+    ``env``: of every process, see :func:`service_environment`. ``say``: shows a line.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: RunFolder,
+        env: Mapping[str, str],
+        supervisor: Supervisor,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self.plan = plan
+        self.folder = folder
+        self._env = with_group(env, plan.clients)
+        self._link_env: Mapping[str, str] = self._env
+        self._node_env: Mapping[str, str] = self._env
+        self._supervisor = supervisor
+        self._say = say
+        self._port = 0  # of the SuperLink
+        self._node_attempts = [1] * plan.clients
+        self._clients_of_nodes: dict[int, str] = {}
+        self._asked: Service | None = None  # `flwr list`, once the run has ended
+        #: Log of ``flwr run``, which streams that of the ServerApp.
+        self.server_log = folder.log("run")
+        self._server_lines = trace.Follower(self.server_log)
+
+    def start(self) -> None:
+        """Start the SuperLink, then, as soon as it answers, the SuperNodes and the run.
+
+        Raises LaunchFailedError or LaunchStoppedError.
+        """
+        self.folder.flwr_home.mkdir()
+        self.use_our_commands()
+        if self.plan.fast_start:
+            self._warm_up()
+        # First alone: a SuperNode that comes too early waits longer and longer between its tries.
+        with told_if_slow(self._say, "starting the SuperLink"):
+            self._start_link()
+        (self.folder.flwr_home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "{ports.HOST}:{self._port}"\ninsecure = true\n',
+            encoding="utf-8",
+        )
+        node_ports = ports.free_ports(self.plan.clients)
+        self._nodes = [self._node(client, port) for client, port in enumerate(node_ports)]
+        command = ["flwr", "run", str(self.app_folder()), CONNECTION, "--stream"]
+        if self.plan.overrides:
+            command += ["--run-config", format_pairs(self.plan.overrides)]
+        self._run = Service("flwr run", command, self._env, self.server_log)
+        # The run first: Flower builds and submits it while the SuperNodes start; its strategy waits for them.
+        self._supervisor.start(self._run, *self._nodes)
+
+    def use_our_commands(self) -> None:
+        """Let SuperLink and SuperNodes find our commands; where these cannot be used, say what that means."""
+        try:
+            path = CommandFolder(SERVER_COMMANDS).first_on(self._env.get("PATH"))
+            self._link_env = {**self._env, "PATH": path}
+            if self.plan.fast_start:
+                nodes = self.plan.clients
+                self._node_env = fast_start(self._env, with_lease=False, nodes=nodes, are_told=True)
+        except ConfigError as error:
+            so = "messages start as slowly as Flower's own, and rounds are not shown while they run"
+            self._say(f"{so}: {error}")
+
+    def _warm_up(self) -> None:
+        app = self.plan.app
+        # Else each client of the first round would import them: six clients on two cores for 20 s.
+        command = warm_up_command(libraries_of(app.path, app.clientapp.partition(":")[0]))
+        env = self._client_environment(self._env, 0)
+        self._supervisor.start(Service("warm-up", command, env, self.folder.log("warm-up")))
+        self._supervisor.fork_programs(self._env, self.folder.log("programs"))
+
+    def _start_link(self) -> None:
+        """Start the SuperLink and wait until it answers; on another port where its own is taken meanwhile."""
+        for attempt in range(1, PORT_ATTEMPTS + 1):
+            self._port = self.plan.options.port or ports.free_ports(1)[0]
+            self._link = self.link_service(self._port)
+            self._supervisor.start(self._link)
+            while self._link.runs:
+                answers = ports.is_healthy(self._port)
+                if answers and self._link.pid and ports.listens(self._link.pid, self._port):
+                    return
+                self._supervisor.wait(0.05)
+            if self.plan.options.port or attempt == PORT_ATTEMPTS or not self._link.port_was_taken:
+                raise _died(self._link)
+
+    def link_service(self, port: int) -> Service:
+        """Return the SuperLink on a port, reachable from this machine only."""
+        command = ["flower-superlink", "--insecure", "--host", ports.HOST, "--port", str(port)]
+        command += ["--disable-runtime-dependency-installation"]
+        return Service("SuperLink", command, self._link_env, self.folder.log("superlink"))
+
+    def _node(self, client: int, port: int) -> Service:
+        command = ["flower-supernode", "--insecure", "--superlink", f"{ports.HOST}:{self._port}"]
+        command += ["--host", ports.HOST, "--port", str(port)]
+        command += ["--node-config", format_pairs(self.plan.node_config_of(client))]
+        env = self._client_environment(self._node_env, client)
+        return Service(f"SuperNode of client {client}", command, env, self.folder.log(f"client-{client}"))
+
+    def _client_environment(self, env: Mapping[str, str], client: int) -> dict[str, str]:
+        node_config = self.plan.node_config_of(client)
+        return client_environment(env, client, self.plan.clients_at_once, node_config)
+
+    def app_folder(self) -> Path:
+        """Folder that ``flwr run`` bundles: it would take in the logs of all runs if they lie in it."""
+        app = self.plan.app.path
+        if not self.folder.path.is_relative_to(app):
+            return app
+        logs = self.folder.path.parent
+        for pattern in _FAB_FILES:
+            for source in app.rglob(pattern):
+                if not source.is_relative_to(logs) and source.is_file():
+                    target = self.folder.app / source.relative_to(app)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source, target)
+        return self.folder.app
+
+    def client_of(self, node_id: int) -> str:
+        """Return the number of a node's client, from what its SuperNode says at its start; else its id."""
+        if node_id not in self._clients_of_nodes:
+            for client in range(self.plan.clients):
+                with suppress(OSError):
+                    text = self.folder.log(f"client-{client}").read_text(errors="replace")
+                    for found in _NODE_ID.finditer(text):
+                        self._clients_of_nodes[int(found[1])] = str(client)
+        return self._clients_of_nodes.get(node_id, f"node {node_id}")
+
+    def traceback_of(self, client: str) -> str:
+        """Return the last traceback in a client's log; empty where there is none."""
+        return last_traceback(self.folder.log(f"client-{client}"))
+
+    def has_finished(self) -> bool:
+        """Tell whether the run has completed; raises LaunchFailedError if it cannot complete any more."""
+        if self._asked is not None:
+            return self._flower_says_completed(self._asked)
+        if not self._link.runs:
+            raise _died(self._link)
+        for client, node in enumerate(self._nodes):
+            if not node.runs:
+                self._restart_or_fail(client, node)
+        if self._run.runs:
+            self._fail_if_nodes_never_suffice()
+            return False
+        if self._run.returncode != 0:
+            raise LaunchFailedError(self._run.describe_end(), self._run)
+        for node in self._nodes:  # they take a while to end; asking Flower does, too
+            node.send(signal.SIGTERM)
+        self._ask()
+        return False
+
+    def _restart_or_fail(self, client: int, node: Service) -> None:
+        if self._node_attempts[client] == PORT_ATTEMPTS or not node.port_was_taken:
+            raise _died(node)
+        self._node_attempts[client] += 1
+        self._nodes[client] = self._node(client, ports.free_ports(1)[0])
+        self._supervisor.start(self._nodes[client])
+
+    def _fail_if_nodes_never_suffice(self) -> None:
+        for line in new_lines(self._server_lines):
+            match = _WAITING.search(line)
+            if match and (needed := int(match[1])) > self.plan.clients:
+                raise LaunchFailedError(
+                    f"the strategy of {self.plan.app.name} waits for {needed} clients, but there are "
+                    f"{self.plan.clients}: give --clients {needed}, or lower min_available_nodes in the app"
+                )
+
+    def _ask(self) -> None:
+        command = ["flwr", "list", CONNECTION, "--format", "json"]
+        log, output = self.folder.log("flwr-list"), self.folder.flower_status
+        self._asked = Service("flwr list", command, self._env, log, output)
+        self._supervisor.start(self._asked)
+
+    def _flower_says_completed(self, asked: Service) -> bool:
+        if asked.runs:
+            return False
+        if asked.returncode != 0:
+            raise LaunchFailedError(f"{asked.describe_end()}: no word on how the run ended", asked)
+        status, details = run_status(self.folder.flower_status.read_text(encoding="utf-8"))
+        if status == "finished:completed":
+            return True
+        if status.startswith("finished"):
+            text = "" if details in ("", "N/A") else f": {details.splitlines()[0]}"
+            raise LaunchFailedError(f"Flower reports the run as {status}{text}", self._run)
+        # The log stream broke off, the run did not.
+        self._ask()
+        return False
+
+
+def _died(service: Service) -> LaunchFailedError:
+    """Describe a service that ended although the run goes on."""
+    return LaunchFailedError(f"{service.describe_end()} before the run was over", service)
+
+
+def run_status(text: str) -> tuple[str, str]:
+    """Read the status of the only run, and its details, from what ``flwr list --format json`` prints.
+
+    Raises LaunchFailedError if it is something else.
+    """
+    try:
+        answer: Any = json.loads(text[text.index("{") :])
+        run = answer["runs"][0]
+        return str(run["status"]), str(run.get("status-details") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise LaunchFailedError(f"flwr list gave no status of the run: {text.strip()[:200]}") from None
