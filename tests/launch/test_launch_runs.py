@@ -242,8 +242,9 @@ def test_superexecs_are_woken_and_ask_for_nothing_in_vain(ordinary_run: tuple[Pa
 def test_a_killed_client_is_named(launch: Launch, tmp_path: Path, tiny_app: Path) -> None:
     process = launch(tiny_app, "--run-config", "seconds=100.0")
     folder = wait_for_a_worker(tmp_path)
-    programs = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in processes_of(folder)}
-    pid = next(pid for pid, words in programs.items() if "--superlink" in words)
+    pid = next(
+        pid for pid in processes_of(folder) if "flower-supernode" in Path(f"/proc/{pid}/cmdline").read_text()
+    )
     os.kill(pid, signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
