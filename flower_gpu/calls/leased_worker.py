@@ -20,7 +20,7 @@ from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.workers import confinement, events, own_calls, threads
-from flower_gpu.workers import worker as child
+from flower_gpu.workers.own_process import facts
 
 #: :func:`setup`, as the ``setup`` of a call.
 SETUP: Final = "flower_gpu.calls.leased_worker:setup"
@@ -101,7 +101,7 @@ def _watched(lease: Lease, holds: Sequence[Hold]) -> Iterator[None]:
             _tell(holds, watch, error)
         except Exception:
             _log.warning("what this call took of its lease is not known", exc_info=True)
-        child.when_idle(watch.rest)
+        facts.when_idle = watch.rest
 
 
 # What is used ---------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class _UsageWriter:
         What is found then is told with the next one.
         """
         with suppress(Exception):  # then the last look is waited for
-            if self._is_known and frameworks.reserved_bytes() is not None and child.may_stay():
+            if self._is_known and frameworks.reserved_bytes() is not None and facts.may_stay:
                 self._look(last=False)
                 self._is_over = True
         self._end.set()
@@ -169,7 +169,7 @@ class _UsageWriter:
         for use, reserved in zip(self.uses, frameworks.reserved_bytes() or (), strict=False):
             if use.share.uuid in self._used:
                 self._used[use.share.uuid] = use.beyond(reserved)
-        if self.lease.ticket and confinement.of_this_process() is None:
+        if self.lease.ticket and facts.confinement is None:
             tickets.report(self._used, self.base_bytes, is_idle=True)
 
     def _run(self) -> None:
@@ -206,7 +206,7 @@ class _UsageWriter:
         if not used:
             return
         self._used = used
-        if self.lease.ticket and confinement.of_this_process() is None:
+        if self.lease.ticket and facts.confinement is None:
             tickets.report(used, self.base_bytes)
         else:  # of a rank, for which the worker of all of them writes; or confined, for which the caller does
             events.send("gpu_used", used=used)

@@ -35,9 +35,9 @@ from flower_gpu.options import (
 )
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
-from flower_gpu.workers import interpreter
 from flower_gpu.workers.call import check_modules, checked_preload
 from flower_gpu.workers.life import ended_by_signals
+from flower_gpu.workers.own_process import facts
 
 if TYPE_CHECKING:
     from flower_gpu.simulation.simulation_result import SimulationResult
@@ -167,7 +167,7 @@ def begin_command(arguments: argparse.Namespace) -> None:
     A deterministic run needs fixed hashes of texts, which are chosen when Python starts: this process is
     replaced by one that has them. Where an option of Python is against it, the run itself says so.
     """
-    arguments.may_fork = arguments.ray_address is None and not interpreter.is_fork()
+    arguments.may_fork = arguments.ray_address is None and not facts.is_program
     if not (arguments.deterministic or _earlier_config(arguments.resume).get("deterministic")):
         return
     if has_fixed_hashes() or os.environ.get(HASH_SEED) == FIXED or sys.flags.ignore_environment:

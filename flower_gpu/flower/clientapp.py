@@ -36,9 +36,11 @@ from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
-from flower_gpu.workers import confinement, outcomes, worker
+from flower_gpu.workers import outcomes
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.outcome import place_of
+from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport.plain import PlainBytes
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
@@ -130,7 +132,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
                     if str(frame.f_globals.get("__name__")).startswith("flwr."):  # Flower's, on a signal
                         raise
-                    place = worker.place_of(error)
+                    place = place_of(error)
                     raise ClientCallError(f"the app exited: sys.exit({error.code!r}) in {place}") from error
                 return expected.checked(reply, message)
             except Exception as error:
@@ -203,4 +205,4 @@ def load_and_run(
 ) -> tuple[Message, RecordDict] | PlainBytes:
     """Load an app and have it handle a message; runs in a worker."""
     reply, state = message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
-    return (reply, state) if confinement.of_this_process() is None else plain_message.encode(reply, state)
+    return (reply, state) if facts.confinement is None else plain_message.encode(reply, state)

@@ -22,9 +22,9 @@ from flower_gpu.ranks.rank import Rendezvous, meeting_place, remove_left_of_nccl
 from flower_gpu.ranks.results import End
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers import events, methods, own_calls, threads
-from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.life import StopOrder
+from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.threads import cores, openmp_threads
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _call(
         },
         setup=leased_worker.SETUP,
         label=f"rank {rank} of {count}" + (f" (GPU {share.index})" if share is not None else ""),
-        held=child.held(),
+        held=facts.held,
         log_prefix=f"{prefix}, rank {rank}: " if prefix else f"rank {rank}: ",
     )
 

@@ -26,7 +26,7 @@ from flwr.supercore.object_ref import load_app
 from flower_gpu import frameworks
 from flower_gpu.flower import message_call
 from flower_gpu.frameworks.framework import Framework, Setting
-from flower_gpu.workers.worker import leave_after_this_call, may_stay
+from flower_gpu.workers.own_process import facts
 
 _SEED_WORDS: Final = 8  # of 32 bits
 
@@ -99,7 +99,7 @@ def as_first(seed: int) -> Iterator[None]:
     global _found
     if _found is not None:
         _found.restore()
-    elif may_stay():
+    elif facts.may_stay:
         _found = ProcessState()
     seed_all(seed)
     had = frameworks.loaded()
@@ -107,7 +107,7 @@ def as_first(seed: int) -> Iterator[None]:
         yield
     finally:
         if any(next(new.settings(), None) for new in frameworks.loaded() if new not in had):
-            leave_after_this_call()  # nobody knows what flags it had before this client
+            facts.has_to_leave = True  # nobody knows what flags it had before this client
 
 
 class ProcessState:

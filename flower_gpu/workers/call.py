@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers.native import initialized_cuda_devices
+from flower_gpu.workers.own_process import facts
 
 if TYPE_CHECKING:
     from flower_gpu.workers.confinement import Confinement
@@ -118,12 +118,6 @@ def set_up(setup: str | None) -> AbstractContextManager[Any]:
 #: workers are forked from, so that all find what they load.
 Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
-# What this very process has loaded, for calls that run in it.
-_done: set[str] = set()
-
-#: What of it was the first to initialise CUDA in this process; empty where nothing did.
-started_cuda = ""
-
 
 def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
     """Bring what a user may write into one form.
@@ -174,23 +168,20 @@ def _is_there(module: str, path: Sequence[str]) -> bool:
 
 def run_preload(preload: Preload) -> None:
     """Import the modules and call the functions."""
-    global started_cuda
     for name, kwargs in preload:
         if ":" in name:
             load_task(name)(**kwargs)
         else:
             import_module(name)
-        if not started_cuda and initialized_cuda_devices() is not None:
-            started_cuda = name
 
 
 def run_preload_once(preload: Preload) -> None:
     """Do the same, but not again in this process."""
     for name, kwargs in preload:
         key = json.dumps([name, kwargs])
-        if key not in _done:
+        if key not in facts.preloaded:
             run_preload([(name, kwargs)])
-            _done.add(key)
+            facts.preloaded.add(key)
 
 
 def _is_pair(value: Any) -> bool:

@@ -27,8 +27,8 @@ from flower_gpu.workers.life import (
     end_group,
     end_later,
 )
+from flower_gpu.workers.outcome import Outcome
 from flower_gpu.workers.outcomes import Stream, Tail, output_of
-from flower_gpu.workers.worker import Outcome
 
 _EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
 _WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease

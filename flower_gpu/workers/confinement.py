@@ -27,6 +27,7 @@ from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers import events, socket_folder, state_folder, thread_names
 from flower_gpu.workers.forkserver import proof
+from flower_gpu.workers.own_process import facts
 
 #: Programs, libraries and their settings, of the system and of NVIDIA's driver. Of ``/etc`` only these: it
 #: holds keys and passwords, too.
@@ -95,22 +96,14 @@ class Confinement:
         return cls(told["folder"], *(tuple(told[name]) for name in ("read", "write", "ports")))
 
 
-_applied: Confinement | None = None
-
-
-def of_this_process() -> Confinement | None:
-    """Return by what this process is confined; None where it is not."""
-    return _applied
-
-
 def is_wanted(environ: Mapping[str, str]) -> bool:
     """Tell whether this worker is confined, or should have been."""
-    return _applied is not None or bool(environ.get(CONFINED_VARIABLE))
+    return facts.confinement is not None or bool(environ.get(CONFINED_VARIABLE))
 
 
 def own_variables() -> frozenset[str]:
     """Return the variables that are set and removed here for a worker that is confined."""
-    return frozenset() if _applied is None else frozenset((*_OWN_FOLDERS, *_LEFT_OUT))
+    return frozenset() if facts.confinement is None else frozenset((*_OWN_FOLDERS, *_LEFT_OUT))
 
 
 def apply(environ: Mapping[str, str]) -> None:
@@ -120,11 +113,10 @@ def apply(environ: Mapping[str, str]) -> None:
 
     Raises ConfigError if the kernel cannot do that.
     """
-    global _applied
     told = Confinement.from_environment(environ)
     if told is None and CONFINED_VARIABLE in environ:  # as the worker that has started this one
         thread_names.be_readable()
-    if told is None or _applied is not None:
+    if told is None or facts.confinement is not None:
         return
     rights = dict(_rights(told, environ))
     try:
@@ -144,7 +136,7 @@ def apply(environ: Mapping[str, str]) -> None:
             "was not run"
         )
     _move_in(told)
-    _applied = told
+    facts.confinement = told
     if guard_rules.granted(environ) and not thread_names.can_be_given():
         events.send("lacks", text=_NO_NAMES)
 

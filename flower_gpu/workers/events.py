@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from flower_gpu.errors import shortened
+from flower_gpu.workers.own_process import facts
 
 T = TypeVar("T")
 
@@ -25,28 +26,28 @@ _MIN_INTERVAL_S = 0.1
 
 # Of this thread alone: several threads of a process may each run a call in it.
 _sink: ContextVar[Sink | None] = ContextVar("flower_gpu_sink", default=None)
-# Of a worker, which is there for one call: also for the threads that the task starts.
-_sink_of_process: Sink | None = None
 
 
 @contextmanager
 def sending_to(sink: Sink | None, *, all_threads: bool = False) -> Iterator[None]:
-    """Send the events of the call inside the block to ``sink``."""
-    global _sink_of_process
+    """Send the events of the call inside the block to ``sink``.
+
+    ``all_threads``: of a worker, which has one call at a time: also for the threads that the task starts.
+    """
     token = _sink.set(sink)
     if all_threads:
-        _sink_of_process = sink
+        facts.sink = sink
     try:
         yield
     finally:
         _sink.reset(token)
         if all_threads:
-            _sink_of_process = None
+            facts.sink = None
 
 
 def send(event: str, **fields: Any) -> None:
     """Send one event to the caller; do nothing outside of a call."""
-    sink = _sink.get() or _sink_of_process
+    sink = _sink.get() or facts.sink
     if sink is not None:
         sink({"event": event, **fields})
 
@@ -175,30 +176,10 @@ class ImportedModules:
             self._tell()
 
 
-# What forks of this process had to import, in a process that reports it to its fork server; else None.
-_imported_by_forks: dict[str, None] | None = None
-
-
-def learn_from_forks() -> None:
-    """Have workers that are forks of this process tell it what they had to import."""
-    global _imported_by_forks
-    _imported_by_forks = {}
-
-
-def learns_from_forks() -> bool:
-    """Tell whether they are to do so."""
-    return _imported_by_forks is not None
-
-
 def note_imported(names: Iterable[str]) -> None:
-    """Note what a worker had to import."""
-    if _imported_by_forks is not None:
-        _imported_by_forks.update(dict.fromkeys(names))
-
-
-def imported_by_forks() -> list[str]:
-    """Return what was noted, in its order."""
-    return list(_imported_by_forks or ())
+    """Note what a fork of this process had to import, where its fork server wants to know that."""
+    if facts.imported_by_forks is not None:
+        facts.imported_by_forks.update(dict.fromkeys(names))
 
 
 #: Of our own lines: below Flower's, whose handler and format they have where Flower is imported.

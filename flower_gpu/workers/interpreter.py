@@ -15,16 +15,10 @@ from typing import Any, Final, NoReturn
 
 from flower_gpu import frameworks
 from flower_gpu.workers import threads
+from flower_gpu.workers.own_process import facts
 
 #: The exit status of a program of which nobody can tell how it has ended: no success.
 UNKNOWN: Final = 255
-
-_is_fork = False
-
-
-def is_fork() -> bool:
-    """Tell whether this process is such a fork."""
-    return _is_fork
 
 
 def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str]) -> None:
@@ -33,8 +27,7 @@ def begin(argv: Sequence[str], streams: Sequence[int], environ: Mapping[str, str
     ``argv``: its path and arguments. ``streams``: descriptors of its standard input, output and error.
     ``environ``: says how many threads its libraries have.
     """
-    global _is_fork
-    _is_fork = True
+    facts.is_program = True
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)

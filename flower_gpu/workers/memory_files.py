@@ -17,6 +17,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Sequence
+from functools import cache
 
 #: Whether a file can be sealed, and so be mapped instead of copied.
 SEALS = hasattr(fcntl, "F_ADD_SEALS") and hasattr(os, "memfd_create")
@@ -129,26 +130,15 @@ def _mmap(address: int | None, size: int, flags: int, descriptor: int) -> int:
     return found
 
 
-_library: ctypes.CDLL | None = None
-
-
+@cache
 def _libc() -> ctypes.CDLL:
-    global _library
-    if _library is None:
-        library = ctypes.CDLL(None, use_errno=True)
-        library.mmap.restype = ctypes.c_void_p
-        # off_t is as long as a pointer on every 64-bit Linux
-        library.mmap.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_size_t,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_long,
-        ]
-        library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        _library = library
-    return _library
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    numbers = [ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    # off_t is as long as a pointer on every 64-bit Linux
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
 
 
 _ALIGNMENT = 64
@@ -191,6 +181,11 @@ class Sharing:
     """
 
     def __init__(self) -> None:
+        self._begin()
+        # A fork has other calls; the lock may be held there for ever.
+        os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._current: SharedFile | None = None
         self._seen: dict[int, int] = {}
@@ -276,10 +271,3 @@ def _is_open(descriptor: int, expected: tuple[int, int, int]) -> bool:
 
 #: This process's own.
 sharing = Sharing()
-
-
-def _after_fork_in_child() -> None:
-    sharing.__init__()  # type: ignore[misc]  # other pid, other descriptors; the lock may be held for ever
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,17 +17,18 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import events, socket_folder, transport
+from flower_gpu.workers import socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
 from flower_gpu.workers.forkserver import client, sockets
 from flower_gpu.workers.forkserver.sockets import Gone as Gone
 from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
 from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
+from flower_gpu.workers.own_process import OwnLock, facts
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
-start_lock = threading.Lock()
+start_lock = OwnLock()
 
 
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.worker import spawned; spawned()"
@@ -326,7 +326,7 @@ def fork(call: Call, _: Prepared, ends: child.Ends) -> Process:
 
 def _imported_by_fork() -> Callable[[], list[str]] | None:
     """Return what tells a fork of this process what it had to import, where somebody wants to know that."""
-    if not events.learns_from_forks():
+    if facts.imported_by_forks is None:
         return None
     from flower_gpu.workers.forkserver import identity, libraries  # there are no lighter ways to it
 
@@ -393,11 +393,3 @@ def _standard_descriptors_occupied() -> Iterator[None]:
             raise WorkerStartError(f"cannot start a worker: {error}") from error
         os.close(descriptor)
         yield
-
-
-def _after_fork_in_child() -> None:
-    global start_lock
-    start_lock = threading.Lock()  # the thread that held it does not exist here
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -32,8 +32,8 @@ from flower_gpu.options import RUN_DIR_VARIABLE
 from flower_gpu.workers import transport
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.memory_files import sharing
+from flower_gpu.workers.outcome import Outcome
 from flower_gpu.workers.transport import plain
-from flower_gpu.workers.worker import Outcome
 
 _CHUNK = 65536
 _MAX_PIPE = 1 << 20  # bytes a pipe holds at most, /proc/sys/fs/pipe-max-size

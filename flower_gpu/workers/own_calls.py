@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_lock = threading.Lock()
+from flower_gpu.workers.own_process import OwnLock
+
+_lock = OwnLock()
 # What each variable was before the first of the calls that set it now, and how many these are.
 _borrowed: dict[str, tuple[str | None, int]] = {}
 _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
@@ -61,9 +62,7 @@ def belongs_here(name: str) -> bool:
 
 
 def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # the thread that held it does not exist here, nor do the calls
-    _borrowed.clear()
+    _borrowed.clear()  # none of the calls runs there
     _is_inside.set(False)
 
 

@@ -24,15 +24,13 @@ from typing import Any
 from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import state_folder
+from flower_gpu.workers.own_process import facts
 
 _PARENT = "sockets"
 _NAMES = re.compile(r"\d+-\d+")
 _MAX_BYTES = 80  # an address has 107 at most, and multiprocessing puts a name of 18 behind this
 
 _KEY_BYTES = 32  # as multiprocessing's own
-
-# Open in a worker as long as it or a fork of it is there, and locked: the sign that the folder is in use.
-_lock = -1
 
 
 def take() -> None:
@@ -41,13 +39,12 @@ def take() -> None:
     And a key for them. Without a folder that is safe, multiprocessing makes one of its own, which others
     cannot enter either.
     """
-    global _lock
     process.current_process().authkey = os.urandom(_KEY_BYTES)
     if sys.platform != "linux":
         return
-    if _lock >= 0:  # inherited from the process that was forked
-        os.close(_lock)
-        _lock = -1
+    if facts.sockets_lock >= 0:  # inherited from the process that was forked
+        os.close(facts.sockets_lock)
+        facts.sockets_lock = -1
     settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     settings["tempdir"] = None
     with suppress(OSError, ConfigError):
@@ -55,10 +52,10 @@ def take() -> None:
         with suppress(FileExistsError):
             parent.mkdir(mode=0o700)
         path = parent / _own_name(os.getpid())
-        _lock = files.locked_folder(path)
+        facts.sockets_lock = files.locked_folder(path)
         name = str(path)
         if len(os.fsencode(name)) > _MAX_BYTES:
-            name = f"/proc/{os.getpid()}/fd/{_lock}"
+            name = f"/proc/{os.getpid()}/fd/{facts.sockets_lock}"
         # multiprocessing passes it on to processes that it spawns, too.
         settings["tempdir"] = name
 
@@ -66,7 +63,7 @@ def take() -> None:
 def path() -> str | None:
     """Return this process's folder; None where it has none."""
     settings: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
-    return str(settings["tempdir"]) if _lock >= 0 and settings.get("tempdir") else None
+    return str(settings["tempdir"]) if facts.sockets_lock >= 0 and settings.get("tempdir") else None
 
 
 def remove(pid: int) -> None:

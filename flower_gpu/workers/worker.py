@@ -1,7 +1,6 @@
 """The worker's side: environment first, then the task, then out.
 
-One entry for every start method: `serve`. Only the standard library is imported before the environment
-is set.
+One entry for every start method: `serve`.
 """
 
 from __future__ import annotations
@@ -12,36 +11,33 @@ import json
 import logging
 import multiprocessing
 import os
-import pickle
+import resource
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
-from flower_gpu.workers import interpreter, memory
+from flower_gpu.errors import WorkerStartError
+from flower_gpu.frameworks import set_by_modules
+from flower_gpu.workers import confinement, events, interpreter, socket_folder, threads, transport
+from flower_gpu.workers.call import load_task, run_preload, set_up
+from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
+from flower_gpu.workers.outcome import Outcome, failure, place_of, unsendable
+from flower_gpu.workers.own_process import facts
+from flower_gpu.workers.transport import plain
 
 _SIGNALS = signal.valid_signals()
 _STACK_DUMP_SIGNAL = signal.SIGQUIT  # what a terminal's Ctrl-\ sends: "show where you are"
 _IDLE_S = 0.2  # without a call: the next one comes with the next round, or never
-
-# What this worker keeps open for its caller; see :func:`held`.
-_held = -1
-_when_idle: Callable[[], None] | None = None
-# Whether another call may follow the one that runs, and whether a task has left this process in a state that
-# other tasks do not expect.
-_may_stay = _has_to_leave = False
 
 
 @dataclass(frozen=True)
@@ -70,20 +66,6 @@ class Origin:
     set_too_late: Callable[[], Mapping[str, str | None]] = dict
     # Returns what this worker had to import by now, for the caller.
     imported: Callable[[], list[str]] | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a worker found out: a value or an error, never both."""
-
-    value: Any = None  # what the task returned
-    cpu_s: float | None = None  # what the CPUs took for that, in all threads of the process
-    error_type: str | None = None  # ``module.Class`` of the exception
-    error_text: str = ""  # ``str`` of the exception
-    error_traceback: str = ""  # the formatted traceback
-    # The exception itself, where it can be passed on. Kept as bytes, so that a caller without the libraries
-    # it needs does not import them.
-    error_pickle: bytes | None = None
 
 
 def spawned() -> NoReturn:
@@ -199,25 +181,18 @@ def serve(ends: Ends, origin: Origin) -> None:
             encoding="utf-8", errors="backslashreplace", line_buffering=True
         )
     os.environ.update(origin.env)
-    from flower_gpu.workers import socket_folder
-    from flower_gpu.workers.forkserver import sockets
-
     socket_folder.take()
-    _Calls(socket.socket(fileno=ends.calls), origin, sockets).do()
+    _Calls(socket.socket(fileno=ends.calls), origin).do()
 
 
 class _Calls:
-    """The calls of one worker, done one after the other.
+    """The calls of one worker, done one after the other."""
 
-    ``sockets``: the module; its import comes after the environment.
-    """
-
-    def __init__(self, line: socket.socket, origin: Origin, sockets: Any) -> None:
+    def __init__(self, line: socket.socket, origin: Origin) -> None:
         self._line = line
         self._origin = origin
-        self._sockets = sockets
         self._is_first = True
-        self._base_bytes = memory.resident_bytes()  # of the process that this one is a fork of
+        self._base_bytes = _resident_bytes()  # of the process that this one is a fork of
 
     def do(self) -> None:
         """Do them."""
@@ -226,10 +201,10 @@ class _Calls:
         stays = True
         while stays:
             if not waiting.poll(_IDLE_S * 1000):
-                _be_idle()
+                facts.be_idle()
             try:
-                message, files = self._sockets.receive(self._line)
-            except self._sockets.Gone:  # there are no more
+                message, files = sockets.receive(self._line)
+            except sockets.Gone:  # there are no more
                 return
             if not self._is_first:  # else the caller knows that this process is new
                 self._send({"event": "begun"})
@@ -238,14 +213,13 @@ class _Calls:
 
     def _send(self, event: Mapping[str, Any]) -> None:
         # Without a lock: each message is sent as a whole, and a child of the task's could find it taken.
-        with suppress(self._sockets.Gone):  # the task has closed all descriptors
-            self._sockets.send(self._line, event)
+        with suppress(sockets.Gone):  # the task has closed all descriptors
+            sockets.send(self._line, event)
 
     def _do(self, message: Mapping[str, Any], files: dict[str, int]) -> bool:
         """Do one call; tell whether another one may come."""
-        global _may_stay
-        _may_stay = message["stays"]
-        _keep_for_caller(files.get("held", -1))
+        facts.may_stay = message["stays"]
+        facts.keep(files.get("held", -1))
         if not self._is_first:  # what an earlier task has changed
             os.environ.update(self._origin.env)
         outcome = self._outcome(message, files)
@@ -253,7 +227,7 @@ class _Calls:
             return False
         leave_reply(outcome, files["reply"])
         # After an error much may be different from what the next task expects to find.
-        stays = _may_stay and not _has_to_leave and outcome.error_type is None
+        stays = facts.may_stay and not facts.has_to_leave and outcome.error_type is None
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -262,147 +236,85 @@ class _Calls:
         for name in files.keys() & {"request", "reply"}:
             os.close(files[name])
         event: dict[str, Any] = {"event": "result", "stays": stays, "cpu_s": outcome.cpu_s}
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if self._is_first and not stays:  # else nobody knows what of it is this task's
-            event["memory_bytes"] = memory.taken_since(self._base_bytes)
-        self._sockets.send(self._line, {**event, "peak_bytes": memory.peak_bytes()})
+            event["memory_bytes"] = max(0, peak_bytes - self._base_bytes)
+        sockets.send(self._line, {**event, "peak_bytes": peak_bytes})
         return stays
 
     def _outcome(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
-        from flower_gpu.workers import events
-
-        origin = self._origin
-
-        def load() -> tuple[Any, ...]:
-            if "request" not in files:
-                assert origin.request is not None
-                return origin.request
-            from flower_gpu.workers import transport
-
-            request: tuple[Any, ...] = transport.read_request(files["request"], files.get("shared", -1))
-            return request
-
-        # Later calls find what the first one has set, with which the libraries have done well.
-        set_too_late = origin.set_too_late if self._is_first else dict
         with ExitStack() as seen:
-            if origin.imported is not None:
-                imported = origin.imported
+            if (imported := self._origin.imported) is not None:
                 modules = events.ImportedModules(
                     lambda: self._send({"event": "imported", "names": imported()})
                 )
                 seen.enter_context(events.imports_seen_by(modules.look))
                 seen.callback(modules.tell)
-            return run_task(origin.env, message["setup"], load, self._send, set_too_late)
+            return self._run(message, files)
 
+    def _run(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:
+        """Load the task and its arguments, and run it.
 
-def _keep_for_caller(descriptor: int) -> None:
-    """Keep something open until the next call comes, or the end of this process; -1 for nothing."""
-    global _held
-    before, _held = _held, descriptor
-    if before >= 0:
-        with suppress(OSError):
-            os.close(before)
+        Returns None where it was not run: the caller was told why, and tries again.
+        """
+        origin, send = self._origin, self._send
+        time_of_imports = events.ImportTime(send)
+        with events.sending_to(send, all_threads=True), events.imports_seen_by(time_of_imports.look):
+            try:
+                with set_up(message["setup"]):
+                    task, args, kwargs, functions, log_prefix = self._request(files)
+                    events.begin_log_lines(log_prefix)
+                    run_preload(functions)
+                    function = load_task(task)
+                    threads.follow(origin.env)
+                    _check_environment(origin.env)
+                    # Later calls find what the first one has set, with which the libraries have done well.
+                    if self._is_first and (variables := origin.set_too_late()):
+                        send({"event": "set_too_late", "variables": variables})
+                        return None
+                    send({"event": "task_started"})
+                    began_s = time.process_time()
+                    value = function(*args, **kwargs)
+                    cpu_s = time.process_time() - began_s
+                    time_of_imports.tell()
+                    return Outcome(value=value, cpu_s=cpu_s)
+            except SystemExit as error:  # the task asked for it
+                send({"event": "sys_exit", "where": place_of(error)})
+                raise
+            except BaseException as error:
+                return failure(error)
 
-
-def held() -> int:
-    """Return the descriptor that this worker keeps open for its caller; -1 where there is none.
-
-    A worker that starts others for the same call gives it to them, so that its lease is theirs as well.
-    """
-    return _held
-
-
-def may_stay() -> bool:
-    """Tell whether this process may get another call after the one that runs."""
-    return _may_stay
-
-
-def leave_after_this_call() -> None:
-    """Let no further call have this worker."""
-    global _has_to_leave
-    _has_to_leave = True
-
-
-def when_idle(then: Callable[[], None]) -> None:
-    """Have a function called when this worker waits for another call, as long as none has come."""
-    global _when_idle
-    _when_idle = then
-
-
-def _be_idle() -> None:
-    global _when_idle
-    then, _when_idle = _when_idle, None
-    if then is not None:
-        with suppress(Exception):  # no call's problem
-            then()
-
-
-def run_task(
-    env: Mapping[str, str],
-    setup: str | None,
-    load: Callable[[], tuple[Any, ...]],
-    send: Callable[[dict[str, Any]], None],
-    set_too_late: Callable[[], Mapping[str, str | None]],
-) -> Outcome | None:
-    """Load a task and its arguments, and run it.
-
-    ``setup``: ``"package.module:function"`` to call before the task is loaded; the task runs in what it
-    returns, if that is a context manager.
-    ``load``: returns the task, its arguments, what to preload, and the prefix of log lines. May import
-    whatever the task needs.
-    ``set_too_late``: as of an :class:`Origin`.
-
-    Returns None where it was not run: the caller was told why, and tries again.
-    """
-    from flower_gpu.workers import events, threads
-    from flower_gpu.workers.call import load_task, run_preload, set_up
-
-    time_of_imports = events.ImportTime(send)
-    with events.sending_to(send, all_threads=True), events.imports_seen_by(time_of_imports.look):
-        try:
-            with set_up(setup):
-                task, args, kwargs, functions, log_prefix = load()
-                events.begin_log_lines(log_prefix)
-                run_preload(functions)
-                function = load_task(task)
-                threads.follow(env)
-                _check_environment(env)
-                if variables := set_too_late():
-                    send({"event": "set_too_late", "variables": variables})
-                    return None
-                send({"event": "task_started"})
-                began_s = time.process_time()
-                value = function(*args, **kwargs)
-                cpu_s = time.process_time() - began_s
-                time_of_imports.tell()
-                return Outcome(value=value, cpu_s=cpu_s)
-        except SystemExit as error:  # the task asked for it
-            send({"event": "sys_exit", "where": place_of(error)})
-            raise
-        except BaseException as error:
-            return _failure(error)
+    def _request(self, files: Mapping[str, int]) -> tuple[Any, ...]:
+        """Return the task, its arguments, what to preload, and the prefix of log lines."""
+        if "request" not in files:
+            assert self._origin.request is not None
+            return self._origin.request
+        request: tuple[Any, ...] = transport.read_request(files["request"], files.get("shared", -1))
+        return request
 
 
 def leave_reply(outcome: Outcome, descriptor: int) -> None:
     """Write an outcome into the memory file for the caller."""
-    from flower_gpu.workers import confinement, transport
-
-    write: Callable[[Outcome, int], None] = transport.write_reply
-    if confinement.is_wanted(os.environ):  # also where it could not be had: the caller expects it
-        # Not elsewhere: what each worker had to import is imported by fork servers, anew.
-        from flower_gpu.workers.transport import plain
-
-        write = plain.write_reply
+    # A confinement that was wanted and could not be had counts as well: the caller expects it.
+    is_confined = confinement.is_wanted(os.environ)
+    write: Callable[[Outcome, int], None] = plain.write_reply if is_confined else transport.write_reply
     try:
         write(outcome, descriptor)
     except Exception as error:
         os.ftruncate(descriptor, 0)
-        write(_failure(_unsendable(error)), descriptor)
+        write(unsendable(error), descriptor)
+
+
+def _resident_bytes() -> int:
+    """Return how much memory this process has now; 0 where that is not known."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
 
 
 def _check_environment(env: Mapping[str, str]) -> None:
-    from flower_gpu.errors import WorkerStartError
-    from flower_gpu.frameworks import set_by_modules
-
     # A module's own number of threads wins, as it does where it is the only one.
     free = {"OMP_NUM_THREADS", *set_by_modules()}
     lost = {name: os.environ.get(name) for name in env if os.environ.get(name) != env[name]}
@@ -413,98 +325,3 @@ def _check_environment(env: Mapping[str, str]) -> None:
             f"the worker's environment was changed while the task was loaded: {name} is {value!r}, "
             f"not {env[name]!r}. Set it through env= and not in the task's module"
         )
-
-
-def _failure(error: BaseException) -> Outcome:
-    from flower_gpu.errors import MOST_CHARACTERS, shortened
-
-    kind = type(error)
-    is_long = len(_formatted(error)) > MOST_CHARACTERS
-    if is_long:  # the texts first: half of the limit is for the lines of the traceback before them
-        _shorten(error)
-    data = _pickled(error)
-    if is_long and data is not None and len(data) > 2 * MOST_CHARACTERS:
-        data = None  # its text is longer than what it was made of
-    return Outcome(
-        error_type=f"{kind.__module__}.{kind.__qualname__}",
-        error_text=shortened(_text(error)),
-        error_traceback=shortened(_formatted(error)),
-        error_pickle=data,
-    )
-
-
-def place_of(error: BaseException) -> str:
-    """Return where an app raised an exception, as ``client_app.py, line 33``."""
-    frames = traceback.extract_tb(_without_own_frames(error))
-    libraries = {"site-packages", "dist-packages"}
-    own = [frame for frame in frames if not libraries & {*Path(frame.filename).parts}]
-    where = (own or frames)[-1]  # wandb has put a sys.exit of its own in the place of Python's
-    return f"{Path(where.filename).name}, line {where.lineno}"
-
-
-def _formatted(error: BaseException) -> str:
-    lines = traceback.format_exception(type(error), error, _without_own_frames(error))
-    return "".join(lines).rstrip()
-
-
-def _shorten(error: BaseException) -> None:
-    """Cut the texts that an exception was made of, and those of the exceptions that led to it."""
-    from flower_gpu.errors import MOST_CHARACTERS, shortened
-
-    def cut(value: Any) -> Any:
-        return shortened(value, MOST_CHARACTERS // 4) if type(value) is str else value
-
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        with suppress(Exception):  # a class of its own may allow no change
-            one.args = tuple(map(cut, one.args))
-        with suppress(Exception):
-            one.__notes__ = list(map(cut, one.__notes__))
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:
-        return f"(its text cannot be had: {type(broken).__name__} in __str__)"
-
-
-def _without_own_frames(error: BaseException) -> TracebackType | None:
-    frames = error.__traceback__
-    own = Path(__file__).parent
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).parent == own:
-        frames = frames.tb_next
-    return frames or error.__traceback__
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    import cloudpickle
-
-    if not isinstance(error, Exception):  # KeyboardInterrupt would stop the caller
-        return None
-    for dumps in (pickle.dumps, cloudpickle.dumps):  # by name where possible, as a result
-        with suppress(Exception):
-            data: bytes = dumps(error)
-            pickle.loads(data)  # many exceptions can be pickled but not built again
-            return data
-    return None
-
-
-def _unsendable(error: Exception) -> Exception:
-    from flower_gpu.errors import InvalidResultError, WorkerError
-
-    if isinstance(error, OSError | MemoryError):
-        result: Exception = WorkerError(f"no room for the result: {type(error).__name__}: {_text(error)}")
-    else:
-        result = InvalidResultError(
-            f"the task returned something that cannot be passed between processes "
-            f"({type(error).__name__}: {_text(error)}). Return numpy arrays, numbers, strings, and lists or "
-            "dicts of them"
-        )
-    return result.with_traceback(error.__traceback__)

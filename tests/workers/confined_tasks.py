@@ -9,7 +9,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from flower_gpu.workers import events, worker
+from flower_gpu.workers import worker
+from flower_gpu.workers.outcome import Outcome
+from flower_gpu.workers.own_process import facts
 
 
 class Bomb:
@@ -64,12 +66,12 @@ def leaves_pickle(marker: str, shape: str) -> None:
     if shape == "bare":
         return leaves(bomb)
     if shape == "error":
-        head = pickle.dumps(worker.Outcome(error_type="x.Y", error_pickle=bomb))
+        head = pickle.dumps(Outcome(error_type="x.Y", error_pickle=bomb))
         return leaves(struct.pack("<8sQ", b"fgplain1", len(head)) + head)
     from flower_gpu.workers import transport
 
     def leave(_: object, descriptor: int) -> None:
-        transport.write_reply(worker.Outcome(value=Bomb(marker)), descriptor)
+        transport.write_reply(Outcome(value=Bomb(marker)), descriptor)
 
     worker.leave_reply = leave
     return None
@@ -78,7 +80,7 @@ def leaves_pickle(marker: str, shape: str) -> None:
 def sends(*told: dict[str, Any]) -> str:
     """Send events, and then return something."""
     for event in told:
-        sink = events._sink_of_process
+        sink = facts.sink
         assert sink is not None
         sink(event)
     return "done"
@@ -103,7 +105,7 @@ def writes_lines(*lines: bytes) -> str:
 
 def writes_much(size: int) -> str:
     """Write one line of so many bytes into the pipe of events."""
-    sink = events._sink_of_process
+    sink = facts.sink
     assert sink is not None
     sink({"event": "x" * size})
     return "done"

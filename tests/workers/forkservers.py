@@ -144,8 +144,7 @@ def own_servers(idle_s: float = 60, *, light: bool = False) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         if light:
             patch.setenv("LIGHT_SERVERS", "1")
-            patch.setattr(client, "_Memory", light_servers.Memory)
-        patch.setattr(client, "_memory", client._Memory())
+        patch.setattr(client, "_memory", light_servers.Memory() if light else client._Memory())
         patch.setenv("FLOWER_GPU_STATE_DIR", str(folder))
         patch.setenv("FLOWER_GPU_SERVER_IDLE_S", str(idle_s))
         try:

@@ -8,12 +8,11 @@ from flower_gpu.workers.forkserver import client
 class Memory(client._Memory):
     """What a process remembers that wants no torch in its fork servers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        super().begin()
         self.kind.without.add("torch")
 
 
 def begin() -> None:
     """Use such servers from now on."""
-    client._Memory = Memory  # type: ignore[misc]
     client._memory = Memory()

@@ -27,8 +27,8 @@ from flower_gpu.errors import (
     WorkerStartError,
     WorkerTimeoutError,
 )
-from flower_gpu.workers import worker
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.outcome import place_of
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -197,4 +197,4 @@ def test_an_exit_is_where_the_app_called_it_and_not_in_a_library() -> None:
     exec(compile(code, "/env/site-packages/wandb/exit_hooks.py", "exec"), library)
     with pytest.raises(SystemExit) as caught:
         library["exit"](3)
-    assert worker.place_of(caught.value) == f"test_crashes.py, line {caught.traceback[0].lineno + 1}"
+    assert place_of(caught.value) == f"test_crashes.py, line {caught.traceback[0].lineno + 1}"

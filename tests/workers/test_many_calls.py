@@ -28,6 +28,7 @@ from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers import own_calls
 from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.own_process import facts
 
 pytestmark = [
     pytest.mark.timeout(180),
@@ -139,7 +140,7 @@ def test_both_start_methods_and_calls_in_this_process_at_once(run: Run) -> None:
     from flower_gpu.workers import events
 
     assert events._sink.get() is None
-    assert events._sink_of_process is None
+    assert facts.sink is None
 
 
 def test_calls_in_this_process_leave_its_environment_as_it_was(run: Run) -> None:

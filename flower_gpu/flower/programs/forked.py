@@ -24,8 +24,6 @@ _STARTERS: Final = (
 # Runs the ServerApp. Other programs multiply no matrices, and threads that wait for that cost time.
 _COMPUTES: Final = "flwr-serverapp"
 
-_programs: starter.Programs | None = None
-
 
 def become(
     found: ProgramEntry,
@@ -73,15 +71,8 @@ def be_shown_as(command: str, name: str | None = None) -> None:
             setproctitle.setthreadtitle(name)
 
 
-def is_one() -> bool:
-    """Tell whether this process has its programs forked by a server: a fork of one does from the start."""
-    return _programs is not None
-
-
 def use(programs: starter.Programs) -> None:
     """Have the programs that Flower starts in this process forked by a server."""
-    global _programs
-    _programs = programs
     replacement = starter.Subprocess(programs)
     for name in _STARTERS:
         module = sys.modules.get(name)

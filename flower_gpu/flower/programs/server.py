@@ -30,6 +30,7 @@ from flower_gpu.workers import interpreter
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.forking import ChildWatch
 from flower_gpu.workers.life import explained
+from flower_gpu.workers.own_process import facts
 
 # What Flower's programs import, also when they are used for the first time. One that another version of
 # Flower does not have is left out: who needs something else imports it.
@@ -88,7 +89,7 @@ def fork_own(modules: Iterable[str]) -> None:
     To be called before there are threads; does nothing in a fork of a server, which has one. ``modules`` are
     what those programs import.
     """
-    if sys.platform != "linux" or forked.is_one() or threading.active_count() > 1:
+    if sys.platform != "linux" or facts.is_program or threading.active_count() > 1:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:

@@ -71,9 +71,18 @@ class _Memory:
     """What a process remembers between calls; a fork of it starts with nothing."""
 
     def __init__(self) -> None:
+        self.begin()
+        os.register_at_fork(after_in_child=self._begin_again)
+
+    def begin(self) -> None:
+        """Remember nothing."""
         self.lock = threading.Lock()
         self.kind = _ServerKind()
         self.stays = Stays()
+
+    def _begin_again(self) -> None:
+        self.stays.close()
+        self.begin()
 
     def known_kind(self) -> _ServerKind:
         """Return a copy of what is known by now."""
@@ -379,12 +388,3 @@ def _end_if_it_hangs(connection: socket.socket) -> None:
                 select.select([pidfd], [], [], 5)
         finally:
             os.close(pidfd)
-
-
-def _after_fork_in_child() -> None:
-    global _memory
-    _memory.stays.close()
-    _memory = _Memory()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

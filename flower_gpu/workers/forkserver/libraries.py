@@ -30,11 +30,11 @@ from typing import Any
 
 from flower_gpu import files, frameworks
 from flower_gpu.errors import ConfigError
-from flower_gpu.workers import events
 from flower_gpu.workers.call import Preload, run_preload
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
 from flower_gpu.workers.native import initialized_cuda_devices
+from flower_gpu.workers.own_process import facts
 
 #: Imported by every fork server, as far as they are installed.
 ALWAYS = ("numpy", "numpy.random", "torch", "cloudpickle")
@@ -342,7 +342,7 @@ class Learning:
         with suppress(OSError):  # the task has closed all descriptors
             if not os.readlink(f"/proc/self/fd/{report}").startswith(f"/memfd:{REPORT_NAME}"):
                 return  # and has opened a file of its own
-            names = dict.fromkeys([*self.imported(count), *events.imported_by_forks()])
+            names = dict.fromkeys([*self.imported(count), *(facts.imported_by_forks or ())])
             data = json.dumps(list(names)).encode()
             os.pwrite(report, data, 0)
             os.ftruncate(report, len(data))

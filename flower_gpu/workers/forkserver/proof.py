@@ -75,13 +75,4 @@ def is_given(descriptors: Sequence[int]) -> bool:
     return True
 
 
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(
-    before=lambda: _lock.acquire(),
-    after_in_parent=lambda: _lock.release(),
-    after_in_child=_after_fork_in_child,
-)
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)

@@ -29,7 +29,7 @@ from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.libraries import REPORT_NAME, Growth, Learning
 from flower_gpu.workers.life import adopt_orphans, die_with_the_caller, end_with_parent, explained
 from flower_gpu.workers.native import release_openmp_threads
-from flower_gpu.workers.transport import plain  # noqa: F401 - workers need it, and what it imports
+from flower_gpu.workers.own_process import facts
 
 _TICK_S = 1.0  # between looks at the clock and at the own socket
 _TELL_S = 0.5  # between two messages to callers that wait in line
@@ -323,7 +323,7 @@ class Server:
             imported=partial(self._learning.imported, self._modules),
         )
         report = partial(self._learning.report, self._modules, imported)
-        events.learn_from_forks()
+        facts.imported_by_forks = {}
         with events.imports_seen_by(events.ImportedModules(report).look):
             child.forked(ends, origin)
         report()

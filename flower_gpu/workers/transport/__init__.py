@@ -19,6 +19,7 @@ from flower_gpu.errors import WorkerError
 from flower_gpu.workers import memory_files
 from flower_gpu.workers.memory_files import create as create
 from flower_gpu.workers.memory_files import sharing
+from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport import regions
 from flower_gpu.workers.transport.regions import BUFFER, HERE, IMMUTABLE, IN_REQUEST, IN_SHARED, Parts, Region
 
@@ -64,7 +65,6 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
     ``shared``: the file that :func:`shared_by` returned in the caller, which is closed here; -1 for none.
     Raises WorkerError if the files do not hold a complete request.
     """
-    global _given
     index = _read_index(descriptor)
     files = {}
     if index.has(HERE):
@@ -75,7 +75,7 @@ def read_request(descriptor: int, shared: int = -1) -> Any:
                 raise WorkerError(_FOREIGN)
             files[IN_SHARED] = _File(shared, index, IN_SHARED)
         given = files[HERE].map if HERE in files else None
-        _given = _Given(descriptor, memory_files.identity(descriptor), given)
+        facts.request = GivenRequest(descriptor, memory_files.identity(descriptor), given)
         return _load(index, files)
     finally:
         if shared >= 0:
@@ -95,7 +95,7 @@ def write_reply(value: Any, descriptor: int) -> None:
 
     From here on, what this process writes into arrays that it was given stays in this process.
     """
-    given = _given
+    given = facts.request
     parts = Parts([("result", getattr(value, "value", value))], None if given is None else given.map)
     # By name where possible: a fork's __main__ is the caller's, which then gets its own classes back.
     # A spawned worker has what the caller's __main__ defines by value only, and so returns it.
@@ -258,21 +258,17 @@ def _load(index: _Index, files: dict[int, _File]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """The request of this process, if it is a worker."""
+class GivenRequest:
+    """The request of the call that runs in this worker."""
 
     descriptor: int
     identity: tuple[int, int, int]
     map: memory_files.Map | None
 
 
-_given: _Given | None = None
-
-
 def _leave_request() -> None:
     """Let what this process writes into its arguments from here on stay in this process."""
-    global _given
-    given, _given = _given, None
+    given, facts.request = facts.request, None
     if given is None or given.map is None:
         return
     try:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from flower_gpu.errors import MOST_CHARACTERS, InvalidResultError, shortened
 from flower_gpu.workers import memory_files
-from flower_gpu.workers.worker import Outcome
+from flower_gpu.workers.outcome import Outcome
 
 _MAGIC: Final = b"fgplain1"
 _START: Final = struct.Struct("<8sQ")  # magic, bytes of the description

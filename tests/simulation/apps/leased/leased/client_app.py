@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
-from flower_gpu.workers import worker as child
+from flower_gpu.workers.own_process import facts
 
 app = ClientApp()
 calls = 0
@@ -37,7 +37,7 @@ def train(message: Message, context: Context) -> Message:
     note["holders"] = len(holders)
     if lease is not None:
         note["is_in_ledger"] = lease.id in holders
-        note["descriptor_is_ticket"] = _is_ticket(child.held(), lease)
+        note["descriptor_is_ticket"] = _is_ticket(facts.held, lease)
         note["alone"] = lease.alone
     if device := os.environ.get("LEASED_APP_DEVICE"):
         note["opened"] = _opened(device)

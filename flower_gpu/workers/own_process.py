@@ -1,0 +1,80 @@
+"""Facts of this very process, as a worker, a program or a caller of others; each is set where it comes about.
+
+Only the standard library is imported here: a worker has this module before its environment is set.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flower_gpu.workers.confinement import Confinement
+    from flower_gpu.workers.transport import GivenRequest
+
+
+@dataclass
+class OwnProcess:
+    """What this process is, and what it holds."""
+
+    #: Whether it is a fork that is a program: it began with libraries.
+    is_program: bool = False
+    #: Whether another call may follow the one that runs in this worker.
+    may_stay: bool = False
+    #: Whether a task has left this worker in a state that other tasks do not expect.
+    has_to_leave: bool = False
+    #: Descriptor that this worker keeps open for its caller until the next call, or its end; -1 for none. A
+    #: worker that starts others for the same call gives it to them, so that its lease is theirs as well.
+    held: int = -1
+    #: Is called once when this worker waits for another call.
+    when_idle: Callable[[], None] | None = None
+    #: By what this process is confined; None where it is not.
+    confinement: Confinement | None = None
+    #: The request of the call that runs in this worker, where it came in a memory file.
+    request: GivenRequest | None = None
+    #: Takes the events of this worker's call, also from threads that the task has started.
+    sink: Callable[[dict[str, Any]], None] | None = None
+    #: What forks of this process had to import, in a process that reports it to its fork server; else None.
+    imported_by_forks: dict[str, None] | None = None
+    #: Descriptor of this worker's folder for sockets, locked as long as it or a fork of it is there.
+    sockets_lock: int = -1
+    #: What calls that run in this process have preloaded.
+    preloaded: set[str] = field(default_factory=set)
+
+    def keep(self, descriptor: int) -> None:
+        """Keep a descriptor open in the place of the one before; -1 for none."""
+        before, self.held = self.held, descriptor
+        if before >= 0:
+            with suppress(OSError):
+                os.close(before)
+
+    def be_idle(self) -> None:
+        """Do what is to be done when no call has come for a moment."""
+        then, self.when_idle = self.when_idle, None
+        if then is not None:
+            with suppress(Exception):  # no call's problem
+                then()
+
+
+facts = OwnProcess()
+
+
+class OwnLock:
+    """A lock that is free in a fork of this process: the thread that held it does not exist there."""
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
