@@ -28,17 +28,10 @@ def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = Fals
     """Yield a new, empty file to write to; it takes the place of ``path`` after the block.
 
     A reader sees the old file or the new one, and nothing in between. After an error, or where the block
-    removes the new file, the old one stays.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    mode : int, optional
-        Its permissions; by default those that any new file has. The block cannot change them by accident:
-        safetensors makes files that only their owner can read.
-    has_one_writer : bool
-        Whether no other process or thread writes it. What a killed process has left is overwritten then.
+    removes the new file, the old one stays. ``mode``: its permissions, by default those of any new file; the
+    block cannot change them by accident (safetensors makes files that only their owner can read).
+    ``has_one_writer``: no other process or thread writes it; then what a killed process has left is
+    overwritten.
     """
     unique = f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
     new = path.with_name(f"{path.name}.tmp" if has_one_writer else unique)
@@ -64,14 +57,7 @@ def replaced(path: Path, *, mode: int | None = None, has_one_writer: bool = Fals
 def is_own_folder(path: Path, *, user: int | None = None, forbidden: int = 0o022) -> bool:
     """Tell whether this is a folder, and no link, that belongs to an account and that no other can change.
 
-    Parameters
-    ----------
-    path : Path
-        The folder. An OSError is raised where it cannot be looked at.
-    user : int, optional
-        The account's number; by default this process's.
-    forbidden : int
-        Permissions that it must not have.
+    ``user``: by default this process's. ``forbidden``: permissions that it must not have.
     """
     found = path.lstat()
     owner = os.getuid() if user is None else user
@@ -96,29 +82,10 @@ def lock(
     before_try: Callable[[], object] = lambda: None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Lock an open file.
+    """Lock an open file; TimeoutError if another process holds the lock until ``deadline``.
 
     ``flock`` itself does not wait here: it would wait for ever, and in a thread nothing could end it.
-
-    Parameters
-    ----------
-    descriptor : int
-        The file.
-    deadline : float, optional
-        On the clock of ``time.monotonic``.
-    pauses_s : tuple of float
-        The first pause between two tries, and the longest one.
-    late : str
-        The text of the TimeoutError.
-    before_try : callable
-        Called before each try.
-    sleep : callable
-        Makes a pause.
-
-    Raises
-    ------
-    TimeoutError
-        If another process holds the lock until ``deadline``.
+    ``pauses_s``: the first pause between two tries, and the longest one.
     """
     pause_s, longest_s = pauses_s
     while True:
@@ -175,13 +142,7 @@ def locked_folder(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all in it, also one that was made to stay.
-
-    Raises
-    ------
-    OSError
-        If it is not there, or its folder is not to be changed.
-    """
+    """Remove a file, or a folder with all in it, also one made to stay; OSError if that cannot be."""
     if not path.is_dir() or path.is_symlink():
         path.unlink()
         return

@@ -38,8 +38,8 @@ from flower_gpu.options import (
     PolicyWord,
     StartMethodWord,
 )
+from flower_gpu.workers import call_end, events, threads
 from flower_gpu.workers import caller as worker
-from flower_gpu.workers import events, outcomes, threads
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, Task, task_name
 from flower_gpu.workers.methods import StartMethod
@@ -248,7 +248,7 @@ class _Run:
         if confinement is not None and method.copies_caller:  # this process has what the worker must not have
             method = start.SPAWN
         # A copy of this process can have what no other process can: a lock in the arguments, say.
-        or_copy = (
+        or_fork = (
             confinement is None
             and not settings.preload
             and method != self.workers.choose(settings.start_method)
@@ -338,9 +338,9 @@ class _Run:
                     on_event=on_event,
                     on_start=on_start,
                     or_spawn=settings.start_method == "auto",
-                    or_copy=or_copy,
+                    or_fork=or_fork,
                 )
-        except start.CopyInsteadError:
+        except start.ForkInsteadError:
             self.by_name = False
         except BaseException as caught:
             error = caught
@@ -444,7 +444,7 @@ def _round_in(config: Mapping[str, Any]) -> int | None:
 
 
 def _traceback(error: BaseException | None) -> dict[str, str]:
-    text = "" if error is None else outcomes.traceback_of(error)
+    text = "" if error is None else call_end.traceback_of(error)
     return {"traceback": text} if text else {}
 
 

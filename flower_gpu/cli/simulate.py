@@ -36,7 +36,7 @@ from flower_gpu.options import (
 from flower_gpu.printable import told_if_slow
 from flower_gpu.simulation.determinism import FIXED, HASH_SEED, has_fixed_hashes
 from flower_gpu.workers.call import check_modules, checked_preload
-from flower_gpu.workers.life import ended_by_signals
+from flower_gpu.workers.interrupts import ended_by_signals
 from flower_gpu.workers.own_process import facts
 
 if TYPE_CHECKING:

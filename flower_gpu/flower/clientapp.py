@@ -36,7 +36,7 @@ from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
 from flower_gpu.flower.private_names import CLIENT_RUNTIME, INSTALLER, find
 from flower_gpu.flower.records import round_of
-from flower_gpu.workers import outcomes
+from flower_gpu.workers import call_end
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.outcome import place_of
@@ -143,7 +143,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
                     task=message.metadata.message_type.partition(".")[0],
                     round=round_of(message),
                     error=text_of(error),
-                    traceback=outcomes.traceback_of(error),
+                    traceback=call_end.traceback_of(error),
                 )
                 raise
 

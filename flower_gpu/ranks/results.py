@@ -20,7 +20,7 @@ from flower_gpu.errors import (
     WorkerTimeoutError,
     text_of,
 )
-from flower_gpu.workers.outcomes import WorkerStoppedError
+from flower_gpu.workers.call_end import WorkerStoppedError
 
 
 @dataclass(frozen=True)

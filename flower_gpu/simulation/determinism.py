@@ -23,7 +23,7 @@ from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.framework import Framework, Setting
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.workers import threads
-from flower_gpu.workers.own_calls import borrowed
+from flower_gpu.workers.own_calls import restored_environment
 
 HASH_SEED: Final = "PYTHONHASHSEED"
 #: The value of :data:`HASH_SEED` in all processes of a deterministic run: hashes are not randomized.
@@ -105,7 +105,7 @@ def here(seed: int, env: Mapping[str, str]) -> Iterator[None]:
         framework.be_deterministic()
         framework.seed(seed)
 
-    with borrowed(env):
+    with restored_environment(env):
         os.environ.update(env)
         try:
             with threads.restored(), frameworks.each_loaded(prepare):

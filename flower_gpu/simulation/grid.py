@@ -48,7 +48,7 @@ from flower_gpu.simulation.durations import Durations
 from flower_gpu.simulation.nodes import VirtualNodes, wanted_nodes
 from flower_gpu.trace import NO_REPLY
 from flower_gpu.watch.waits import WorkerWaits
-from flower_gpu.workers.outcomes import traceback_of
+from flower_gpu.workers.call_end import traceback_of
 
 # A loop of the app's own that waits for nodes: after so many questions in so many seconds that is logged.
 _MANY_QUESTIONS: Final = 5

@@ -40,7 +40,7 @@ from flower_gpu.simulation.results import ResultFolder
 from flower_gpu.simulation.simulation_result import SimulationResult
 from flower_gpu.simulation.states import StateStore
 from flower_gpu.watch.trackers import tracking
-from flower_gpu.workers.own_calls import borrowed
+from flower_gpu.workers.own_calls import restored_environment
 
 #: What states of nodes take in memory before they go to the disk.
 STATE_MEMORY: Final = "1GiB"
@@ -206,7 +206,7 @@ class _Record:
             config = plan.config(engine)
             folder = ResultFolder.create(plan.log_dir, config)
         if folder is not None:
-            stack.enter_context(borrowed([RUN_DIR_VARIABLE]))
+            stack.enter_context(restored_environment([RUN_DIR_VARIABLE]))
             os.environ[RUN_DIR_VARIABLE] = str(folder.path)
             name, clients = plan.work.name, plan.work.num_supernodes
             told = {"run_config": plan.run_config, "clients": clients, "engine": "simulate"}

@@ -17,9 +17,10 @@
     worker.serve: environment, threads, task; then the task runs      the worker's process
        |  a socket (forkserver/sockets): the call comes from it, with the descriptors of its memory files;
        |  JSON messages go to it (progress, imports, "result"; events)
-       |  stdout, stderr: text (outcomes)
+       |  stdout, stderr: text (output)
        |  transport: the result goes into a memory file that the caller has made; it is sealed
        v
-    caller: waits for result, process and deadline together, and lets the worker wait for the next call, or
-            ends its whole group; checks and maps the result (outcomes), or raises what happened
+    started_worker: waits for result, process and deadline together, and lets the worker wait for the next
+            call, or ends its whole group
+    call_end: checks and maps the result, or raises what happened
 """

@@ -60,10 +60,7 @@ class Call:
 
 
 def check_task(task: Task) -> None:
-    """Refuse what cannot be a task, where the user wrote it and not later in a worker.
-
-    Raises ConfigError if ``task`` is neither callable nor of the form ``"package.module:function"``.
-    """
+    """Refuse (ConfigError) what cannot be a task, where the user wrote it and not later in a worker."""
     if isinstance(task, str):
         if not _REFERENCE.fullmatch(task):
             raise ConfigError(f"{task!r} does not name a function; write it as 'package.module:function'")
@@ -81,11 +78,7 @@ def task_name(task: Task) -> str:
 
 
 def load_task(task: Task) -> Callable[..., Any]:
-    """Return the function itself, importing it where only its name was given.
-
-    Raises WorkerStartError if the module has no such function, or importing it failed (the cause tells
-    where).
-    """
+    """Return the function itself, imported where only its name was given; else WorkerStartError."""
     if not isinstance(task, str):
         return task
     module_name, _, path = task.partition(":")
@@ -106,10 +99,7 @@ def load_task(task: Task) -> Callable[..., Any]:
 
 
 def set_up(setup: str | None) -> AbstractContextManager[Any]:
-    """Call what a call names as its ``setup``, and return what its task runs in.
-
-    Raises WorkerStartError if there is no such function.
-    """
+    """Call what a call names as its ``setup``, and return what its task runs in."""
     made = load_task(setup)() if setup is not None else None
     return made if isinstance(made, AbstractContextManager) else nullcontext()
 
@@ -120,10 +110,9 @@ Preload = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Bring what a user may write into one form.
+    """Bring what a user may write into one form; ConfigError if it is something else.
 
     ``preload``: ``"package.module:function"``, or with its keyword arguments, or ``"package.module"``.
-    Raises ConfigError if it is something else.
     """
     if preload is None:
         return ()
@@ -133,10 +122,9 @@ def checked_preload(preload: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
 
 
 def check_modules(preload: Preload, path: Sequence[str]) -> None:
-    """Look for the modules, and run none of their code.
+    """Look for the modules, and run none of their code; ConfigError if one is nowhere to be found.
 
     ``path``: what comes before ``sys.path`` where they will be imported.
-    Raises ConfigError if one is nowhere to be found.
     """
     for name, _ in preload:
         module = name.partition(":")[0]

@@ -3,62 +3,35 @@
 from __future__ import annotations
 
 import os
-import select
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from flower_gpu.errors import WorkerDiedError, WorkerStartError, WorkerTimeoutError
-from flower_gpu.workers import checked_events, memory_files, outcomes, own_calls, socket_folder
+from flower_gpu.workers import call_end, memory_files, own_calls, started_worker
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call, load_task, run_preload_once, set_up
-from flower_gpu.workers.events import Sink, note_imported, send, sending_to
-from flower_gpu.workers.forkserver import client, sockets
+from flower_gpu.workers.events import Sink, send, sending_to
+from flower_gpu.workers.forkserver import client
+from flower_gpu.workers.interrupts import deferred_interrupts
 from flower_gpu.workers.life import (
-    LeftProcesses,
     StopOrder,
-    deferred_interrupts,
-    end_group,
-    end_later,
 )
 from flower_gpu.workers.outcome import Outcome
-from flower_gpu.workers.outcomes import Stream, Tail, output_of
+from flower_gpu.workers.started_worker import CallWatch, StartedWorker
 
-_EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
-_WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
-_CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
-_STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
-_POLL_S = 0.05  # only where the kernel has no pidfd
-_SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
-_MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
-_MOST_LATE = 1000  # messages of a worker that is gone: a child of it may go on to write
 _TRIES = 3
 
 OnStart = Callable[[int, str], None]
 
 
-def run(
-    call: Call,
-    method: start.StartMethod | str,
-    timeout_s: float | None = None,
-    on_event: Sink | None = None,
-    on_start: OnStart | None = None,
-    or_spawn: bool = False,
-    or_copy: bool = False,
-    stopped_by: StopOrder | None = None,
-) -> Any:
-    """Run ``call`` in a worker of its own, and return what its task returned, once the worker is gone.
-
-    As of :meth:`Line.run`.
-    """
+def run(call: Call, method: start.StartMethod | str, **options: Any) -> Any:
+    """Run a call in a worker of its own, which is gone afterwards; the rest as of :meth:`Line.run`."""
     with closing(Line()) as line:
-        return line.run(call, method, timeout_s, on_event, on_start, or_spawn, or_copy, stopped_by)
+        return line.run(call, method, **options)
 
 
 class Line:
@@ -71,13 +44,13 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._worker: _Worker | None = None
+        self._worker: StartedWorker | None = None
         self._place: client.ServerPlace | None = None  # at the fork server that has forked the last one
         self._method = start.SPAWN
         self._like: Any = None  # calls that the worker may have
         self._calls = 0  # that it has done
         self._lock = threading.Lock()
-        self._running: _Worker | None = None  # what :meth:`cancel` ends
+        self._running: StartedWorker | None = None  # what :meth:`cancel` ends
         self.is_cancelled = False
         self.peak_bytes = 0
         self.call_s = 0.0
@@ -121,7 +94,7 @@ class Line:
         on_event: Sink | None = None,
         on_start: OnStart | None = None,
         or_spawn: bool = False,
-        or_copy: bool = False,
+        or_fork: bool = False,
         stopped_by: StopOrder | None = None,
         calls: int = 1,
     ) -> Any:
@@ -132,7 +105,7 @@ class Line:
         runs in this process.
         ``on_start``: receives the pid of the worker, and how it was started.
         ``or_spawn``: spawn the worker where there can be no fork server, instead of an error.
-        ``or_copy``: raise CopyInsteadError there, and where the call cannot be passed to another process.
+        ``or_fork``: raise ForkInsteadError there, and where the call cannot be passed to another process.
         ``stopped_by``: by which another thread can have the worker ended.
         ``calls``: how many calls a worker runs before it ends. One that has failed ends at once.
         Raises WorkerStartError: the worker could not be started.
@@ -147,7 +120,7 @@ class Line:
             if on_start is not None:
                 on_start(os.getpid(), method.name)
             return _run_here(call, on_event)
-        wanted = _Wanted(method, timeout_s, on_event, on_start, or_spawn, or_copy, stopped_by, calls)
+        wanted = _Wanted(method, timeout_s, on_event, on_start, or_spawn, or_fork, stopped_by, calls)
         while True:
             seen, outcome = self._done(call, wanted)
             if seen.is_unread:
@@ -162,18 +135,18 @@ class Line:
             else:
                 start.remember_variables(call, seen.set_too_late, or_spawn=or_spawn)
         if outcome is not None:
-            return outcomes.unwrap(call, outcome)
+            return call_end.unwrap(call, outcome)
         if seen.is_stopped:
-            raise outcomes.stopped(call, seen.pid, seen.tail)
+            raise call_end.stopped(call, seen.pid, seen.tail)
         if seen.hangs:
             assert timeout_s is not None
-            raise outcomes.timed_out(call, seen.pid, timeout_s, seen.import_s, seen.tail)
-        raise outcomes.died(call, seen.pid, seen.exitcode, seen.sys_exit, self.call_s, seen.tail)
+            raise call_end.timed_out(call, seen.pid, timeout_s, seen.import_s, seen.tail)
+        raise call_end.died(call, seen.pid, seen.exitcode, seen.sys_exit, self.call_s, seen.tail)
 
     def retire(self) -> None:
         """Let the worker that waits for another call end, and wait for that."""
         if self._worker is not None:
-            self._worker.leave(time.monotonic() + _EXIT_GRACE_S)
+            self._worker.leave(time.monotonic() + started_worker.EXIT_GRACE_S)
             self._end_worker()
 
     def close(self) -> None:
@@ -184,13 +157,13 @@ class Line:
             if place is not None:
                 place.close()
 
-    def _done(self, call: Call, wanted: _Wanted) -> tuple[_CallWatch, Outcome | None]:
+    def _done(self, call: Call, wanted: _Wanted) -> tuple[CallWatch, Outcome | None]:
         """Have a call done; return what was seen of it, and its outcome where there is one."""
         began = time.monotonic()
         files: dict[str, int] = {}
         try:
             worker, is_new = self._sent(call, wanted, files)
-            seen = _CallWatch(call, worker.pid, wanted.on_event, is_begun=is_new)
+            seen = CallWatch(call, worker.pid, wanted.on_event, is_begun=is_new)
             with self._lock:
                 if self.is_cancelled:
                     raise WorkerDiedError(f"{call.label} was cancelled before its worker was there")
@@ -212,7 +185,7 @@ class Line:
             self.peak_bytes = max(self.peak_bytes, seen.peak_bytes)
             outcome = None
             if seen.has_result:
-                outcome = outcomes.read(call, files["reply"], files.get("request", -1))
+                outcome = call_end.read(call, files["reply"], files.get("request", -1))
             return seen, outcome
         except BaseException:  # its worker must not answer the next call
             self.close()
@@ -224,10 +197,10 @@ class Line:
                 for descriptor in files.values():
                     os.close(descriptor)
 
-    def _sent(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> tuple[_Worker, bool]:
+    def _sent(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> tuple[StartedWorker, bool]:
         """Send a call to the worker that is there, or to a new one; tell which, and whether it is new.
 
-        ``files``: takes the memory files of the call, once they are open.
+        ``files`` takes the memory files of the call, once they are open.
         """
         try:
             with deferred_interrupts():
@@ -249,13 +222,13 @@ class Line:
         self._like = like
         return self._started(call, wanted, files), True
 
-    def _started(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> _Worker:
+    def _started(self, call: Call, wanted: _Wanted, files: dict[str, int]) -> StartedWorker:
         for tries_left in reversed(range(_TRIES)):
             with deferred_interrupts():
                 place, self._place = self._place, None
                 prepared = wanted.prepared(call, place)
                 try:
-                    self._worker = _Worker(call, prepared, files["reply"], stays=wanted.calls > 1)
+                    self._worker = StartedWorker(call, prepared, files["reply"], stays=wanted.calls > 1)
                 except BaseException as error:
                     prepared.close()
                     if not isinstance(error, start.Gone):
@@ -270,7 +243,7 @@ class Line:
                 return self._worker
         raise AssertionError
 
-    def _leave_behind(self, seen: _CallWatch) -> None:
+    def _leave_behind(self, seen: CallWatch) -> None:
         """Let a worker that has done its call take its time to exit, while the next one begins."""
         seen.on_event = None  # the call is over
         with deferred_interrupts():
@@ -281,7 +254,9 @@ class Line:
 
             def end() -> None:
                 with closing(worker):
-                    worker.leave(time.monotonic() + _EXIT_GRACE_S - _WAIT_FOR_EXIT_S)
+                    worker.leave(
+                        time.monotonic() + started_worker.EXIT_GRACE_S - started_worker.WAIT_FOR_EXIT_S
+                    )
                     worker.end()
                 if place is not None:
                     place.close()
@@ -310,7 +285,7 @@ class _Wanted:
     on_event: Sink | None
     on_start: OnStart | None
     or_spawn: bool
-    or_copy: bool
+    or_fork: bool
     stopped_by: StopOrder | None
     calls: int
     deadline: float | None = None  # on the clock of ``time.monotonic``
@@ -326,7 +301,7 @@ class _Wanted:
                 call,
                 self.method,
                 or_spawn=self.or_spawn,
-                or_copy=self.or_copy,
+                or_fork=self.or_fork,
                 deadline=self.deadline,
                 place=place,
             )
@@ -337,281 +312,8 @@ class _Wanted:
             ) from error
 
 
-@dataclass
-class _CallWatch:
-    """What is known of one call that a worker does."""
-
-    call: Call
-    pid: int
-    on_event: Sink | None
-    #: Whether the worker has read it; of a new one that need not be told.
-    is_begun: bool
-    tail: Tail = field(default_factory=Tail)
-    has_result: bool = False
-    #: Whether the worker waits for another call.
-    stays: bool = False
-    #: Whether it is gone, and how it ended as far as that is known (``-n``: by signal ``n``).
-    has_ended: bool = False
-    exitcode: int | None = None
-    #: Whether it was to be ended because its caller was told to.
-    is_stopped: bool = False
-    #: Variables that the task's module set after the fork server's libraries had read them.
-    set_too_late: dict[str, str | None] | None = None
-    #: Where its task has called sys.exit.
-    sys_exit: str = ""
-    #: Seconds that it has been importing, at least.
-    import_s: float = 0.0
-    #: Whether these were libraries that its fork server did not have.
-    had_imports: bool = False
-    peak_bytes: int = 0
-
-    @property
-    def hangs(self) -> bool:
-        """Whether the worker has to be ended while it does the call."""
-        return not self.has_ended and not self.has_result
-
-    @property
-    def exit_s(self) -> float:
-        """How long to wait for the worker's exit after the result."""
-        may_be_late = self.call.held < 0 and self.call.confinement is None
-        return min(_EXIT_GRACE_S, _WAIT_FOR_EXIT_S) if may_be_late else _EXIT_GRACE_S
-
-    @property
-    def is_late_to_exit(self) -> bool:
-        """Whether the worker has not exited by then, and nobody has to wait for that."""
-        return self.has_result and not self.has_ended and self.exit_s < _EXIT_GRACE_S
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether the worker ended before it has read the call: then another one can do it."""
-        return self.has_ended and not self.is_begun
-
-    def take(self, told: dict[str, Any]) -> None:
-        """Take what the worker tells."""
-        event = told if self.call.confinement is None else checked_events.checked(told)
-        if event is None:
-            return
-        kind = event.get("event")
-        if kind == "result":
-            self.has_result, self.stays = True, bool(event.get("stays"))
-            self.peak_bytes = event.get("peak_bytes") or 0
-            if self.on_event is not None:
-                self.on_event({**event, "event": "worker_result"})
-        elif kind == "begun":
-            self.is_begun = True
-        elif kind == "importing":
-            self.import_s = float(event["seconds"])
-        elif kind == "sys_exit":
-            self.sys_exit = str(event["where"])
-        elif kind == "imported":
-            self.had_imports = bool(event["names"])
-            note_imported(event["names"])
-        elif kind == "set_too_late":
-            self.set_too_late = event["variables"]
-        elif self.on_event is not None:
-            self.on_event(event)
-
-
-class _Worker:
-    """One worker with the caller's ends of its lines: started, watched through its calls, ended.
-
-    Raises WorkerStartError or Gone as :func:`flower_gpu.workers.methods.launch` does.
-    """
-
-    def __init__(self, call: Call, prepared: start.Prepared, reply: int, *, stays: bool) -> None:
-        self._is_confined = call.confinement is not None
-        self._is_from_server = prepared.method.from_server
-        self._left: LeftProcesses | None = None
-        if self._is_confined and not self._is_from_server:  # a fork server does that itself
-            self._left = LeftProcesses()
-        try:
-            self._process, self._lines = start.launch(call, prepared, reply, stays=stays)
-        except BaseException:
-            self._end_left()
-            raise
-        self._seen: _CallWatch | None = None
-        self._streams: dict[int, Stream] = {}
-        self._calls = self._lines.calls.fileno()
-        self._pidfd = _open_pidfd(self.pid)
-        #: What is still open at the other end.
-        self._open = {self._calls, self._lines.stdout, self._lines.stderr}
-        self._poll = select.poll()
-        for descriptor in self._open | {self._pidfd} - {-1}:
-            self._poll.register(descriptor, select.POLLIN)
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    @property
-    def descriptor(self) -> int:
-        """What can be read once it is gone."""
-        return self._pidfd if self._pidfd >= 0 else self._calls
-
-    def has_exited(self) -> bool:
-        """Whether it is gone; its pid is still its own."""
-        return self._process.has_exited()
-
-    def take(self, call: Call, files: dict[str, int], *, stays: bool) -> None:
-        """Send it another call.
-
-        Raises Gone if that is too late.
-        """
-        start.send_call(call, self._lines.calls, files["request"], files["reply"], stays=stays)
-
-    def kill(self) -> None:
-        """Kill it, also from another thread."""
-        with suppress(ProcessLookupError):
-            if self._pidfd >= 0:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            else:
-                os.kill(self.pid, signal.SIGKILL)
-
-    def watch(self, seen: _CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
-        """Wait for the end of a call, on the worker's lines, the deadline and an order to stop together.
-
-        It ends with the worker, or, if that stays, with the result.
-        """
-        self._seen = seen
-        for descriptor, target in ((self._lines.stdout, sys.stdout), (self._lines.stderr, sys.stderr)):
-            self._streams[descriptor] = Stream(descriptor, output_of(seen.call, target, seen.tail))
-        order = -1 if stopped_by is None else stopped_by.descriptor
-        if order >= 0:
-            self._poll.register(order, select.POLLIN)
-        try:
-            is_leaving = False
-            while not seen.stays and not seen.is_stopped:
-                if seen.has_result and not is_leaving:
-                    is_leaving, deadline = True, time.monotonic() + seen.exit_s
-                left_s = None if deadline is None else deadline - time.monotonic()
-                if left_s is not None and left_s <= 0:
-                    return
-                if self._wait_once(left_s, order):
-                    seen.has_ended = True
-                    return
-        finally:
-            with suppress(KeyError, ValueError):  # it was given, or there is none
-                self._poll.unregister(order)
-        for stream in self._streams.values():
-            stream.drain()
-
-    def leave(self, deadline: float) -> None:
-        """Let it end, as there are no more calls; wait for that."""
-        with suppress(OSError):  # it has ended
-            self._lines.calls.shutdown(socket.SHUT_WR)
-        self._wait(deadline)
-
-    def ask_where_it_is(self) -> None:
-        """Have a hung worker write the stacks of its threads into its output."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGQUIT)
-        self._wait(time.monotonic() + _STACK_DUMP_S)
-
-    def end(self) -> None:
-        """End it and its process group, however far it is."""
-        if not self._process.has_exited():
-            self.kill()
-            self._wait_for_exit()
-        try:
-            self._let_its_children_tidy_up()
-        finally:
-            self._end_group()  # before its pid is free for others
-            socket_folder.remove(self.pid)
-            exitcode = self._process.reap()
-        if self._seen is not None:
-            self._seen.exitcode = exitcode
-            self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
-        for stream in self._streams.values():
-            stream.drain()
-
-    def close(self) -> None:
-        """Let go of every descriptor, and end what it has put into sessions of its own."""
-        self._end_left()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-        self._lines.close()
-
-    def _end_left(self) -> None:
-        if self._left is not None:
-            self._left.end(sockets.is_server)
-            self._left = None
-
-    def _end_group(self) -> None:
-        # A confined app's processes may call themselves as they like.
-        if self._open and not self._is_confined and sys.platform == "linux":
-            trackers, _ = end_group(self.pid)
-            if trackers and not self._is_from_server:
-                end_later(trackers)  # a fork server does that itself
-            return
-        with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def _wait(self, deadline: float) -> None:
-        while (left_s := deadline - time.monotonic()) > 0 and not self._wait_once(left_s):
-            pass
-
-    def _wait_once(self, timeout_s: float | None, order: int = -1) -> bool:
-        """Read what there is, or wait for it; tell whether the worker is gone, and all of that is read."""
-        longest = _POLL_S
-        if self._pidfd >= 0:
-            longest = _MAX_WAIT_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
-        self._read_once(longest if timeout_s is None else min(timeout_s, longest), order)
-        if not self._process.has_exited():
-            return False
-        for _ in range(_MOST_LATE):
-            if self._calls not in self._open or not sockets.can_be_read(self._calls, 0):
-                break
-            self._receive()
-        return True
-
-    def _read_once(self, timeout_s: float, order: int = -1) -> None:
-        for descriptor, _ in self._poll.poll(timeout_s * 1000):
-            if descriptor == self._calls:
-                self._receive()
-            elif descriptor in self._streams:
-                if not self._streams[descriptor].read():
-                    self._forget(descriptor)
-            elif descriptor == order and self._seen is not None:
-                self._poll.unregister(order)
-                self._seen.is_stopped = not self._seen.has_result
-
-    def _receive(self) -> None:
-        try:
-            told, files = sockets.receive(self._lines.calls)
-        except sockets.NotAMessage:
-            return
-        except sockets.Gone:
-            self._forget(self._calls)
-            return
-        for descriptor in files:
-            os.close(descriptor)
-        if self._seen is not None:
-            self._seen.take(told)
-
-    def _forget(self, descriptor: int) -> None:
-        self._poll.unregister(descriptor)
-        self._open.discard(descriptor)
-
-    def _wait_for_exit(self) -> None:
-        # Without reading: that may raise, and a worker that is being killed waits for no reader.
-        poll = select.poll()
-        if self._pidfd >= 0:
-            poll.register(self._pidfd, select.POLLIN)
-        while not self._process.has_exited():
-            poll.poll(_POLL_S * 1000)
-
-    def _let_its_children_tidy_up(self) -> None:
-        """Wait a moment for processes that still have the output of the worker, which is gone."""
-        if self._pidfd >= 0:  # it would end every wait at once
-            self._poll.unregister(self._pidfd)
-        deadline = time.monotonic() + _CHILDREN_GRACE_S
-        while self._open and (left_s := deadline - time.monotonic()) > 0:
-            self._read_once(left_s)
-
-
 def _run_here(call: Call, on_event: Sink | None) -> Any:
-    with own_calls.inside(), own_calls.borrowed(call.env):
+    with own_calls.inside(), own_calls.restored_environment(call.env):
         os.environ.update(call.env)
         with sending_to(on_event), set_up(call.setup):
             run_preload_once(call.preload)
@@ -620,10 +322,3 @@ def _run_here(call: Call, on_event: Sink | None) -> Any:
             value = task(*call.args, **call.kwargs)
             send("worker_result")
             return value
-
-
-def _open_pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
-        return -1

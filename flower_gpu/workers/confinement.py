@@ -109,8 +109,6 @@ def own_variables() -> frozenset[str]:
 def apply(environ: Mapping[str, str]) -> None:
     """Give up, in this worker and all that it starts, what its caller has not allowed.
 
-    Does nothing where the caller has not said that the worker is confined.
-
     Raises ConfigError if the kernel cannot do that.
     """
     told = Confinement.from_environment(environ)

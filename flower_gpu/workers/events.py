@@ -209,11 +209,9 @@ _prefix = _Prefix()
 
 
 def begin_log_lines(text: str) -> None:
-    """Put a text in front of all log lines that follow, in the place of the one before.
+    """Put a text, as ``"client 3, round 2: "``, in front of all log lines that follow.
 
     Flower's and ours say then whose they are; loggers of the task's own are left alone.
-
-    ``text``: such as ``"client 3, round 2: "``; empty: nothing.
     """
     if text and not _prefix.text:
         for name in _LOGGERS:  # a logger has a filter once, however often it is added

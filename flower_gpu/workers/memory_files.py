@@ -47,10 +47,7 @@ def write(descriptor: int, data: bytes | memoryview, offset: int) -> int:
 
 
 def read(descriptor: int, size: int, offset: int) -> bytearray:
-    """Return ``size`` bytes from ``offset``.
-
-    Raises EOFError if the file ends before.
-    """
+    """Return ``size`` bytes from ``offset``; EOFError if the file ends before."""
     if offset + size > os.fstat(descriptor).st_size:  # before so much memory is taken
         raise EOFError
     data = bytearray(size)
@@ -71,10 +68,7 @@ def seal_size(descriptor: int) -> None:
 
 
 def seal(descriptor: int) -> bool:
-    """Let nobody change size or content any more.
-
-    Returns False where that cannot be had: no seals, or some process can still write into a map of the file.
-    """
+    """Let nobody change size or content any more; False where somebody has a map of it, or without seals."""
     if not SEALS:
         return False
     everything = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE

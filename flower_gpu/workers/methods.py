@@ -69,7 +69,7 @@ class Prepared:
             self.place = None
 
 
-class CopyInsteadError(Exception):
+class ForkInsteadError(Exception):
     """No fork server can have this call: there is none, or something of the call cannot be passed to it."""
 
 
@@ -78,22 +78,22 @@ def prepare(
     method: StartMethod,
     *,
     or_spawn: bool,
-    or_copy: bool = False,
+    or_fork: bool = False,
     deadline: float | None = None,
     place: client.ServerPlace | None = None,
 ) -> Prepared:
     """Do what comes before the start of a worker; may take long, and may be interrupted.
 
     ``place``: one that an earlier call has had; it is closed where it is of no use for this one.
-    With ``or_spawn`` the worker is spawned where there can be no fork server; with ``or_copy`` it raises
-    CopyInsteadError there, and where the call cannot be passed on. The deadline is on the clock of
+    With ``or_spawn`` the worker is spawned where there can be no fork server; with ``or_fork`` it raises
+    ForkInsteadError there, and where the call cannot be passed on. The deadline is on the clock of
     ``time.monotonic``; TimeoutError if there is no fork server until then.
     """
-    if or_copy:
+    if or_fork:
         try:
             return prepare(call, method, or_spawn=False, deadline=deadline, place=place)
         except WorkerStartError as error:
-            raise CopyInsteadError from error
+            raise ForkInsteadError from error
     prepared = Prepared(method, place=place)
     try:
         with _standard_descriptors_occupied():
@@ -161,10 +161,7 @@ def _spawn_instead(key: str, reason: str) -> None:
 
 
 def write_request(call: Call, *, preloaded: bool) -> int:
-    """Write a call's task and arguments into a memory file, and return its descriptor.
-
-    Raises WorkerStartError if they cannot be passed to another process, or there is no room.
-    """
+    """Write a call's task and arguments into a memory file; WorkerStartError if they cannot be passed on."""
     request = -1
     try:
         request = transport.create("flower-gpu-request")
@@ -187,12 +184,10 @@ def write_request(call: Call, *, preloaded: bool) -> int:
 
 
 def send_call(call: Call, to: socket.socket, request: int, reply: int, *, stays: bool) -> None:
-    """Send a call to its worker.
+    """Send a call to its worker, with its memory files; Gone if the worker is.
 
-    ``request``: memory file with the task and its arguments; -1 where the worker has them by itself.
-    ``reply``: memory file for the result.
-    ``stays``: whether the worker may have another call after this one.
-    Raises Gone if the worker is.
+    ``request`` is -1 where the worker has it by itself. ``stays``: whether it may have another call
+    afterwards.
     """
     files = {"reply": reply, "request": request, "held": call.held, "shared": transport.shared_by(request)}
     files = {name: descriptor for name, descriptor in files.items() if descriptor >= 0}

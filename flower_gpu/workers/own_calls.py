@@ -16,7 +16,7 @@ _is_inside: ContextVar[bool] = ContextVar("is_inside", default=False)
 
 
 @contextmanager
-def borrowed(names: Iterable[str]) -> Iterator[None]:
+def restored_environment(names: Iterable[str]) -> Iterator[None]:
     """Put variables back after the block to what they were.
 
     Where several threads do so at the same time, the last one puts back what was there before the first: what

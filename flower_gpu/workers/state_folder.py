@@ -27,10 +27,7 @@ def state_dir() -> Path:
 
 
 def state_dir_problem() -> tuple[str, str] | None:
-    """Return why others could change what is in the state folder, and what to do; None if they cannot.
-
-    Raises OSError if the folders cannot be looked at.
-    """
+    """Return why others could change what is in the state folder, and what to do; None if they cannot."""
     parent, path = state_parent(), state_dir()
     # Not of /tmp itself: in many containers that is an empty volume, not sticky, with nobody else in it.
     if os.environ.get("FLOWER_GPU_STATE_DIR"):
@@ -52,11 +49,7 @@ def state_dir_problem() -> tuple[str, str] | None:
 
 
 def made_state_dir() -> Path:
-    """Return the state folder; make it where it is missing.
-
-    Raises ConfigError if it is not safe: somebody else could put something of theirs into it.
-    Raises OSError if it cannot be made.
-    """
+    """Return the state folder, made where it is missing; ConfigError if others could change it."""
     path = state_dir()
     with suppress(FileExistsError):
         path.parent.mkdir(mode=0o700, parents=True)

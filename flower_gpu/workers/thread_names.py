@@ -42,10 +42,7 @@ _ANY: Final = ctypes.c_ulong(-1)
 
 @contextmanager
 def given(folder: Path) -> Iterator[None]:
-    """Let confined workers, to whom a folder belongs, and all that they start, name their threads.
-
-    Raises ConfigError if that cannot be.
-    """
+    """Let the confined workers of a folder, and all that they start, name their threads; else ConfigError."""
     stop = StopOrder()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as requests:
@@ -68,10 +65,7 @@ def given(folder: Path) -> Iterator[None]:
 
 
 def ask(folder: str, listener: int) -> None:
-    """Have who made a folder answer (:func:`given`) what the kernel asks about this process.
-
-    Takes over ``listener``. Raises OSError if nobody answers there.
-    """
+    """Have who made a folder answer (:func:`given`) what the kernel asks; else OSError."""
     be_readable()
     os.register_at_fork(after_in_child=be_readable)
     try:

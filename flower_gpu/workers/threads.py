@@ -101,10 +101,7 @@ def prepare(environ: Mapping[str, str], pools: list[_Pool] | None = None) -> Non
 
     A thread of OpenBLAS computes for a while when it starts, without any work: it waits in a loop. So the
     count is set here, where the fork itself ends the threads again; the child starts as many when it
-    multiplies matrices, and not before.
-
-    ``environ``: the environment variables of the worker that is to be forked.
-    ``pools``: what has been found in this process already.
+    multiplies matrices, and not before. ``environ``: of the worker that is to be forked.
     """
     pools = _pools() if pools is None else pools
     _adjust([pool for pool in pools if pool.starts_threads], environ)
@@ -120,13 +117,10 @@ def prepared(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def apply(environ: Mapping[str, str] = os.environ) -> None:
-    """Give each loaded library the thread count that it would have in a fresh process.
+    """Give each loaded library the thread count of a fresh process with these variables.
 
     Loads nothing. For OpenMP the count is that of the calling thread; other threads begin with what the
     library read when it was loaded.
-
-    ``environ``: ``OMP_NUM_THREADS``, and what a library puts before it (``OPENBLAS_NUM_THREADS``,
-    ``MKL_NUM_THREADS``, ``BLIS_NUM_THREADS``).
     """
     _adjust(_pools(), environ)
 
@@ -264,8 +258,6 @@ def planned_threads(environ: Mapping[str, str]) -> int:
     The user's own ``OMP_NUM_THREADS``, or as many as the call asks for cores (``FLOWER_GPU_NUM_CPUS``), or an
     equal share of the cores (``FLOWER_GPU_CONCURRENCY``). The load at the moment plays no part: another
     number of threads gives other bits.
-
-    Raises ConfigError if a variable cannot be used.
     """
     return openmp_threads(environ) or threads_for(value_of(NUM_CPUS_VARIABLE, environ), environ)
 

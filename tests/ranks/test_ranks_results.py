@@ -20,7 +20,7 @@ from flower_gpu.errors import (
 )
 from flower_gpu.ranks import results
 from flower_gpu.ranks.results import End
-from flower_gpu.workers.outcomes import WorkerStoppedError
+from flower_gpu.workers.call_end import WorkerStoppedError
 
 NUMBERS = st.floats(-1e6, 1e6) | st.integers(-1000, 1000)
 METRICS = st.dictionaries(st.sampled_from("abcd"), NUMBERS | st.text(max_size=3) | st.booleans())

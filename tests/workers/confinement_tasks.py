@@ -82,10 +82,6 @@ def loads_data() -> list[float]:
     return sorted(float(value) for (batch,) in DataLoader(data, 2, num_workers=2) for value in batch)
 
 
-def sets_a_variable_too_late() -> str:
-    return os.environ["HF_HOME"]
-
-
 def leaves_a_process() -> int:
     """Leave one in a session of its own."""
     line = [sys.executable, "-c", "import time; time.sleep(600)"]

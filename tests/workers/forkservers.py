@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -181,22 +180,17 @@ def until_only(condition: Any) -> control.Status:
     return found[0]
 
 
-def make_environment(folder: Path, packages: Mapping[str, str], *, is_whole: bool = False) -> str:
+def make_environment(folder: Path, packages: Mapping[str, str]) -> str:
     """Make a virtual environment with some packages and what each worker needs; returns its interpreter.
 
-    It has no torch, which each of many fork servers there would take seconds to import, unless it is to have
-    all that this environment has.
+    It has no torch, which each of many fork servers there would take seconds to import.
     """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(folder)], check=True, timeout=60
     )
     site = site_packages(folder)
-    if is_whole:
-        ours = sysconfig.get_paths()["purelib"]
-        (site / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    else:
-        (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")
-    for package in () if is_whole else (cloudpickle, numpy):
+    (site / "flower_gpu.pth").write_text(f"{Path(flower_gpu.__file__).parents[1]}\n")
+    for package in (cloudpickle, numpy):
         there = Path(package.__file__).parent
         for linked in (there, there.with_name(f"{there.name}.libs")):
             if linked.exists():

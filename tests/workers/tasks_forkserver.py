@@ -128,10 +128,6 @@ def hashed(text: str) -> int:
     return hash(text)
 
 
-def main_names() -> list[str]:
-    return sorted(vars(sys.modules["__main__"]))
-
-
 def parent_of(_: Any) -> int:
     return os.getppid()
 

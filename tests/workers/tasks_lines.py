@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import subprocess
@@ -105,14 +104,6 @@ def leave_group_of_children(program: bool) -> int:
     return process.pid or 0
 
 
-def start_child_and_hang(program: bool, file: str) -> None:
-    child = leave_group_of_children(program)
-    temporary = Path(f"{file}.new")
-    temporary.write_text(f"{os.getpid()} {child}")
-    temporary.rename(file)
-    time.sleep(600)
-
-
 def say_pid_and_hang(file: str) -> NoReturn:
     temporary = Path(f"{file}.new")
     temporary.write_text(str(os.getpid()))
@@ -140,10 +131,3 @@ def wait_for(file: str) -> bool:
     while not Path(file).exists():
         time.sleep(0.01)
     return True
-
-
-def imported_by(*names: str) -> int:
-    """Return the process that has imported a library of a test: this one or its server."""
-    for name in reversed(names):
-        module = importlib.import_module(name)
-    return int(module.PID)

@@ -50,14 +50,6 @@ def compute() -> None:
     layer(torch.randn(8, 3, 64, 64)).sum().backward()
 
 
-def train(weights: list[np.ndarray], seed: int) -> tuple[list[np.ndarray], int]:
-    import tasks_torch
-    import torch
-
-    threads = torch.get_num_threads()
-    return tasks_torch.train(weights, {"seed": seed}, threads=threads)[0], threads
-
-
 def set_in_torch(threads: int) -> int:
     import torch
 

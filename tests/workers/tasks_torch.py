@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,26 +66,6 @@ def train(
 
 def train_with_and_without_loader_workers(weights: list[np.ndarray], seed: int) -> list[Any]:
     return [train(weights, {"seed": seed}, loader_workers=workers) for workers in (0, 2)]
-
-
-def stop_with_open_loader(reached: str, number: int) -> None:
-    """Be in the middle of an epoch, with idle loader processes, and end or hang."""
-    batches = iter(DataLoader(synthetic_data(), batch_size=8, num_workers=2))
-    for _ in range(4):
-        next(batches)
-    time.sleep(0.3)  # they fetch ahead what they may, and wait
-    Path(reached).touch()
-    if number:
-        os.kill(os.getpid(), number)
-    time.sleep(600)
-
-
-def kill_with_open_loader(reached: str) -> None:
-    stop_with_open_loader(reached, signal.SIGKILL)
-
-
-def hang_with_open_loader(reached: str) -> None:
-    stop_with_open_loader(reached, 0)
 
 
 def matmul(size: int) -> float:

@@ -46,32 +46,6 @@ KILLED = """
     run_in_worker(busy, False, start_method=method)
 """
 
-# A worker whose line to the caller belongs to no thread any more.
-STARTED_IN_A_THREAD = """
-    import os, sys, threading, time
-    from flower_gpu.workers import memory_files, methods
-    from flower_gpu.workers.call import Call
-
-    def busy():
-        for _ in range(6000):
-            print("pids", os.getpid(), flush=True)
-            time.sleep(0.1)
-
-    started = []
-    def begin():
-        call = Call(busy)
-        prepared = methods.prepare(call, methods.named(sys.argv[1]), or_spawn=False)
-        started.append(methods.launch(call, prepared, memory_files.create("reply")))
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    (process, lines), = started
-    with open(lines.stdout) as output:
-        for _ in range(3):  # it lives on without its thread
-            print(output.readline(), end="", flush=True)
-    time.sleep(600)
-"""
-
 
 @pytest.fixture
 def caller(write_script: Callable[[str], Path]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
@@ -192,17 +166,6 @@ def test_caller_is_killed(start_method: str, caller: Callable[..., subprocess.Po
     assert all(is_running(pid) for pid in pids)
     process.kill()
     assert wait_until(lambda: not any(is_running(pid) for pid in pids))
-
-
-def test_caller_is_killed_after_the_starting_thread_has_ended(
-    start_method: str, caller: Callable[..., subprocess.Popen[str]]
-) -> None:
-    process = caller(STARTED_IN_A_THREAD, start_method)
-    pids = read_pids(process, lines=3)
-    assert len(set(pids)) == 1
-    assert is_running(pids[0])
-    process.kill()
-    assert wait_until(lambda: not is_running(pids[0]))
 
 
 def test_a_fork_of_the_caller_does_not_keep_its_workers(

@@ -6,12 +6,10 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flower_gpu import trace
 from flower_gpu.options import START_METHODS
 from flower_gpu.workers import methods as start
 
@@ -106,31 +104,6 @@ def test_choice(driver: str, run_script: Callable[..., Any]) -> None:
     ]
     found = run_script(SCRIPT, json.dumps(cases)).stdout.splitlines()
     assert [*zip(CHOICES, found, strict=True)] == [(case, case[3]) for case in CHOICES]
-
-
-def test_fork_is_refused_before_anything_starts(
-    driver: str, run_script: Callable[..., Any], tmp_path: Path
-) -> None:
-    done = run_script(
-        """
-        import ctypes, os, sys
-        from flower_gpu import ConfigError, run_in_worker
-        cuda = ctypes.CDLL(sys.argv[1])
-        assert run_in_worker(os.getpid, start_method="fork") != os.getpid()
-        cuda.cuInit(1)
-        try:
-            run_in_worker(os.getpid, start_method="fork")
-        except ConfigError:
-            print("refused")
-        assert run_in_worker(os.getpid, start_method="spawn") != os.getpid()
-        """,
-        driver,
-        env={"FLOWER_GPU_RUN_DIR": str(tmp_path)},
-    )
-    assert done.stdout == "refused\n"
-    lines = trace.read(tmp_path / trace.FILE_NAME)
-    methods = [line["start_method"] for line in lines if "start_method" in line]
-    assert methods == ["fork", "fork", "spawn", "spawn"]  # started and finished, each
 
 
 def test_a_program_named_flwr_clientapp_forks(run_script: Callable[..., Any]) -> None:

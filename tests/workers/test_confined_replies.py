@@ -133,12 +133,6 @@ def test_events_with_wrong_fields_do_no_harm() -> None:
     assert (found["value"], found["unpickled"]) == ("done", [])
 
 
-def test_lines_that_are_no_events_do_no_harm() -> None:
-    lines = (b"\n", b"[" * 50_000 + b"\n", b"\xff\x00\n", b'"text"\n', b"[1, 2]\n", b'{"event": 1e999}\n')
-    found = call("writes_lines", *lines)
-    assert (found["value"], found["unpickled"]) == ("done", [])
-
-
 def test_a_line_without_an_end_does_not_fill_the_memory_of_the_caller() -> None:
     found, usual = call("writes_much", 128 << 20), call("value", 1)
     assert found["unpickled"] == []

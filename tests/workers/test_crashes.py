@@ -107,14 +107,14 @@ def test_hang_after_the_result(
     task: str, start_method: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result counts; the worker gets a moment to exit, not for ever."""
-    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 0.3)
     assert run_in_worker(f"plain_tasks:{task}", start_method=start_method) == 42
 
 
 @pytest.mark.parametrize("way", [*SUPERVISED, "of a run"])
 def test_a_pool_in_a_global_ends_with_its_worker(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to wait until the worker is killed."""
-    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 60.0)
+    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 60.0)
     with contextlib.ExitStack() as stack:
         call: Callable[..., Any] = partial(run_in_worker, start_method=way)
         if way == "of a run":

@@ -13,7 +13,6 @@ from forkservers import Client
 from test_choose import driver as driver
 from worker_lines import Caller
 
-from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.threads import ONE_THREAD
 
@@ -99,11 +98,3 @@ def test_what_pytorch_would_ask_cuda_for(
     told = "".join(log.read_text() for log in servers.glob("*.log"))
     assert told.count("a module that workers find imported has asked for GPUs") == bool(said)
     assert said in told
-
-
-def test_a_preload_that_starts_cuda_is_named(driver: str) -> None:
-    preload = [("plain_tasks:answer", {}), ("starts_cuda:load", {})]
-    caller = Caller(env={"DRIVER": driver}, preload=preload)
-    with pytest.raises(WorkerStartError, match="starts_cuda:load initialised CUDA, so that no worker could"):
-        caller.run("plain_tasks:answer")
-    caller.close()

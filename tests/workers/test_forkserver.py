@@ -216,12 +216,6 @@ class TestManyConnections:
             connection.close()
         assert until_only(lambda status: status.users <= 1).pid == server
 
-    def test_without_standard_streams(self) -> None:
-        """A daemon's: the numbers 0 to 2 would go to what the call opens first."""
-        with Client() as daemon:
-            daemon.do("for number in (2,): os.close(number)")
-            assert daemon.call("tasks_forkserver:server") == only_server().pid
-
 
 def test_two_seeds_of_the_hash_have_two_servers(no_server: None) -> None:
     with Client() as plain, Client(env={"PYTHONHASHSEED": "7"}) as seeded:

@@ -284,11 +284,6 @@ class TestInherited:
                 forked = other.call("tasks_forkserver:inherited")
                 assert forked == other.call("tasks_forkserver:inherited", start_method="spawn")
 
-    def test_main_is_not_run_again(self, python: str) -> None:
-        with Client(python) as caller:
-            assert "names" in caller.do("import __main__; answer = sorted(vars(__main__))")
-            assert "names" not in caller.call("tasks_forkserver:main_names")
-
     def test_random_numbers(self) -> None:
         with Client() as caller:  # with torch, which has some of its own
             draws: list[Any] = [caller.call("tasks_forkserver:drawn") for _ in range(4)]

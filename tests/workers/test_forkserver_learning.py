@@ -6,9 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import forkservers
@@ -64,11 +62,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def python(environment: Path) -> str:
     return str(environment / "bin" / "python")
-
-
-@pytest.fixture(scope="module")
-def python_with_sklearn(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return forkservers.make_environment(tmp_path_factory.mktemp("whole") / "venv", PACKAGES, is_whole=True)
 
 
 @pytest.fixture(scope="module")
@@ -179,22 +172,6 @@ class TestLibraries:
             assert caller.call("tasks_forkserver:loaded_before", "harmless_too", "harmless") == [True, True]
             assert caller.call("tasks_forkserver:server") == server.pid
 
-    def test_many_processes_that_have_it_learn_at_once_wait_for_one_import(
-        self, python_with_sklearn: str
-    ) -> None:
-        with forkservers.own_servers(light=True), ExitStack() as stack:
-            callers = [stack.enter_context(Client(python_with_sklearn)) for _ in range(4)]
-            for number, caller in enumerate(callers):
-                names = ("harmless", "sklearn.datasets")[: 1 + number % 2]
-                caller.send_code(
-                    f"from flower_gpu.workers.forkserver import client; client.learn({names!r}); answer = 1"
-                )
-            for caller in callers:
-                assert caller.receive() == 1
-            names = ("harmless", "sklearn.datasets", "sklearn.utils", "scipy.sparse")
-            assert callers[1].call("tasks_forkserver:loaded_before", *names) == [True] * 4
-            only_server()
-
     def test_what_it_learned_is_kept_for_the_next_server(self, python: str, tmp_path: Path) -> None:
         """Modules of the user are not among it."""
         (tmp_path / "own_module.py").write_text("import harmless\n")
@@ -293,14 +270,6 @@ class TestLibraries:
 
 
 class TestEnvironments:
-    def test_two_have_two_servers(self, python: str) -> None:
-        with forkservers.own_servers(light=True), Client(python) as first, Client() as second:
-            pids = [caller.call("tasks_forkserver:server") for caller in (first, second)]
-            assert {status.pid for status in control.status()} == set(pids) and len(set(pids)) == 2
-            assert {status.python for status in control.status()} == {python, sys.executable}
-            for caller, pid in zip((first, second), pids, strict=True):
-                assert caller.call("tasks_forkserver:server") == pid
-
     def test_an_update_gets_a_new_one_and_the_old_one_ends(self, environment: Path, python: str) -> None:
         package = forkservers.site_packages(environment) / "updated" / "__init__.py"
         with forkservers.own_servers(idle_s=1, light=True):

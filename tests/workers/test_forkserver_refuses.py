@@ -270,11 +270,6 @@ print(connection.recv(1000), flush=True)
 
 @needs_root
 class TestOtherUsers:
-    def test_cannot_enter_the_folder(self, folder: Path) -> None:
-        server = call()
-        assert self.answer_to_stranger(folder, only_server().name) == "PermissionError\n"
-        assert call() == server
-
     def test_are_refused_if_they_get_to_the_socket(self, folder: Path) -> None:
         server = call()
         answer = self.answer_to_stranger(folder, only_server().name, "as root")

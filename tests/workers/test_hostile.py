@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -132,27 +131,6 @@ def test_somebody_else_waits_for_all_children(run_script: RunScript) -> None:
     assert done.stdout.splitlines() == (["42"] * 5 + ["leaving at once", "died"]) * 3
 
 
-def test_multiprocessing_in_other_threads(run: Run) -> None:
-    """Its start() and active_children() reap the children it knows; workers are not among them."""
-    import multiprocessing
-
-    stop = threading.Event()
-
-    def reap() -> None:
-        while not stop.is_set():
-            multiprocessing.active_children()
-
-    thread = threading.Thread(target=reap)
-    thread.start()
-    try:
-        for _ in range(10):
-            with pytest.raises(WorkerDiedError, match="exited with code 7"):
-                run_in_worker("crash_tasks:os_exit", 7, start_method="fork")
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_few_descriptors_left(run_script: RunScript) -> None:
     """Too few to start a worker is an error that says so and leaves none open; enough is enough."""
     done = run_script(
@@ -260,20 +238,6 @@ def test_without_a_limit_of_the_account(monkeypatch: pytest.MonkeyPatch) -> None
     assert text.startswith("Resource temporarily unavailable; ") and "ulimit" not in text
 
 
-def test_hangup_is_ignored_as_under_nohup(run_script: RunScript) -> None:
-    done = run_script(
-        """
-        import sys
-        from flower_gpu import run_in_worker
-        print([run_in_worker("plain_tasks:answer", start_method=method) for method in sys.argv[1:]])
-        """,
-        *SUPERVISED,
-        env=WITH_TASKS,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
-    assert done.stdout == "[42, 42, 42]\n"
-
-
 def test_handlers_of_the_caller_are_not_the_workers(run_script: RunScript) -> None:
     """Flower's would report the client's task as stopped when a worker is ended."""
     done = run_script(
@@ -358,8 +322,3 @@ def test_without_pidfd_and_waitid(start_method: str, run: Run, monkeypatch: pyte
         run_in_worker("crash_tasks:os_exit", 7, start_method=start_method)
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         run_in_worker("crash_tasks:die_with_children", start_method=start_method)
-
-
-def test_trace_into_a_missing_folder(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLOWER_GPU_RUN_DIR", "/nowhere/at/all")
-    assert run_in_worker("plain_tasks:answer", start_method=start_method) == 42

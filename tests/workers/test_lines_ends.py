@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -206,40 +205,6 @@ def test_children_end_with_their_worker(caller: Caller) -> None:
     assert wait_until(lambda: not any(is_running(child) for child in children))
     assert wait_until(lambda: zombies_of(server) == [])
     assert caller.run("tasks_lines:count", line=other, calls=2)[1] == 2
-
-
-def test_cancelled_while_calls_run(caller: Caller, tmp_path: Path) -> None:
-    lines = [caller.line() for _ in range(4)]
-    files = [tmp_path / str(number) for number in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        running = [
-            pool.submit(caller.run, "tasks_lines:say_pid_and_hang", str(file), line=line, calls=2)
-            for line, file in zip(lines, files, strict=True)
-        ]
-        assert wait_until(lambda: all(file.exists() for file in files))
-        for line in lines:
-            line.cancel()
-        assert all(isinstance(each.exception(30), FlowerGPUError) for each in running)
-
-
-def test_a_fork_of_the_caller_keeps_nothing(caller: Caller) -> None:
-    """It has copies of all descriptors: closed is closed all the same."""
-    worker, _ = caller.run("tasks_lines:count", calls=5)
-    other = caller.line()
-    of_other, _ = caller.run("tasks_lines:count", line=other, calls=5)
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-        os._exit(0)
-    try:
-        other.close()
-        assert wait_until(lambda: not is_running(of_other))
-        assert is_running(worker)
-        caller.lines[0].retire()
-        assert not is_running(worker)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_a_fork_does_not_end_the_workers_of_its_parent(caller: Caller) -> None:

@@ -80,7 +80,7 @@ def test_a_failed_call_costs_only_itself(
 
 
 def test_a_stopped_worker_can_be_let_go(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flower_gpu.workers.caller._EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr("flower_gpu.workers.started_worker.EXIT_GRACE_S", 0.3)
     pid, _ = caller.run("tasks_lines:count", calls=100)
     os.kill(pid, signal.SIGSTOP)
     caller.lines[0].retire()
@@ -118,16 +118,6 @@ def test_arguments_that_a_module_keeps_stay_as_they_are(caller: Caller) -> None:
     assert [float(one[0]) for one in returned] == [7.0] + [n + 0.5 for n in range(1, 6)]
 
 
-def test_results_outlive_the_worker_and_the_line(caller: Caller) -> None:
-    line = caller.line()
-    results = [
-        caller.run("plain_tasks:echo", np.full(LARGE, n, np.float32), line=line, calls=4)[0] for n in range(8)
-    ]
-    line.close()
-    caller.lines.remove(line)
-    assert all((one == n).all() for n, one in enumerate(results))
-
-
 def test_a_shared_model_in_many_calls(caller: Caller) -> None:
     """What is sent again and again is written once; each call sees the model that it was sent."""
     for round_ in range(3):
@@ -143,23 +133,6 @@ def test_late_events_of_a_call_end_nothing(caller: Caller) -> None:
     caller.run("tasks_lines:chatter_later", 200, calls=100)
     for _ in range(50):
         assert caller.run("plain_tasks:answer", calls=100, on_event=without_phases(seen), timeout_s=30) == 42
-
-
-def test_nothing_piles_up(caller: Caller) -> None:
-    """Hundreds of calls, of one worker and of many: neither side has more descriptors or much more memory."""
-    server = caller.server_pid()
-
-    def use(times: int) -> None:
-        for number in range(times):
-            caller.run("plain_tasks:echo", np.zeros(LARGE // 8), calls=50 if number % 3 else 1)
-        caller.run("tasks_lines:count", calls=100)
-
-    use(60)
-    before = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
-    use(200)
-    after = [descriptors_of(os.getpid()), descriptors_of(server), resident_bytes(server)]
-    assert after[:2] == before[:2]
-    assert after[2] - before[2] < 4 << 20
 
 
 def test_one_worker_does_not_grow(caller: Caller) -> None:

@@ -20,7 +20,7 @@ from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.workers import events
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.outcomes import MOST_IN_A_FILE, LineCutter, Stream, Tail, echo, output_of
+from flower_gpu.workers.output import MOST_IN_A_FILE, LineCutter, Stream, Tail, echo, output_of
 
 
 def cut(*chunks: bytes) -> list[str]:

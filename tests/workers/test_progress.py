@@ -88,19 +88,6 @@ def test_the_loop_may_end_early_or_fail(start_method: str) -> None:
         run_in_worker(task, start_method=start_method)
 
 
-def test_a_listener_that_fails_ends_the_call_and_leaves_nothing(start_method: str, run: Run) -> None:
-    def refuse(event: Event) -> None:
-        raise LookupError("the listener")
-
-    started: list[int] = []
-    call = Call("plain_tasks:count", (5,))
-    with pytest.raises(LookupError, match="the listener"):
-        worker.run(call, start_method, on_event=refuse, on_start=lambda pid, _: started.append(pid))
-    with pytest.raises(LookupError, match="the listener"):
-        worker.run(call, start_method, on_start=lambda *_: refuse({}))
-    assert not Path(f"/proc/{started[0]}").exists()
-
-
 def test_long_events_and_many(start_method: str) -> None:
     """More than a pipe holds; the caller reads while it waits. What JSON has no word for arrives as text."""
 

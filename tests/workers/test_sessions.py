@@ -72,13 +72,6 @@ def test_they_outlive_other_workers(caller: Caller, tmp_path: Path) -> None:
     assert wait_until(lambda: not any(map(is_running, pids))), pids
 
 
-def test_they_end_with_the_line(caller: Caller, tmp_path: Path) -> None:
-    caller.run("tasks_sessions:leave", str(tmp_path), "return", calls=3)
-    caller.lines[0].close()
-    pids = pids_of(tmp_path)
-    assert wait_until(lambda: not any(map(is_running, pids))), pids
-
-
 def test_a_fork_server_that_a_worker_has_started_stays() -> None:
     """Others may use it already."""
     pid = run_in_worker("tasks_sessions:start_server", "another", start_method="forkserver")

@@ -147,19 +147,6 @@ def test_numbers_are_read_as_openmp_reads_them() -> None:
         assert read_by_openmp(text) == (ours or default), text
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_only_cores_that_the_process_may_use(run_script: Callable[..., Any]) -> None:
-    done = run_script(
-        """
-        import os
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        from flower_gpu.workers.threads import planned_threads
-        print(planned_threads({}))
-        """
-    )
-    assert done.stdout == "1\n"
-
-
 # What workers do.
 
 
@@ -232,21 +219,6 @@ def test_the_caller_has_its_number_afterwards(torch_of_the_caller: Any) -> None:
         assert run_in_worker("tasks_threads:set_in_torch", 3, start_method=method) == 3
         assert tasks_threads.count_threads() == before
     tasks_threads.compute()
-
-
-def test_same_weights_bit_for_bit_at_the_same_number(torch_of_the_caller: Any, run: Run) -> None:
-    """The number comes from the plan here, and not from the task."""
-    import tasks_torch
-
-    first = tasks_torch.initial_weights(seed=3)
-    env = {"OMP_NUM_THREADS": "2"}
-    task = "tasks_threads:train"
-    isolated, used = run_in_worker(task, first, 5, start_method="forkserver", env=env)
-    expected, used_in_process = run_in_worker(task, first, 5, start_method="in-process", env=env)
-    assert used == used_in_process == min(2, cores())
-    for ours, same, old in zip(isolated, expected, first, strict=True):
-        assert ours.tobytes() == same.tobytes()
-        assert ours.tobytes() != old.tobytes()
 
 
 def test_number_that_a_module_sets_is_followed(

@@ -11,7 +11,6 @@ import pytest
 from processes import Run
 
 from flower_gpu import run_in_worker
-from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -48,22 +47,6 @@ def test_same_weights_bit_for_bit(start_method: str, run: Run) -> None:
     assert not any(np.array_equal(old, new) for old, new in zip(start, expected, strict=True))
     other_seed, _, _ = run_in_worker("tasks_torch:train", start, {"seed": 6}, **call)
     assert not np.array_equal(expected[0], other_seed[0])
-
-
-def test_killed_with_dataloader_workers(run: Run, tmp_path: Path) -> None:
-    reached = tmp_path / "reached"
-    with pytest.raises(WorkerDiedError, match=r"SIGKILL \(9\)"):
-        run_in_worker("tasks_torch:kill_with_open_loader", str(reached))
-    assert reached.exists()
-
-
-def test_timeout_with_dataloader_workers(run: Run, after_reaching: Callable[..., BaseException]) -> None:
-    after_reaching(
-        "tasks_torch:hang_with_open_loader",
-        expected=WorkerTimeoutError,
-        says=["in stop_with_open_loader"],
-        limits_s=(1.5, 5, 20),
-    )
 
 
 def test_fork_after_openmp_regions(run_script: Callable[..., Any]) -> None:

@@ -95,26 +95,6 @@ def test_interpreter_options(run_script: RunScript) -> None:
     assert done.stdout == "optimized 1 False\n" * 3
 
 
-def test_isolated_interpreter(run_script: RunScript) -> None:
-    """What -I keeps out of the caller stays out of the worker."""
-    done = run_script(
-        """
-        import sys
-        from flower_gpu import run_in_worker
-
-        def flags():
-            import sys
-            return sys.flags.isolated, [entry for entry in sys.path if "nowhere" in entry]
-
-        print([run_in_worker(flags, start_method=method) for method in sys.argv[1:]])
-        """,
-        *SUPERVISED,
-        flags=("-I",),
-        env={"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"},
-    )
-    assert done.stdout == "[(1, []), (1, []), (1, [])]\n"
-
-
 def test_safe_path_holds_in_the_worker(run_script: RunScript, tmp_path: Path) -> None:
     """With PYTHONSAFEPATH the working folder and the script's are not searched."""
     env = {**WITH_TASKS, "PYTHONSAFEPATH": "1"}

@@ -8,7 +8,7 @@
     server.py: imports what Flower's programs import, once; then it forks for each request
       │  a request has what Popen takes: arguments, environment, folder, output, process group
       ▼
-    forked.py: the program, as a fresh interpreter would run it: flower-superlink, flower-supernode, ...
+    a fork is the program, as a fresh interpreter would run it: flower-superlink, flower-supernode, ...
       │  where Flower starts another program by Popen (flower-superexec, flwr-clientapp, flwr-serverapp)
       └── that is a request as well, over a socket of its own
 

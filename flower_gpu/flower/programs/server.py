@@ -14,18 +14,19 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
 
 import httpx
 
-from flower_gpu.flower.programs import forked
 from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry, find
-from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs
+from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs, Subprocess
 from flower_gpu.workers import interpreter
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.forking import ChildWatch
@@ -60,6 +61,14 @@ _MODULES: Final = (
     "flower_gpu.flower.superlink",
     "flower_gpu.flower.supernode",
 )
+# Modules of Flower's that start programs of Flower's, by ``subprocess.Popen``.
+_STARTERS: Final = (
+    "flwr.superlink.cli.flower_superlink",
+    "flwr.supercore.superexec.executor.subprocess_executor",
+    "flwr.supernode.start_client_internal",
+)
+# Runs the ServerApp. Other programs multiply no matrices, and threads that wait for that cost time.
+_COMPUTES: Final = "flwr-serverapp"
 _MOMENT_S: Final = 0.001
 # Variables that Python, its libraries or Flower read when they start or are imported.
 _READ_AT_START: Final = ("FLWR_", "GRPC_", "LANG", "LC_", "LD_", "MALLOC_", "PYTHON", "TZ")
@@ -97,7 +106,7 @@ def fork_own(modules: Iterable[str]) -> None:
         os.setpgid(0, 0)  # out of reach of a terminal's Ctrl-C
         _serve(theirs, modules, read_at_start(os.environ))
     theirs.close()
-    forked.use(Programs(ours))
+    _use(Programs(ours))
 
 
 def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapping[str, str]) -> NoReturn:
@@ -107,7 +116,9 @@ def _serve(connection: socket.socket, modules: Iterable[str], started_with: Mapp
     """
     # The title of a fork stays where the arguments were: beyond is what guard.py finds processes by.
     os.environ["SPT_NOENV"] = "1"
-    forked.be_shown_as("flower-gpu: Flower's programs")
+    import setproctitle  # reads that
+
+    setproctitle.setproctitle("flower-gpu: Flower's programs")
     for module in modules:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -239,9 +250,7 @@ class _ProgramForker:
             if request.log >= 0:
                 os.close(request.log)
             self._leave()  # but not of the answer: who waits sees its end, also where this server has ended
-            return forked.become(
-                found, request.argv, request.env, request.group, request.streams, request.folder, theirs
-            )
+            return _become(found, request, theirs)
         theirs.close()
         self._watch(ours)
         request.close()
@@ -298,3 +307,40 @@ def _fork_twice() -> int:
     finally:
         os.close(read)
         os.close(write)
+
+
+# In the fork: it becomes a program, as of a fresh interpreter, but for what is imported already
+
+
+def _become(found: ProgramEntry, request: _ProgramRequest, connection: socket.socket) -> Callable[[], Any]:
+    """Take on what a program is started with, in a new fork; return its function.
+
+    ``connection``: over which it has programs started itself.
+    """
+    import setproctitle
+
+    if request.group is None:
+        os.setsid()
+    else:
+        with suppress(OSError):  # the group has ended
+            os.setpgid(0, request.group)
+    os.fchdir(request.folder)
+    os.close(request.folder)
+    os.environ.clear()
+    os.environ.update(request.env)
+    computes = Path(found.path).name == _COMPUTES
+    of_threads = interpreter.with_all_cores(os.environ) if computes else os.environ
+    interpreter.begin([found.path, *request.argv[1:]], request.streams, of_threads)
+    setproctitle.setproctitle(" ".join([sys.executable, *sys.argv]))
+    setproctitle.setthreadtitle(Path(found.path).name)
+    _use(Programs(connection))
+    return found.load()
+
+
+def _use(programs: Programs) -> None:
+    """Have the programs that Flower starts in this process forked by a server."""
+    replacement = Subprocess(programs)
+    for name in _STARTERS:
+        module = sys.modules.get(name)
+        if isinstance(getattr(module, "subprocess", None), types.ModuleType):
+            module.subprocess = replacement  # type: ignore[union-attr]

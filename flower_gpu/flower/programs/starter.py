@@ -136,15 +136,12 @@ class Programs:
         is_adopted: bool = False,
         kept: Sequence[int] = (),
     ) -> tuple[int, int] | None:
-        """Have a program started; None where it has to be started in another way.
+        """Have a program started; return its process id, and the descriptor that tells its exit status.
 
-        ``argv``: its name, which is looked for on the ``PATH`` of its environment, and its arguments.
-        ``env``: all its environment variables.
-        ``stdin``, ``stdout``, ``stderr``: descriptors.
-        ``group``: its process group; 0 for one of its own, None for a session of its own.
-        ``is_adopted``: whether it becomes a child of the next subreaper above the server.
+        None where it has to be started in another way. ``argv``: its name, which is looked for on the
+        ``PATH`` of ``env``, and its arguments. ``group``: its process group; 0 for one of its own, None for a
+        session of its own. ``is_adopted``: whether it becomes a child of the next subreaper above the server.
         ``kept``: descriptors that stay open in it.
-        Returns its process id, and the descriptor where its exit status is told.
         """
         with self._lock, ExitStack() as stack:
             if self._connection is None:
@@ -253,10 +250,7 @@ class Subprocess:
 
 
 def _read(answer: int, timeout_s: float | None = None) -> dict[str, Any]:
-    """Read one line; nothing where the server has ended.
-
-    Raises TimeoutError if there is none in time.
-    """
+    """Read one line, or nothing where the server has ended; TimeoutError if there is none in time."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     text = b""
     while not text.endswith(b"\n"):

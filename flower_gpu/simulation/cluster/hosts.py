@@ -25,7 +25,7 @@ from flower_gpu.simulation.cluster.visits import SummedPart, Visit, Visited
 from flower_gpu.simulation.host import Work
 from flower_gpu.simulation.in_worker import AppReference
 from flower_gpu.trace import Event
-from flower_gpu.workers.own_calls import borrowed
+from flower_gpu.workers.own_calls import restored_environment
 
 #: Versions that must be the same on all hosts.
 _SAME: Final = ("flower-gpu", "flwr", "torch")
@@ -66,7 +66,7 @@ def connected(address: str, app: object) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         _check_is_there(address)
-        with borrowed([_OVERRIDES]):
+        with restored_environment([_OVERRIDES]):
             os.environ[_OVERRIDES] = "0"  # agents see to it themselves; without it Ray warns of its default
             ray.init(address, runtime_env=environment, log_to_driver=False, configure_logging=False)
     except (OSError, ValueError, RuntimeError) as error:

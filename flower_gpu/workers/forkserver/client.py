@@ -26,7 +26,7 @@ from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
 from flower_gpu.workers.forkserver.sockets import Gone
-from flower_gpu.workers.life import allowed_interrupts
+from flower_gpu.workers.interrupts import allowed_interrupts
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
@@ -107,8 +107,7 @@ class ServerPlace:
     def fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Forked:
         """Have what the message says forked, with these descriptors.
 
-        Raises WorkerStartError if the system lets the server start no more processes.
-        Raises Gone if the server has ended in the meantime, or hangs.
+        WorkerStartError if the system lets the server start no more processes; Gone as of :meth:`ask`.
         """
         answer = self.ask(message, descriptors)
         if "error" in answer:
@@ -116,10 +115,7 @@ class ServerPlace:
         return Forked(answer["pid"], self)
 
     def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        """Ask the server something.
-
-        Raises Gone if it has ended in the meantime, or hangs; then it forks nothing more here.
-        """
+        """Ask the server something; Gone if it has ended or hangs, and then it forks nothing more here."""
         try:
             return ask(self._connection, message, descriptors)
         except Gone:
@@ -170,12 +166,10 @@ class Forked:
 
 
 def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> ServerPlace:
-    """Find a fork server for ``call``; start or replace one where necessary.
+    """Find a fork server for ``call``, or start one; WorkerStartError, or TimeoutError after ``deadline``.
 
     ``variables``: what the task's module sets in the environment, as far as that is known: found there by the
     worker already, and by the libraries of its server.
-    Raises WorkerStartError if none could be started.
-    Raises TimeoutError if that took until ``deadline`` (of ``time.monotonic``).
     """
     inherited = Inherited.of_this_process({**variables, **call.env})
     offer = {
@@ -238,11 +232,9 @@ def learn(
 ) -> None:
     """Have the fork server of this process import libraries now, so that no worker has to.
 
-    Returns when it has them, or when that takes too long; those that it cannot import are left to workers.
-
-    ``names``: modules. What is not of an installed package is left out.
-    ``tasks``: whose calls in this run will need them; workers for these wait as well.
-    Raises WorkerStartError if there is no fork server and none could be started.
+    Returns when it has them, or when that takes too long; those that it cannot import, or that are not of an
+    installed package, are left to workers. ``tasks``: whose calls in this run will need them; workers for
+    these wait as well.
     """
     patience = time.monotonic() + patience_s
     while time.monotonic() < patience:
@@ -293,10 +285,7 @@ def ask(
     descriptors: Sequence[int] = (),
     in_line: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Send a message and wait for the answer; ``in_line`` as of :func:`sockets.receive_answer`.
-
-    Raises Gone if the server is gone or hangs.
-    """
+    """Send a message and wait for the answer (:func:`sockets.receive_answer`); Gone if the server hangs."""
     sockets.send(connection, message, descriptors)
     if not sockets.can_be_read(connection.fileno(), _SAY_S):
         _log.warning(

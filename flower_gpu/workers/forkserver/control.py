@@ -51,10 +51,7 @@ def status() -> list[Status]:
 
 
 def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
-    """Have fork servers of this user end, once their workers have.
-
-    Returns process ids of those that end.
-    """
+    """Have fork servers of this user end, once their workers have; return their process ids."""
     pids = []
     for name in _names():
         answer = _ask(name, {"op": "stop", "if_unused": if_unused})

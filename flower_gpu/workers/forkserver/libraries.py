@@ -85,10 +85,7 @@ def cuda_message(name: str) -> str:
 
 
 def import_all(names: Iterable[str]) -> None:
-    """Import modules one after the other; those that cannot be imported (any more) are left out.
-
-    Raises UnfitLibraryError if one of them initialised CUDA, or started a thread.
-    """
+    """Import modules in turn, but for those that cannot be; UnfitLibraryError if one did harm."""
     with _watched(), _uncollected(), _root_logger_kept():
         for name in names:
             with suppress(ImportError, AttributeError):

@@ -23,7 +23,8 @@ from flower_gpu.workers.forkserver.forking import READY, Become, Start, describe
 from flower_gpu.workers.forkserver.identity import LIMITS, SHAPING_LIMITS
 from flower_gpu.workers.forkserver.libraries import Learning, learned_file
 from flower_gpu.workers.forkserver.server import Server
-from flower_gpu.workers.life import allowed_interrupts, explained
+from flower_gpu.workers.interrupts import allowed_interrupts
+from flower_gpu.workers.life import explained
 from flower_gpu.workers.threads import ONE_THREAD
 
 _START_S = 300.0  # imports on a busy machine take their time

@@ -21,7 +21,7 @@ from flower_gpu import files
 from flower_gpu.errors import ConfigError
 from flower_gpu.workers import memory_files, state_folder
 from flower_gpu.workers.forkserver import proof
-from flower_gpu.workers.life import allowed_interrupts
+from flower_gpu.workers.interrupts import allowed_interrupts
 
 _MAX_MESSAGE = 65536  # bytes
 _MAX_PACKET = 32768  # what is larger travels in a memory file: environments may be long

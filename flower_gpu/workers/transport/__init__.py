@@ -42,10 +42,7 @@ _SHORT = "a memory file between worker and caller ends too early"
 
 
 def write_request(value: Any, descriptor: int) -> None:
-    """Write ``value`` into an empty memory file, for one worker to read.
-
-    Raises TypeError if it has an array of Python objects among its arguments; the message says where.
-    """
+    """Write ``value`` into an empty memory file, for one worker; TypeError for an array of objects."""
     named = isinstance(value, tuple)
     parts = Parts(list(zip(_NAMES, value, strict=False)) if named else [("argument", value)])
     head = regions.dumps_by_value(value, parts)
@@ -60,10 +57,9 @@ def write_request(value: Any, descriptor: int) -> None:
 
 
 def read_request(descriptor: int, shared: int = -1) -> Any:
-    """Read, in its worker, what :func:`write_request` wrote. Nothing is copied.
+    """Read, in its worker and without a copy, what was written; WorkerError if it is not complete.
 
     ``shared``: the file that :func:`shared_by` returned in the caller, which is closed here; -1 for none.
-    Raises WorkerError if the files do not hold a complete request.
     """
     index = _read_index(descriptor)
     files = {}
@@ -112,10 +108,9 @@ def write_reply(value: Any, descriptor: int) -> None:
 
 
 def read_reply(descriptor: int, request: int = -1) -> Any:
-    """Read, in the caller, what the worker wrote, once the worker is gone.
+    """Read, in the caller, what the worker wrote, once it is gone; WorkerError if it is not complete.
 
     ``request``: the memory file with its arguments; -1 if it had them by itself.
-    Raises WorkerError if the file does not hold a complete reply.
     """
     index = _read_index(descriptor)
     if request >= 0:

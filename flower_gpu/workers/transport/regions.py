@@ -47,10 +47,7 @@ class Region:
         self._writable = [] if writable is None else [writable]
 
     def take(self) -> memoryview | None:
-        """Return the bytes as writable memory of their own, without a copy.
-
-        Possible once; None afterwards, and where the file is not mapped.
-        """
+        """Return the bytes, once and without a copy, as writable memory; None where that cannot be."""
         try:
             return self._writable.pop()  # in one step: other threads may ask as well
         except IndexError:
@@ -205,10 +202,7 @@ def dumps_by_value(value: Any, parts: Parts) -> bytes:
 
 
 def loads(head: bytes, regions: Sequence[Region], buffers: Iterable[memoryview]) -> Any:
-    """Unpickle what one of these returned.
-
-    Raises WorkerError if it is no pickle.
-    """
+    """Unpickle what one of these returned; WorkerError if it is no pickle."""
     before, _reading.regions = _reading.regions, regions
     try:
         return pickle.loads(head, buffers=buffers)
@@ -280,11 +274,7 @@ _ALIGNMENT = 16  # torch's kernels crash on less, for complex128
 
 
 def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
-    """Return what rebuilds ``array``, with its bytes beside the pickle if they are many.
-
-    Raises TypeError if it is an array of Python objects, and not part of something else, such as a data
-    frame.
-    """
+    """Return what rebuilds ``array``, with many bytes beside the pickle; TypeError for objects."""
     import numpy as np
 
     if array.dtype.hasobject:
@@ -318,10 +308,7 @@ def reduce_array(array: NDArray[Any], parts: Parts) -> Any:
 def build(
     found: Region | bytes | bytearray, dtype: Any, shape: tuple[int, ...], order: Any, writeable: bool
 ) -> Any:
-    """Return the array with these bytes, without copying them.
-
-    Raises WorkerError if these are not that many.
-    """
+    """Return the array with these bytes, without copying them; WorkerError if these are not that many."""
     import numpy as np
 
     memory = found.memory if isinstance(found, Region) else memoryview(found)

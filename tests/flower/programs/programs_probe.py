@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_gpu.flower.programs import forked, server
+from flower_gpu.flower.programs import server
 from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry
 
 handler = logging.StreamHandler()  # as Flower's: to the stream that there was at the import
@@ -64,7 +64,7 @@ def tell() -> int:
         case "interrupt":
             raise KeyboardInterrupt
         case "start":
-            starter: Any = sys.modules[forked._STARTERS[0]]
+            starter: Any = sys.modules[server._STARTERS[0]]
             child = starter.subprocess.Popen(["tell", f"{target}.child", "7"], start_new_session=True)
             assert child.wait(60) == 7
             assert child.poll() == 7
@@ -91,5 +91,5 @@ if __name__ == "__main__":
 
     assert shutil.which("env")
     server.find = programs_probe.find  # type: ignore[attr-defined]
-    server._MODULES = (forked._STARTERS[0],)  # type: ignore[misc]
+    server._MODULES = (server._STARTERS[0],)  # type: ignore[misc]
     server.main()

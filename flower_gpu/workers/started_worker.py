@@ -1,0 +1,302 @@
+"""One worker on its caller's side, from its start to its end, and what is seen of a call that it does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from flower_gpu.workers import checked_events, socket_folder
+from flower_gpu.workers import methods as start
+from flower_gpu.workers.call import Call
+from flower_gpu.workers.events import Sink, note_imported
+from flower_gpu.workers.forkserver import sockets
+from flower_gpu.workers.life import LeftProcesses, StopOrder, end_group, end_later
+from flower_gpu.workers.output import Stream, Tail, output_of
+
+EXIT_GRACE_S = 10.0  # from the result to the exit: atexit functions, CUDA's own cleanup
+WAIT_FOR_EXIT_S = 1.0  # of that, before the next call may begin; all of it for a worker with a lease
+_CHILDREN_GRACE_S = 0.5  # from its exit to the end of its group: resource trackers tidy up
+_STACK_DUMP_S = 0.5  # from asking a hung worker where it is to ending it
+_POLL_S = 0.05  # only where the kernel has no pidfd
+_SIGNAL_S = 0.5  # in the main thread, which a signal that another thread raises does not wake
+_MAX_WAIT_S = 3600.0  # at once: the kernel takes at most 24 days
+_MOST_LATE = 1000  # messages of a worker that is gone: a child of it may go on to write
+
+
+@dataclass
+class CallWatch:
+    """What is known of one call that a worker does."""
+
+    call: Call
+    pid: int
+    on_event: Sink | None
+    #: Whether the worker has read it; of a new one that need not be told.
+    is_begun: bool
+    tail: Tail = field(default_factory=Tail)
+    has_result: bool = False
+    #: Whether the worker waits for another call.
+    stays: bool = False
+    #: Whether it is gone, and how it ended as far as that is known (``-n``: by signal ``n``).
+    has_ended: bool = False
+    exitcode: int | None = None
+    #: Whether it was to be ended because its caller was told to.
+    is_stopped: bool = False
+    #: Variables that the task's module set after the fork server's libraries had read them.
+    set_too_late: dict[str, str | None] | None = None
+    #: Where its task has called sys.exit.
+    sys_exit: str = ""
+    #: Seconds that it has been importing, at least.
+    import_s: float = 0.0
+    #: Whether these were libraries that its fork server did not have.
+    had_imports: bool = False
+    peak_bytes: int = 0
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the worker has to be ended while it does the call."""
+        return not self.has_ended and not self.has_result
+
+    @property
+    def exit_s(self) -> float:
+        """How long to wait for the worker's exit after the result."""
+        may_be_late = self.call.held < 0 and self.call.confinement is None
+        return min(EXIT_GRACE_S, WAIT_FOR_EXIT_S) if may_be_late else EXIT_GRACE_S
+
+    @property
+    def is_late_to_exit(self) -> bool:
+        """Whether the worker has not exited by then, and nobody has to wait for that."""
+        return self.has_result and not self.has_ended and self.exit_s < EXIT_GRACE_S
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the worker ended before it has read the call: then another one can do it."""
+        return self.has_ended and not self.is_begun
+
+    def take(self, told: dict[str, Any]) -> None:
+        """Take what the worker tells."""
+        event = told if self.call.confinement is None else checked_events.checked(told)
+        if event is None:
+            return
+        kind = event.get("event")
+        if kind == "result":
+            self.has_result, self.stays = True, bool(event.get("stays"))
+            self.peak_bytes = event.get("peak_bytes") or 0
+            if self.on_event is not None:
+                self.on_event({**event, "event": "worker_result"})
+        elif kind == "begun":
+            self.is_begun = True
+        elif kind == "importing":
+            self.import_s = float(event["seconds"])
+        elif kind == "sys_exit":
+            self.sys_exit = str(event["where"])
+        elif kind == "imported":
+            self.had_imports = bool(event["names"])
+            note_imported(event["names"])
+        elif kind == "set_too_late":
+            self.set_too_late = event["variables"]
+        elif self.on_event is not None:
+            self.on_event(event)
+
+
+class StartedWorker:
+    """One worker with the caller's ends of its lines: started, watched through its calls, ended."""
+
+    def __init__(self, call: Call, prepared: start.Prepared, reply: int, *, stays: bool) -> None:
+        self._is_confined = call.confinement is not None
+        self._is_from_server = prepared.method.from_server
+        self._left: LeftProcesses | None = None
+        if self._is_confined and not self._is_from_server:  # a fork server does that itself
+            self._left = LeftProcesses()
+        try:
+            self._process, self._lines = start.launch(call, prepared, reply, stays=stays)
+        except BaseException:
+            self._end_left()
+            raise
+        self._seen: CallWatch | None = None
+        self._streams: dict[int, Stream] = {}
+        self._calls = self._lines.calls.fileno()
+        self._pidfd = _open_pidfd(self.pid)
+        #: What is still open at the other end.
+        self._open = {self._calls, self._lines.stdout, self._lines.stderr}
+        self._poll = select.poll()
+        for descriptor in self._open | {self._pidfd} - {-1}:
+            self._poll.register(descriptor, select.POLLIN)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def descriptor(self) -> int:
+        """What can be read once it is gone."""
+        return self._pidfd if self._pidfd >= 0 else self._calls
+
+    def has_exited(self) -> bool:
+        """Whether it is gone; its pid is still its own."""
+        return self._process.has_exited()
+
+    def take(self, call: Call, files: dict[str, int], *, stays: bool) -> None:
+        """Send it another call; Gone if that is too late."""
+        start.send_call(call, self._lines.calls, files["request"], files["reply"], stays=stays)
+
+    def kill(self) -> None:
+        """Kill it, also from another thread."""
+        with suppress(ProcessLookupError):
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+
+    def watch(self, seen: CallWatch, deadline: float | None, stopped_by: StopOrder | None = None) -> None:
+        """Wait for the end of the worker, or for the result where it stays; or for a limit or an order."""
+        self._seen = seen
+        for descriptor, target in ((self._lines.stdout, sys.stdout), (self._lines.stderr, sys.stderr)):
+            self._streams[descriptor] = Stream(descriptor, output_of(seen.call, target, seen.tail))
+        order = -1 if stopped_by is None else stopped_by.descriptor
+        if order >= 0:
+            self._poll.register(order, select.POLLIN)
+        try:
+            is_leaving = False
+            while not seen.stays and not seen.is_stopped:
+                if seen.has_result and not is_leaving:
+                    is_leaving, deadline = True, time.monotonic() + seen.exit_s
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return
+                if self._wait_once(left_s, order):
+                    seen.has_ended = True
+                    return
+        finally:
+            with suppress(KeyError, ValueError):  # it was given, or there is none
+                self._poll.unregister(order)
+        for stream in self._streams.values():
+            stream.drain()
+
+    def leave(self, deadline: float) -> None:
+        """Let it end, as there are no more calls; wait for that."""
+        with suppress(OSError):  # it has ended
+            self._lines.calls.shutdown(socket.SHUT_WR)
+        self._wait(deadline)
+
+    def ask_where_it_is(self) -> None:
+        """Have a hung worker write the stacks of its threads into its output."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGQUIT)
+        self._wait(time.monotonic() + _STACK_DUMP_S)
+
+    def end(self) -> None:
+        """End it and its process group, however far it is."""
+        if not self._process.has_exited():
+            self.kill()
+            self._wait_for_exit()
+        try:
+            self._let_its_children_tidy_up()
+        finally:
+            self._end_group()  # before its pid is free for others
+            socket_folder.remove(self.pid)
+            exitcode = self._process.reap()
+        if self._seen is not None:
+            self._seen.exitcode = exitcode
+            self._seen.peak_bytes = max(self._seen.peak_bytes, self._process.peak_bytes)
+        for stream in self._streams.values():
+            stream.drain()
+
+    def close(self) -> None:
+        """Let go of every descriptor, and end what it has put into sessions of its own."""
+        self._end_left()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._lines.close()
+
+    def _end_left(self) -> None:
+        if self._left is not None:
+            self._left.end(sockets.is_server)
+            self._left = None
+
+    def _end_group(self) -> None:
+        # A confined app's processes may call themselves as they like.
+        if self._open and not self._is_confined and sys.platform == "linux":
+            trackers, _ = end_group(self.pid)
+            if trackers and not self._is_from_server:
+                end_later(trackers)  # a fork server does that itself
+            return
+        with suppress(ProcessLookupError, PermissionError):  # the leader alone, a zombie (macOS)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _wait(self, deadline: float) -> None:
+        while (left_s := deadline - time.monotonic()) > 0 and not self._wait_once(left_s):
+            pass
+
+    def _wait_once(self, timeout_s: float | None, order: int = -1) -> bool:
+        """Read what there is, or wait for it; tell whether the worker is gone, and all of that is read."""
+        longest = _POLL_S
+        if self._pidfd >= 0:
+            longest = _MAX_WAIT_S if threading.current_thread() is not threading.main_thread() else _SIGNAL_S
+        self._read_once(longest if timeout_s is None else min(timeout_s, longest), order)
+        if not self._process.has_exited():
+            return False
+        for _ in range(_MOST_LATE):
+            if self._calls not in self._open or not sockets.can_be_read(self._calls, 0):
+                break
+            self._receive()
+        return True
+
+    def _read_once(self, timeout_s: float, order: int = -1) -> None:
+        for descriptor, _ in self._poll.poll(timeout_s * 1000):
+            if descriptor == self._calls:
+                self._receive()
+            elif descriptor in self._streams:
+                if not self._streams[descriptor].read():
+                    self._forget(descriptor)
+            elif descriptor == order and self._seen is not None:
+                self._poll.unregister(order)
+                self._seen.is_stopped = not self._seen.has_result
+
+    def _receive(self) -> None:
+        try:
+            told, files = sockets.receive(self._lines.calls)
+        except sockets.NotAMessage:
+            return
+        except sockets.Gone:
+            self._forget(self._calls)
+            return
+        for descriptor in files:
+            os.close(descriptor)
+        if self._seen is not None:
+            self._seen.take(told)
+
+    def _forget(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        self._open.discard(descriptor)
+
+    def _wait_for_exit(self) -> None:
+        # Without reading: that may raise, and a worker that is being killed waits for no reader.
+        poll = select.poll()
+        if self._pidfd >= 0:
+            poll.register(self._pidfd, select.POLLIN)
+        while not self._process.has_exited():
+            poll.poll(_POLL_S * 1000)
+
+    def _let_its_children_tidy_up(self) -> None:
+        """Wait a moment for processes that still have the output of the worker, which is gone."""
+        if self._pidfd >= 0:  # it would end every wait at once
+            self._poll.unregister(self._pidfd)
+        deadline = time.monotonic() + _CHILDREN_GRACE_S
+        while self._open and (left_s := deadline - time.monotonic()) > 0:
+            self._read_once(left_s)
+
+
+def _open_pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):  # not Linux, or a kernel before 5.3
+        return -1
