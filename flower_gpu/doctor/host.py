@@ -15,8 +15,9 @@ from flower_gpu import control_group
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError
 from flower_gpu.printable import format_bytes, path_text
+from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.forkserver.sockets import Gone
+from flower_gpu.workers.messages import Gone
 from flower_gpu.workers.state_folder import state_dir, state_dir_problem
 
 _GOOD_FILES, _ENOUGH_FILES, _TOO_FEW_FILES = 4096, 1024, 256
@@ -89,10 +90,10 @@ def fork_servers() -> Iterator[Found]:
 
 
 def _asked(connection: socket) -> Found:
-    pid = sockets.peer(connection)[0]
+    pid = messages.peer(connection)[0]
     try:
-        sockets.send(connection, {"op": "status"})
-        told = sockets.receive_answer(connection)
+        messages.send(connection, {"op": "status"})
+        told = messages.receive_answer(connection)
     except Gone:
         text = f"fork server {pid} does not answer within {_ANSWER_S:g} s"
         return "problem", text, f"kill -CONT {pid} if it was stopped, else kill {pid}"

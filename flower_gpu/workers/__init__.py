@@ -15,7 +15,7 @@
        |  life pipe: when the caller is gone, the kernel kills the worker's group (life)
        v
     worker.serve: environment, threads, task; then the task runs      the worker's process
-       |  a socket (forkserver/sockets): the call comes from it, with the descriptors of its memory files;
+       |  a socket (messages): the call comes from it, with the descriptors of its memory files;
        |  JSON messages go to it (progress, imports, "result"; events)
        |  stdout, stderr: text (output)
        |  transport: the result goes into a memory file that the caller has made; it is sealed

@@ -213,20 +213,29 @@ def children() -> set[int]:
             with open(f"/proc/self/task/{thread}/children") as file:
                 found.update(map(int, file.read().split()))
     except FileNotFoundError:  # a kernel that does not list them
-        return {int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _parent(pid) == os.getpid()}
+        return {pid for pid in _all_processes() if _parent(pid) == os.getpid()}
     return found
 
 
-def _parent(pid: str) -> int:
+def is_running(pid: int) -> bool:
+    """Tell whether there is such a process, and it has not ended: one that is not reaped yet has."""
+    return _state_parent_group(pid)[0] not in "ZX"
+
+
+def _all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _parent(pid: int) -> int:
     return _state_parent_group(pid)[1]
 
 
-def _living_group(pid: str) -> int:
+def _living_group(pid: int) -> int:
     state, _, group = _state_parent_group(pid)
     return -1 if state in "ZX" else group
 
 
-def _state_parent_group(pid: str) -> tuple[str, int, int]:
+def _state_parent_group(pid: int) -> tuple[str, int, int]:
     """Return these fields of proc(5)'s ``stat``; dead, -1 and -1 where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
@@ -267,7 +276,7 @@ def end_group(group: int) -> tuple[list[int], list[int]]:
     Python's resource tracker unlinks the shared memory that its worker has left, and ends, once all other
     processes of the worker are gone.
     """
-    members = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _living_group(pid) == group]
+    members = [pid for pid in _all_processes() if _living_group(pid) == group]
     trackers = [pid for pid in members if is_tracker(pid)]
     others = [pid for pid in members if pid not in trackers]
     if trackers:

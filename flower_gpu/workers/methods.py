@@ -17,21 +17,18 @@ from pathlib import Path
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError, WorkerStartError
-from flower_gpu.workers import socket_folder, transport
+from flower_gpu.workers import messages, socket_folder, transport
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import Call, task_name
-from flower_gpu.workers.forkserver import client, sockets
-from flower_gpu.workers.forkserver.sockets import Gone as Gone
+from flower_gpu.workers.forkserver import client, identity
 from flower_gpu.workers.life import OwnChild, Process, close_life_end, explained, life_pipe
+from flower_gpu.workers.messages import Gone as Gone
 from flower_gpu.workers.native import initialized_cuda_devices, release_openmp_threads
 from flower_gpu.workers.own_process import OwnLock, facts
 
 #: Held while pipes are made and a worker is started: a fork in another thread must not inherit the
 #: worker's ends of them before the caller has closed its copies.
 start_lock = OwnLock()
-
-
-_BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.worker import spawned; spawned()"
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def send_call(call: Call, to: socket.socket, request: int, reply: int, *, stays:
     files = {"reply": reply, "request": request, "held": call.held, "shared": transport.shared_by(request)}
     files = {name: descriptor for name, descriptor in files.items() if descriptor >= 0}
     message = {"setup": call.setup, "stays": stays, "files": list(files)}
-    sockets.send(to, message, list(files.values()))
+    messages.send(to, message, list(files.values()))
 
 
 def launch(
@@ -212,7 +209,7 @@ def launch(
             return read, write
 
         try:
-            calls, workers_calls = sockets.pair()
+            calls, workers_calls = messages.pair()
             ours.callback(calls.close)
             theirs.callback(workers_calls.close)
             life_read, life_write = life_pipe()
@@ -285,10 +282,10 @@ def spawn(call: Call, _: Prepared, ends: child.Ends) -> Process:
     # script without a main guard once more, and leaves a resource tracker process with every caller.
     # Of env only the names: everybody on the machine may read a command line.
     record = {"ends": {"life": ends.life, "calls": ends.calls}, "env": list(call.env)}
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # -I, -O, -W ...
-    program = _BOOTSTRAP.format(path=[entry for entry in sys.path if isinstance(entry, str)])
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    command = identity.fresh_interpreter(f"{child.__name__}:spawned", path)
     process = subprocess.Popen(
-        [sys.executable, *flags, "-c", program, json.dumps(record), f"flower-gpu: {call.label}"],
+        [*command, json.dumps(record), f"flower-gpu: {call.label}"],
         stdin=subprocess.DEVNULL,
         stdout=ends.stdout,
         stderr=ends.stderr,
@@ -323,7 +320,7 @@ def _imported_by_fork() -> Callable[[], list[str]] | None:
     """Return what tells a fork of this process what it had to import, where somebody wants to know that."""
     if facts.imported_by_forks is None:
         return None
-    from flower_gpu.workers.forkserver import identity, libraries  # there are no lighter ways to it
+    from flower_gpu.workers.forkserver import libraries  # there is no lighter way to it
 
     folders = identity.installed_folders(sys.path)
     return partial(libraries.imported_since, len(sys.modules), folders)

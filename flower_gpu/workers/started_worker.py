@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from flower_gpu.workers import checked_events, socket_folder
+from flower_gpu.workers import checked_events, messages, socket_folder
 from flower_gpu.workers import methods as start
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.events import Sink, note_imported
@@ -245,7 +245,7 @@ class StartedWorker:
         if not self._process.has_exited():
             return False
         for _ in range(_MOST_LATE):
-            if self._calls not in self._open or not sockets.can_be_read(self._calls, 0):
+            if self._calls not in self._open or not messages.can_be_read(self._calls, 0):
                 break
             self._receive()
         return True
@@ -263,10 +263,10 @@ class StartedWorker:
 
     def _receive(self) -> None:
         try:
-            told, files = sockets.receive(self._lines.calls)
-        except sockets.NotAMessage:
+            told, files = messages.receive(self._lines.calls)
+        except messages.NotAMessage:
             return
-        except sockets.Gone:
+        except messages.Gone:
             self._forget(self._calls)
             return
         for descriptor in files:

@@ -27,9 +27,8 @@ from typing import Any, NoReturn
 
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks import set_by_modules
-from flower_gpu.workers import confinement, events, interpreter, socket_folder, threads, transport
+from flower_gpu.workers import confinement, events, interpreter, messages, socket_folder, threads, transport
 from flower_gpu.workers.call import load_task, run_preload, set_up
-from flower_gpu.workers.forkserver import sockets
 from flower_gpu.workers.life import be_killed_first, die_with_the_caller
 from flower_gpu.workers.outcome import Outcome, failure, place_of, unsendable
 from flower_gpu.workers.own_process import facts
@@ -203,8 +202,8 @@ class _Calls:
             if not waiting.poll(_IDLE_S * 1000):
                 facts.be_idle()
             try:
-                message, files = sockets.receive(self._line)
-            except sockets.Gone:  # there are no more
+                message, files = messages.receive(self._line)
+            except messages.Gone:  # there are no more
                 return
             if not self._is_first:  # else the caller knows that this process is new
                 self._send({"event": "begun"})
@@ -213,8 +212,8 @@ class _Calls:
 
     def _send(self, event: Mapping[str, Any]) -> None:
         # Without a lock: each message is sent as a whole, and a child of the task's could find it taken.
-        with suppress(sockets.Gone):  # the task has closed all descriptors
-            sockets.send(self._line, event)
+        with suppress(messages.Gone):  # the task has closed all descriptors
+            messages.send(self._line, event)
 
     def _do(self, message: Mapping[str, Any], files: dict[str, int]) -> bool:
         """Do one call; tell whether another one may come."""
@@ -239,7 +238,7 @@ class _Calls:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
         if self._is_first and not stays:  # else nobody knows what of it is this task's
             event["memory_bytes"] = max(0, peak_bytes - self._base_bytes)
-        sockets.send(self._line, {**event, "peak_bytes": peak_bytes})
+        messages.send(self._line, {**event, "peak_bytes": peak_bytes})
         return stays
 
     def _outcome(self, message: Mapping[str, Any], files: Mapping[str, int]) -> Outcome | None:

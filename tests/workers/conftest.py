@@ -9,6 +9,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import forkservers
 import pytest
 from processes import (
     SHARED_MEMORY,
@@ -20,11 +21,27 @@ from processes import (
     wait_until,
     zombies_of,
 )
+from worker_lines import Caller
 
 from flower_gpu import run_in_worker
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.native import initialized_cuda_devices
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Have fork servers of the module's own, without torch; yield their folder."""
+    with forkservers.own_servers(light=True) as found:
+        yield found
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    """One who has calls run on lines of workers; after the test nothing of them is left."""
+    made = Caller()
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=SUPERVISED)

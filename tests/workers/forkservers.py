@@ -25,6 +25,13 @@ import flower_gpu
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import client, control
 
+
+def marks(timeout_s: float, *, own: str | None = None) -> list[pytest.MarkDecorator]:
+    """Return the marks of a module whose tests need fork servers; ``own``: the fixture with its own ones."""
+    needed = pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3")
+    return [pytest.mark.timeout(timeout_s), needed, *([pytest.mark.usefixtures(own)] if own else [])]
+
+
 #: Environment in which a process finds the modules of this folder.
 WITH_TASKS = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))

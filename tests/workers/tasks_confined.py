@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu import landlock, run_in_worker
-from flower_gpu.workers import state_folder
+from flower_gpu.workers import messages, state_folder
 from flower_gpu.workers.forkserver import control, proof, sockets
 
 _IOCTL_ONLY = os.O_WRONLY | os.O_RDWR  # for open(2): neither reading nor writing
@@ -117,9 +117,9 @@ def _connected(name: str) -> Iterator[socket.socket]:
 
 def _asked(connection: socket.socket, message: dict[str, Any], descriptors: list[int]) -> str:
     try:
-        sockets.send(connection, message, descriptors)
-        return str(sorted(sockets.receive_answer(connection)))
-    except sockets.Gone:
+        messages.send(connection, message, descriptors)
+        return str(sorted(messages.receive_answer(connection)))
+    except messages.Gone:
         return "closed"
 
 
@@ -137,8 +137,8 @@ def attempts(name: str, holder: tuple[int, int], *, confined: bool) -> dict[str,
         except OSError as error:
             found[way] = type(error).__name__
             continue
-        with _connected(name) as connection, suppress(sockets.Gone):
-            sockets.send(connection, sockets.CALLER, shown)
+        with _connected(name) as connection, suppress(messages.Gone):
+            messages.send(connection, sockets.CALLER, shown)
             found[way] = _asked(connection, {"op": "status"}, [])
         for descriptor in shown:
             os.close(descriptor)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import forkservers
 import pytest
 from forkservers import Client, only_server, until_only
 
-from flower_gpu.workers.forkserver import client
-
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=150, own="folder")
 
 # The last one is imported by the server only when a file is there; by workers at once.
 PACKAGES = {
@@ -35,12 +29,6 @@ def venv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clientapp") / "venv"
     forkservers.make_environment(folder, PACKAGES)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found
 
 
 def clientapp(venv: Path, **env: str) -> Client:

@@ -10,16 +10,11 @@ import forkservers
 import nvml_stub
 import pytest
 from forkservers import Client
-from test_choose import driver as driver
 from worker_lines import Caller
 
-from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.threads import ONE_THREAD
 
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=150)
 
 MODULE = "deciding_task"
 WITH_GPUS = ("cuda", 2, True)

@@ -19,12 +19,9 @@ import pytest
 from processes import is_running
 from waiting import until
 
-from flower_gpu.workers.forkserver import client, control
+from flower_gpu.workers.forkserver import control
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=300)
 
 PROJECT = """
 [project]

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,18 +20,9 @@ from flower_gpu import WorkerDiedError, run_in_worker
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers.forkserver import client, control, program, sockets
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120, own="folder")
 
 FORKSERVER = {"start_method": "forkserver"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found
 
 
 @pytest.fixture

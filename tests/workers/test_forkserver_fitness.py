@@ -19,12 +19,9 @@ import pytest
 from forkservers import Client
 from processes import wait_until
 
-from flower_gpu.workers.forkserver import client, control, fitness
+from flower_gpu.workers.forkserver import control, fitness
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120)
 
 PACKAGES = {
     "reads_variable": 'import os\nVALUE = os.environ.get("READS_HOME", "none")\n',

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import forkservers
 import pytest
 from forkservers import Client, only_server, until_only
 from processes import is_running, wait_until
-from test_choose import DRIVER
+from test_choose import driver as driver
 
 import flower_gpu
-from flower_gpu.workers.forkserver import client, control
+from flower_gpu.workers.forkserver import control
 
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=150, own="folder")
 
 
 PACKAGES = {
@@ -62,24 +57,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def python(environment: Path) -> str:
     return str(environment / "bin" / "python")
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs gcc")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    (library.parent / "cuda.c").write_text(DRIVER)
-    options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([compiler, *options, "-o", library, library.parent / "cuda.c"], check=True, timeout=60)
-    return str(library)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found
 
 
 def learn(caller: Client, *modules: str) -> control.Status:

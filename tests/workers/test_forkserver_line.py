@@ -13,12 +13,10 @@ import pytest
 from forkservers import Client, only_server
 from processes import is_running
 
-from flower_gpu.workers.forkserver import client, sockets
+from flower_gpu.workers import messages
+from flower_gpu.workers.forkserver import client
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=300)
 
 PROCESSES, THREADS = 3, 80
 # Callers that lose patience earlier than a server takes for all of them.
@@ -87,7 +85,7 @@ def test_who_waits_in_line_minds_the_time_limit() -> None:
     with here, there:
         here.settimeout(30)
         for _ in range(3):
-            sockets.send(there, sockets.BUSY)
+            messages.send(there, messages.BUSY)
         with pytest.raises(TimeoutError, match="had others to serve"):
             client._ask_or_end(here, {"op": "open"}, [], time.monotonic() - 1)
         assert here.fileno() == -1

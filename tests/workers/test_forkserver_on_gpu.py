@@ -14,12 +14,9 @@ import forkservers
 import pytest
 from forkservers import Client, only_server
 
-from flower_gpu.workers.forkserver import client, control
+from flower_gpu.workers.forkserver import control
 
-pytestmark = [
-    pytest.mark.timeout(150),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=150)
 
 TASK = "tasks_forkserver:libraries_of_cudnn"
 ALL = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,11 @@ import forkservers
 import pytest
 from forkservers import CallError, Client
 from processes import is_running, wait_until
-from test_choose import DRIVER
+from test_choose import driver as driver
 
-from flower_gpu.workers.forkserver import client, control
+from flower_gpu.workers.forkserver import control
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120)
 
 # Each call of a function leaves a line in a file beside the module.
 TASK = """
@@ -197,18 +192,8 @@ class TestWhatGoesWrong:
             assert says in str(caught.value) and f"preload {function}" in str(caught.value)
         assert caller.call("loading_task:number", preload="loading_task:load") == 1
 
-    def test_cuda_is_refused(
-        self, start: Callable[..., Client], tmp_path_factory: pytest.TempPathFactory
-    ) -> None:
-        compiler = shutil.which("gcc")
-        if compiler is None:
-            pytest.skip("needs gcc")
-        source = tmp_path_factory.mktemp("driver") / "cuda.c"
-        source.write_text(DRIVER)
-        library = source.with_name("libcuda.so.1")
-        options = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([compiler, *options, "-o", library, source], check=True, timeout=60)
-        caller = start(DRIVER=str(library))
+    def test_cuda_is_refused(self, start: Callable[..., Client], driver: str) -> None:
+        caller = start(DRIVER=driver)
         with pytest.raises(CallError, match="touch_cuda initialised CUDA, so that no worker could use a GPU"):
             caller.call("loading_task:number", preload="loading_task:touch_cuda")
         options = {"preload": ["loading_task:touch_cuda", "loading_task:load"], "start_method": "auto"}

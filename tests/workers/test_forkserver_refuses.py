@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,14 @@ from processes import is_running, wait_until
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.workers.forkserver import client, control, identity, sockets
+from flower_gpu.workers import messages
+from flower_gpu.workers.forkserver import control, identity, sockets
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120, own="folder")
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 STRANGER = 54321
 FORKSERVER = {"start_method": "forkserver"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def folder() -> Iterator[Path]:
-    with forkservers.own_servers(light=True) as found:
-        yield found
 
 
 def call() -> int:
@@ -58,7 +50,7 @@ def record(**fields: Any) -> dict[str, Any]:
 def own() -> int:
     """What only the worker reads."""
     inherited = {"environ": dict(os.environ), "path": sys.path, "umask": 0o22}
-    return sockets.memory_file({"inherited": inherited, "env": {}})
+    return messages.memory_file({"inherited": inherited, "env": {}})
 
 
 def raw(data: bytes) -> Callable[[socket.socket], None]:
@@ -68,7 +60,7 @@ def raw(data: bytes) -> Callable[[socket.socket], None]:
 def message(op: object, *descriptors: Callable[[], int], **fields: Any) -> Callable[[socket.socket], None]:
     def send(connection: socket.socket) -> None:
         opened = [each() for each in descriptors]
-        sockets.send(connection, {"op": op, **fields}, opened)
+        messages.send(connection, {"op": op, **fields}, opened)
         for descriptor in opened:
             os.close(descriptor)
 
@@ -152,7 +144,7 @@ class TestGarbage:
         with Client() as working, connect_after(call) as connection:
             working.send("tasks_forkserver:wait", str(started), str(go))
             assert wait_until(started.exists)
-            sockets.send(connection, {"op": "reap"})
+            messages.send(connection, {"op": "reap"})
             assert answer(connection) is None
             assert call() == only_server().pid
             go.touch()
@@ -193,8 +185,8 @@ class TestGarbage:
 def answer(connection: socket.socket) -> dict[str, Any] | None:
     """Return the answer to a message; None where the server has closed the connection instead."""
     try:
-        return sockets.receive_answer(connection)
-    except sockets.Gone:
+        return messages.receive_answer(connection)
+    except messages.Gone:
         return None
 
 
@@ -292,7 +284,7 @@ class TestOtherUsers:
         try:
             assert stranger.stdout.readline() == "listening\n"
             folder.chmod(0o700)
-            with pytest.raises(sockets.Gone, match="another user's"):
+            with pytest.raises(messages.Gone, match="another user's"):
                 sockets.connect(name, 10)
             assert stranger.stdout.readline() == "b''\n"
         finally:

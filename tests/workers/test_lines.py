@@ -17,12 +17,7 @@ from phases import without_phases
 from processes import descriptors, is_running, wait_until, zombies_of
 from worker_lines import Caller, descriptors_of, left_of, settled
 
-from flower_gpu.workers.forkserver import client
-
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=90)
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,8 @@ from worker_lines import Caller
 
 from flower_gpu.errors import FlowerGPUError, WorkerDiedError, WorkerTimeoutError
 from flower_gpu.workers.call import Call
-from flower_gpu.workers.forkserver import client
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=90, own="folder")
 
 # Each call's worker starts a program and forks a child, and hangs.
 KILLED = """
@@ -47,12 +43,6 @@ KILLED = """
     os.write(1, f"pids {idle.run(Call('os:getpid'), way, calls=2)}\\n".encode())
     time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def servers() -> Iterator[None]:
-    with forkservers.own_servers(light=True):
-        yield
 
 
 @pytest.fixture

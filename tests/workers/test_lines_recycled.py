@@ -16,12 +16,8 @@ from processes import is_running, wait_until
 from worker_lines import Caller, descriptors_of, resident_bytes
 
 from flower_gpu.errors import WorkerDiedError
-from flower_gpu.workers.forkserver import client
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=90)
 
 LARGE = 400_000  # numbers: enough to be mapped and not copied
 

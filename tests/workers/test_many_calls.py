@@ -27,13 +27,9 @@ from flower_gpu import run_in_worker
 from flower_gpu.calls import leasing
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers import own_calls
-from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.own_process import facts
 
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=180)
 
 THREADS = 8
 # What a process may have more after all of them: fragments, a small part of what one call passes.

@@ -18,12 +18,8 @@ from strangers import addresses_of, needs_root, reached_by_a_stranger
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.workers import socket_folder, state_folder
-from flower_gpu.workers.forkserver import client
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120)
 
 WAIT = "tasks_sockets:wait_with_sockets"
 # Of a Listener, a Manager, the fork server of multiprocessing, and a process that shares descriptors.

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -226,13 +225,6 @@ def test_a_worker_of_a_worker_is_of_the_same_client(capfd: pytest.CaptureFixture
 
 def test_what_cannot_be_a_text_does_not_end_the_task() -> None:
     assert call("plain_tasks:log_what_has_no_text", "3", 2, "forkserver") == "went on"
-
-
-@pytest.fixture
-def caller() -> Iterator[Caller]:
-    made = Caller()
-    yield made
-    made.close()
 
 
 def test_a_worker_that_is_used_again_names_each_client(

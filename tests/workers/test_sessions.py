@@ -12,21 +12,10 @@ from worker_lines import Caller
 
 from flower_gpu import run_in_worker
 from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError
-from flower_gpu.workers.forkserver import client
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not client.is_supported(), reason="needs Linux 5.3"),
-]
+pytestmark = forkservers.marks(timeout_s=120)
 ERRORS = {"abort": WorkerDiedError, "hang": WorkerTimeoutError}
 TIMEOUT_S = 4
-
-
-@pytest.fixture
-def caller() -> Iterator[Caller]:
-    caller = Caller()
-    yield caller
-    caller.close()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
-import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -27,8 +25,8 @@ import httpx
 
 from flower_gpu.flower.programs.entry import NoEntryError, ProgramEntry, find
 from flower_gpu.flower.programs.starter import CONNECTION_VARIABLE, Programs, Subprocess
-from flower_gpu.workers import interpreter
-from flower_gpu.workers.forkserver import identity, sockets
+from flower_gpu.workers import interpreter, messages
+from flower_gpu.workers.forkserver import identity
 from flower_gpu.workers.forkserver.forking import ChildWatch
 from flower_gpu.workers.life import explained
 from flower_gpu.workers.own_process import facts
@@ -144,7 +142,7 @@ class _ProgramRequest:
     is_adopted: bool  # whether it becomes the child of another process, which is told no status
     streams: list[int]  # standard input, output, error
     folder: int
-    answer: int  # where the process id goes, and the status when it has ended
+    answer: socket.socket  # where the process id goes, and the status when it has ended
     kept: list[int] = field(default_factory=list)  # open in the program, for as long as it is there
     log: int = -1  # its standard error, for as long as this process waits for its end
 
@@ -158,16 +156,9 @@ class _ProgramRequest:
             message["is_adopted"],
             [stdin, stdout, stderr],
             folder,
-            answer,
+            socket.socket(fileno=answer),
             kept,
         )
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether somebody reads the answer: else it was started in another way meanwhile."""
-        poll = select.poll()
-        poll.register(self.answer, 0)  # POLLERR is always reported
-        return not poll.poll(0)
 
     def close(self) -> None:
         """Let go of what the program has now."""
@@ -181,12 +172,12 @@ class _ProgramRequest:
             how = f"was killed by {signal.Signals(-status).name} ({-status})"
             with suppress(OSError):
                 os.write(self.log, f"flower-gpu: {self.argv[0]} {how}\n".encode())
-        os.close(self.answer)
+        self.answer.close()
         os.close(self.log)
 
     def say(self, answer: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # nobody asks any more
-            os.write(self.answer, json.dumps(answer).encode() + b"\n")
+        with suppress(messages.Gone):  # nobody asks any more
+            messages.send(self.answer, answer)
 
 
 class _ProgramForker:
@@ -213,15 +204,15 @@ class _ProgramForker:
 
     def _on_request(self, connection: socket.socket) -> Callable[[], object] | None:
         try:
-            message, descriptors = sockets.receive(connection)
-        except sockets.Gone:
+            message, descriptors = messages.receive(connection)
+        except messages.Gone:
             self._has_ended = connection is self._first
             self._selector.unregister(connection)
             connection.close()
             return None
         request = _ProgramRequest.of(message, descriptors)
         try:
-            if not request.is_awaited:
+            if messages.is_closed(request.answer):  # it was started in another way meanwhile
                 raise NoEntryError("nobody waits for it any more")
             found = find(request.argv[0], request.env)
             if read_at_start(request.env) != self._started_with:
@@ -232,7 +223,7 @@ class _ProgramForker:
         except OSError as error:
             request.say({"refused": explained(error)})
         request.close()
-        os.close(request.answer)
+        request.answer.close()
         return None
 
     def _fork(self, request: _ProgramRequest, found: ProgramEntry) -> Callable[[], object] | None:
@@ -249,14 +240,15 @@ class _ProgramForker:
             ours.close()
             if request.log >= 0:
                 os.close(request.log)
-            self._leave()  # but not of the answer: who waits sees its end, also where this server has ended
+            self._leave()
+            request.answer.detach()  # it stays open: who waits sees its end, also where this server has ended
             return _become(found, request, theirs)
         theirs.close()
         self._watch(ours)
         request.close()
         request.say({"pid": pid})
         if request.is_adopted:
-            os.close(request.answer)
+            request.answer.close()
         else:
             self._running[pid] = request
         return None
@@ -268,7 +260,7 @@ class _ProgramForker:
                 key.fileobj.close()
         self._children.leave()
         for request in self._running.values():
-            os.close(request.answer)
+            request.answer.close()
             os.close(request.log)
 
     def _on_child(self) -> None:

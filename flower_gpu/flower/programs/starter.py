@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -10,14 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.workers.forkserver import sockets
-from flower_gpu.workers.forkserver.identity import interpreter_flags
+from flower_gpu.workers import messages
+from flower_gpu.workers.forkserver.identity import fresh_interpreter
 from flower_gpu.workers.interpreter import UNKNOWN
 from flower_gpu.workers.threads import ONE_THREAD
 
@@ -26,9 +24,6 @@ CONNECTION_VARIABLE: Final = "FLOWER_GPU_PROGRAMS"
 
 # Its forks write what they are where their arguments were, and may have more of them.
 _TITLE: Final = " " * 4000
-_PROGRAM: Final = (
-    "import sys; sys.path[:] = {path!r}; from flower_gpu.flower.programs.server import main; main()"
-)
 #: What the server imports takes its time on a busy machine.
 _ANSWER_S: Final = 120.0
 _OPTIONS: Final = {"start_new_session", "stdout", "stderr"}  # of Popen, that a request can have
@@ -47,7 +42,7 @@ def is_flowers(name: str) -> bool:
 class ProgramHandle:
     """A program that a server has forked, as far as Flower uses :class:`subprocess.Popen`."""
 
-    def __init__(self, argv: Sequence[str], pid: int, answer: int) -> None:
+    def __init__(self, argv: Sequence[str], pid: int, answer: socket.socket) -> None:
         self.args = argv
         self.pid = pid
         self.returncode: int | None = None
@@ -80,14 +75,12 @@ class ProgramHandle:
 
     def _look(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._answer], [], [], timeout_s)[0]:
-            # Nothing, where the server has ended.
-            self.returncode = int(_read(self._answer).get("status", UNKNOWN))
-            os.close(self._answer)
+            try:
+                self.returncode = int(messages.receive(self._answer)[0]["status"])
+            except messages.Gone:  # the server has ended
+                self.returncode = UNKNOWN
+            self._answer.close()
         return self.returncode
-
-    def __del__(self) -> None:
-        if self.returncode is None:
-            os.close(self._answer)
 
 
 class AdoptedProgram:
@@ -135,8 +128,8 @@ class Programs:
         group: int | None = 0,
         is_adopted: bool = False,
         kept: Sequence[int] = (),
-    ) -> tuple[int, int] | None:
-        """Have a program started; return its process id, and the descriptor that tells its exit status.
+    ) -> tuple[int, socket.socket] | None:
+        """Have a program started; return its process id, and the socket that tells its exit status.
 
         None where it has to be started in another way. ``argv``: its name, which is looked for on the
         ``PATH`` of ``env``, and its arguments. ``group``: its process group; 0 for one of its own, None for a
@@ -148,26 +141,24 @@ class Programs:
                 return None
             folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, folder)
-            answer, end = os.pipe2(os.O_CLOEXEC)
+            answer, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            message = {"argv": list(argv), "env": dict(env), "group": group, "is_adopted": is_adopted}
             try:
-                message = {"argv": list(argv), "env": dict(env), "group": group, "is_adopted": is_adopted}
-                try:
-                    sockets.send(self._connection, message, [stdin, stdout, stderr, folder, end, *kept])
-                finally:
-                    os.close(end)
-                said = _read(answer, _ANSWER_S)
-            except (sockets.Gone, TimeoutError) as error:
-                said = {"refused": str(error) or "no answer"}
+                with end:
+                    given = [stdin, stdout, stderr, folder, end.fileno(), *kept]
+                    messages.send(self._connection, message, given)
+                if not messages.can_be_read(answer.fileno(), _ANSWER_S):
+                    raise messages.Gone(f"no answer within {_ANSWER_S:g} s")
+                said = messages.receive(answer)[0]
+            except messages.Gone as error:
+                said = {"refused": str(error)}
                 self._connection.close()
                 self._connection = None
-            except BaseException:
-                os.close(answer)
-                raise
             if "pid" in said:
                 return said["pid"], answer
-            os.close(answer)
+            answer.close()
             is_first = not self.reason
-            self.reason = said.get("refused", "what forks them has ended")
+            self.reason = said["refused"]
             if is_first:
                 say_slow(self.reason)
             return None
@@ -179,7 +170,7 @@ class Programs:
         started = self.start(argv, env, is_adopted=True, **options)
         if started is None:
             return None
-        os.close(started[1])
+        started[1].close()
         return AdoptedProgram(started[0])
 
     def close(self) -> None:
@@ -197,11 +188,13 @@ def start_server(env: Mapping[str, str], log: Path) -> Programs:
     same for each program.
     ``log``: where its output goes.
     """
-    path = [entry for entry in sys.path if entry]
+    command = fresh_interpreter(
+        "flower_gpu.flower.programs.server:main", [entry for entry in sys.path if entry]
+    )
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, log.open("ab") as output:
         subprocess.Popen(
-            [sys.executable, *interpreter_flags(), "-c", _PROGRAM.format(path=path), _TITLE],
+            [*command, _TITLE],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -229,7 +222,7 @@ class Subprocess:
         stdout: int | None = None,
         stderr: int | None = None,
         start_new_session: bool = False,
-    ) -> tuple[int, int] | None:
+    ) -> tuple[int, socket.socket] | None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, ValueError):  # there is none, or it is closed
                 stream.flush()
@@ -247,20 +240,3 @@ class Subprocess:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
-
-
-def _read(answer: int, timeout_s: float | None = None) -> dict[str, Any]:
-    """Read one line, or nothing where the server has ended; TimeoutError if there is none in time."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    text = b""
-    while not text.endswith(b"\n"):
-        left = None if deadline is None else deadline - time.monotonic()
-        if not select.select([answer], [], [], left and max(0.0, left))[0]:
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
-        # Byte by byte: the next line is for the next reader.
-        byte = os.read(answer, 1)
-        if not byte:
-            return {}
-        text += byte
-    found: dict[str, Any] = json.loads(text)
-    return found

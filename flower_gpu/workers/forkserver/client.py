@@ -20,13 +20,13 @@ from typing import Any
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.gpu import device_files, guard_rules
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
-from flower_gpu.workers import threads
+from flower_gpu.workers import messages, threads
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import control, identity, program, sockets
 from flower_gpu.workers.forkserver.control import Stays
 from flower_gpu.workers.forkserver.identity import Inherited
-from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.interrupts import allowed_interrupts
+from flower_gpu.workers.messages import Gone
 
 _ANSWER_S = 20.0  # a server that is silent for so long hangs; a busy one tells callers to wait
 _SAY_S = 5.0  # until the user is told what is waited for
@@ -102,7 +102,7 @@ class ServerPlace:
 
     def is_for(self, call: Call) -> bool:
         """Tell whether the server is there, and as good for another call."""
-        return likeness(call) == self._like and not sockets.is_closed(self._connection)
+        return likeness(call) == self._like and not messages.is_closed(self._connection)
 
     def fork(self, message: dict[str, Any], descriptors: Sequence[int]) -> Forked:
         """Have what the message says forked, with these descriptors.
@@ -150,7 +150,7 @@ class Forked:
 
     def has_exited(self) -> bool:
         """Whether it is gone; its pid is still its own."""
-        return sockets.can_be_read(self.pidfd, 0)
+        return messages.can_be_read(self.pidfd, 0)
 
     def reap(self) -> int | None:
         """Give its pid back and return the exit status; None where the server is gone that knew it."""
@@ -186,7 +186,7 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
     folder = own = -1
     try:
         folder = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        own = sockets.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
+        own = messages.memory_file({"inherited": asdict(inherited), "env": dict(call.env)})
         patience = time.monotonic() + LEARN_S
         tries, pause_s = 0, _FIRST_PAUSE_S
         while tries < _TRIES:
@@ -285,15 +285,15 @@ def ask(
     descriptors: Sequence[int] = (),
     in_line: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Send a message and wait for the answer (:func:`sockets.receive_answer`); Gone if the server hangs."""
-    sockets.send(connection, message, descriptors)
-    if not sockets.can_be_read(connection.fileno(), _SAY_S):
+    """Send a message and wait for the answer (:func:`messages.receive_answer`); Gone if the server hangs."""
+    messages.send(connection, message, descriptors)
+    if not messages.can_be_read(connection.fileno(), _SAY_S):
         _log.warning(
             "the fork server (pid %d) has not answered for %g s: it is stopped (kill -CONT lets it go on), "
             "or the host has too much to do. It is ended after another %g s, and a new one started",
-            *(sockets.peer(connection)[0], _SAY_S, _ANSWER_S),
+            *(messages.peer(connection)[0], _SAY_S, _ANSWER_S),
         )
-    return sockets.receive_answer(connection, in_line)
+    return messages.receive_answer(connection, in_line)
 
 
 def _remember(kind: _ServerKind, answer: dict[str, Any]) -> None:
@@ -328,7 +328,7 @@ def _connected(
     def derive(lock: int) -> None:
         message = {"op": "preload", "start": kind.start(name, preload)}
         with (
-            open(sockets.memory_file(asdict(inherited)), "rb") as own,
+            open(messages.memory_file(asdict(inherited)), "rb") as own,
             program.said_ready(deadline, None, what) as ready,
             _connect_or_start(kind, environ, deadline) as base,
         ):
@@ -365,10 +365,10 @@ def _connect_or(start: Callable[[int], None], name: str, deadline: float | None)
 
 def _end_if_it_hangs(connection: socket.socket) -> None:
     """Kill a server that has taken a connection but does not answer; a new one takes its place."""
-    if sockets.is_closed(connection):
+    if messages.is_closed(connection):
         return
     with suppress(OSError):
-        pid, _ = sockets.peer(connection)
+        pid, _ = messages.peer(connection)
         pidfd = os.pidfd_open(pid)
         try:
             # Not another process that has got its pid.

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu.errors import ConfigError
+from flower_gpu.workers import messages
 from flower_gpu.workers.forkserver import identity, sockets
-from flower_gpu.workers.forkserver.sockets import Gone
+from flower_gpu.workers.life import is_running
+from flower_gpu.workers.messages import Gone
 
 _PROGRAM = b"flower_gpu.workers.forkserver"  # in the command line of each
 _ANSWER_S = 5.0
@@ -65,7 +67,7 @@ def stop(*, if_unused: bool = False, wait_s: float = 0.0) -> list[int]:
 
 def still_running(pids: Iterable[int]) -> list[int]:
     """Return those of these processes that have not ended."""
-    return [pid for pid in pids if _is_running(pid)]
+    return [pid for pid in pids if is_running(pid)]
 
 
 def family() -> set[int]:
@@ -95,17 +97,9 @@ def _ask(name: str, message: dict[str, Any]) -> dict[str, Any] | None:
         except Gone:
             return None
         with connection, suppress(Gone):  # another server takes its place at this moment
-            sockets.send(connection, message)
-            return sockets.receive_answer(connection)
+            messages.send(connection, message)
+            return messages.receive_answer(connection)
     return None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _pss_bytes(pid: int) -> int:
@@ -134,14 +128,14 @@ class Stays:
         with self._lock:
             connection = self.connections.get(name)
             if connection is not None:
-                if not sockets.is_closed(connection):
+                if not messages.is_closed(connection):
                     return
                 self.connections.pop(name).close()
             with suppress(Gone):
                 connection = sockets.connect(name, _STAY_ANSWER_S)
                 try:
-                    sockets.send(connection, {"op": "stay"})
-                    sockets.receive_answer(connection)
+                    messages.send(connection, {"op": "stay"})
+                    messages.receive_answer(connection)
                 except Gone:
                     connection.close()
                 else:

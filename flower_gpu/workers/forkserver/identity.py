@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -175,6 +175,16 @@ def interpreter_flags() -> list[str]:
     """Return the options this interpreter was started with, such as ``-O`` or ``-W``."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
+
+
+def fresh_interpreter(function: str, path: Sequence[str]) -> list[str]:
+    """Return the command that calls a function, ``"package.module:function"``, in a fresh interpreter.
+
+    ``path``: what ``sys.path`` is set to there.
+    """
+    module, name = function.split(":")
+    program = f"import sys; sys.path[:] = {list(path)!r}; from {module} import {name}; {name}()"
+    return [sys.executable, *interpreter_flags(), "-c", program]
 
 
 def script_folders() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from flower_gpu import frameworks
 from flower_gpu.errors import WorkerStartError
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.workers import socket_folder, state_folder
+from flower_gpu.workers import messages, socket_folder, state_folder
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse
 from flower_gpu.workers.forkserver.forking import READY, Become, Start, describe
@@ -29,9 +29,6 @@ from flower_gpu.workers.threads import ONE_THREAD
 
 _START_S = 300.0  # imports on a busy machine take their time
 _POLL_S = 0.5
-
-#: Its text; ``path`` is what ``sys.path`` is set to.
-PROGRAM = "import sys; sys.path[:] = {path!r}; from flower_gpu.workers.forkserver.program import main; main()"
 
 
 class _DiedError(WorkerStartError):
@@ -69,11 +66,11 @@ def _start(wanted: Mapping[str, Any], variables: Mapping[str, str], ready: int, 
     if os.environ.get("FLOWER_GPU_STATE_DIR"):  # a relative one would be another in the server's folder
         environ["FLOWER_GPU_STATE_DIR"] = str(state_folder.state_parent())
     environ = {**frameworks.UNTOUCHED_CUDA, **environ}
-    program = [sys.executable, *identity.interpreter_flags(), "-c"]
+    command = identity.fresh_interpreter(f"{__name__}:main", identity.server_path())
     with (
         open(sockets.open_log(wanted["name"]), "w") as log,
         subprocess.Popen(
-            [*program, PROGRAM.format(path=identity.server_path()), json.dumps(record)],
+            [*command, json.dumps(record)],
             cwd="/",
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -100,9 +97,9 @@ def said_ready(deadline: float | None, limit_s: float | None, what: str) -> Iter
         finally:
             os.close(write)
         began = time.monotonic()
-        while not sockets.can_be_read(read, 0):
+        while not messages.can_be_read(read, 0):
             with allowed_interrupts():
-                sockets.can_be_read(read, _POLL_S)
+                messages.can_be_read(read, _POLL_S)
             now = time.monotonic()
             if deadline is not None and now > deadline:
                 raise TimeoutError(f"{what} was not ready in time")

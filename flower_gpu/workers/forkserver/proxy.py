@@ -19,8 +19,8 @@ from flower_gpu.errors import WorkerStartError
 from flower_gpu.workers.call import Call
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.forkserver.client import Forked
-from flower_gpu.workers.forkserver.sockets import Gone
 from flower_gpu.workers.interpreter import UNKNOWN
+from flower_gpu.workers.messages import Gone
 
 _PASSED_ON: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGWINCH")
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
 from flower_gpu.gpu import guard_rules
-from flower_gpu.workers import events, interpreter, socket_folder, threads
+from flower_gpu.workers import events, interpreter, messages, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
 from flower_gpu.workers.forkserver import identity, libraries, proof, sockets
@@ -101,8 +101,8 @@ class Server:
             if key.fileobj is self._listener:
                 self._accept()
             elif session := self._sessions.get(key.fd):
-                with suppress(sockets.Gone):  # it has ended, or does not listen
-                    sockets.send(session.connection, sockets.BUSY)
+                with suppress(messages.Gone):  # it has ended, or does not listen
+                    messages.send(session.connection, messages.BUSY)
 
     def _has_ended(self) -> bool:
         if self._callers() or self._orphans or self._learning.running is not None:
@@ -126,7 +126,7 @@ class Server:
                 connection, _ = self._listener.accept()
             except OSError:  # there are no more
                 return
-            caller, user = sockets.peer(connection)
+            caller, user = messages.peer(connection)
             if user != os.getuid():
                 connection.close()
                 continue
@@ -141,23 +141,23 @@ class Server:
     def _on_message(self, session: Session) -> None:
         descriptors: list[int] = []
         try:
-            message, descriptors = sockets.receive(session.connection)
+            message, descriptors = messages.receive(session.connection)
             if not session.is_proven:
                 session.is_proven = message == sockets.CALLER and proof.is_given(descriptors)
                 if not session.is_proven:
-                    raise sockets.Gone("it may not be a caller")
+                    raise messages.Gone("it may not be a caller")
                 return
             handle = getattr(self, f"_on_{message.get('op')}", None)
             if handle is None:
-                raise sockets.Gone("not an operation")
+                raise messages.Gone("not an operation")
             answer = handle(session, message, descriptors)
             if answer is not None:
-                sockets.send(session.connection, answer)
+                messages.send(session.connection, answer)
         except Become:
             descriptors = []  # the fork's
             raise
         except Exception as error:  # of this connection: whatever it sent, the others go on
-            if not isinstance(error, sockets.Gone):
+            if not isinstance(error, messages.Gone):
                 with suppress(OSError):  # the disk with the log is full
                     print(f"a request failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._forget(session)
@@ -224,7 +224,7 @@ class Server:
         if session.pid >= 0 or not session.record:
             raise ValueError("fork without open")
         if session.has_forked and (self._draining or not self._is_as_it_was()):
-            raise sockets.Gone("another server is better by now")
+            raise messages.Gone("another server is better by now")
         if session.imported < 0 and not session.record["is_confined"]:  # what that writes is not read here
             session.imported = os.memfd_create(REPORT_NAME, os.MFD_CLOEXEC)
         release_openmp_threads()  # of what the user preloads
@@ -276,7 +276,7 @@ class Server:
 
     def _on_stop(self, session: Session, message: _Message, __: list[int]) -> _Answer:
         for other in list(self._sessions.values()):
-            if other is not session and sockets.is_closed(other.connection):
+            if other is not session and messages.is_closed(other.connection):
                 self._forget(other)  # its process has ended just now
         stopping = len(self._callers()) == 1 or not message.get("if_unused")
         if stopping:
@@ -289,7 +289,7 @@ class Server:
         start = Start(**message["start"])
 
         def begin() -> None:
-            Inherited(**sockets.read_memory_file(own)).apply(folder)
+            Inherited(**messages.read_memory_file(own)).apply(folder)
             os.close(folder)
             self._start, self._began, self._calls = start, time.time(), 0
             try:
@@ -341,7 +341,7 @@ class Server:
 
     def _take_over(self, session: Session) -> dict[str, Any]:
         """Take over what the caller has (in the fork); returns what only forks are to know."""
-        own: dict[str, Any] = sockets.read_memory_file(session.own)
+        own: dict[str, Any] = messages.read_memory_file(session.own)
         Inherited(**own["inherited"]).apply(session.folder)
         os.close(session.folder)
         self._use.apply_changes(keep=own["env"])

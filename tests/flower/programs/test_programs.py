@@ -106,8 +106,8 @@ def test_it_has_no_descriptors_but_its_own(probe: Probe) -> None:
     other.wait(30)
     sockets_and_pipes = [name for name in first if name.startswith(("socket:", "pipe:"))]
     own = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in (0, 1, 2)}
-    # That to the server, over which it would start programs itself, and the pipe that tells its end.
-    assert sorted(name.partition(":")[0] for name in {*sockets_and_pipes} - own) == ["pipe", "socket"]
+    # That to the server, over which it would start programs itself, and the one that tells its end.
+    assert sorted(name.partition(":")[0] for name in {*sockets_and_pipes} - own) == ["socket", "socket"]
 
 
 def test_forks_have_random_numbers_of_their_own(probe: Probe) -> None:
@@ -230,7 +230,7 @@ def test_a_fork_that_fails_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         forks = server._ProgramForker(theirs, {})
-        request = server._ProgramRequest(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=-1)
+        request = server._ProgramRequest(["flwr"], {}, 0, False, [0, 1, 2], folder=-1, answer=ours)
         before = os.listdir("/proc/self/fd")  # noqa: PTH208
         with pytest.raises(BlockingIOError):
             forks._fork(request, ProgramEntry("flwr", "os", "getpid"))
