@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,28 +37,38 @@ class FlowerApp:
     # Allowed texts by key, where the app states them in [tool.flower-gpu.choices].
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def simulated(self, given: Mapping[str, Any], num_supernodes: int) -> dict[str, Any]:
-        """Return the run config of a simulation: the app's own, with what is given in its place.
+    def overrides(
+        self,
+        given: Mapping[str, ConfigValue],
+        clients: int,
+        said: Callable[[str], str] = "run config {}".format,
+        hint: Callable[[str], str] = lambda _: "",
+    ) -> dict[str, ConfigValue]:
+        """Return what is given for the run config, and ``num-clients`` where the app declares it.
 
-        ``num-clients`` is the number of nodes where the app declares it. Raises ConfigError if the app does
-        not declare a key, or a value is none of its choices.
+        ``said``: how a key was given, for errors; ``hint``: what to do where the app does not declare it.
+        Raises ConfigError if the app does not declare a key, or a value is none of its choices.
         """
         for key, value in given.items():
             if key not in self.run_config:
                 known = ", ".join(sorted(self.run_config)) or "none"
-                raise ConfigError(f"run config: {self.name} declares no {key} (its keys: {known})")
+                more = f"; {hint(key)}" if hint(key) else ""
+                raise ConfigError(f"{said(key)}: {self.name} declares no such key (its keys: {known}){more}")
             allowed = self.choices.get(key)
             if allowed and str(value) not in allowed:
-                raise ConfigError(f"run config: {self.name} knows {', '.join(allowed)}, not {key}={value}")
-        values = {**self.run_config, **given}
-        if NUM_CLIENTS_KEY in values:
-            if given.get(NUM_CLIENTS_KEY, num_supernodes) != num_supernodes:
-                raise ConfigError(
-                    f"run config: {NUM_CLIENTS_KEY}={given[NUM_CLIENTS_KEY]}, but there are {num_supernodes} "
-                    "SuperNodes; leave it out"
-                )
-            values[NUM_CLIENTS_KEY] = num_supernodes
-        return values
+                raise ConfigError(f"{said(key)} {value}: {self.name} knows {', '.join(allowed)}")
+        if NUM_CLIENTS_KEY not in self.run_config:
+            return dict(given)
+        if given.get(NUM_CLIENTS_KEY, clients) != clients:
+            number = given[NUM_CLIENTS_KEY]
+            raise ConfigError(
+                f"{said(NUM_CLIENTS_KEY)}={number}, but there are {clients} clients; leave it out"
+            )
+        return {**given, NUM_CLIENTS_KEY: clients}
+
+    def simulated(self, given: Mapping[str, ConfigValue], num_supernodes: int) -> dict[str, ConfigValue]:
+        """Return the run config of a simulation; raises ConfigError as :meth:`overrides`."""
+        return {**self.run_config, **self.overrides(given, num_supernodes)}
 
     @classmethod
     def load(cls, folder: Path) -> FlowerApp:

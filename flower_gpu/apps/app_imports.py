@@ -7,7 +7,7 @@ import dis
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Final
@@ -119,14 +119,33 @@ def _file(folder: Path, name: str) -> Path | None:
 
 def _imported(tree: ast.Module, package: str) -> Iterator[str]:
     """Yield the modules that a file imports: first those outside of functions, in their order."""
-    for node in _statements(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(node, package)
-            if base:
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        functions: list[ast.AST] = []
+        for node in chain.from_iterable(_executed(each, functions) for each in waiting):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif base := _absolute(node, package):
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+        waiting = functions
+
+
+def _executed(node: ast.AST, functions: list[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports that run with a node; of both branches where only running tells.
+
+    Functions that are defined there are added to ``functions``.
+    """
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        children = iter(node.orelse)
+    for child in children:
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(child)
+        elif not isinstance(child, ast.expr):
+            yield from _executed(child, functions)
 
 
 def _named(tree: ast.Module) -> Iterator[str]:
@@ -134,34 +153,6 @@ def _named(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _TASK.fullmatch(node.value):
             yield node.value.partition(":")[0]
-
-
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements that run when a module is imported, then those of its functions."""
-    waiting = [tree.body]
-    while waiting:
-        functions: list[list[ast.stmt]] = []
-        for body in waiting:
-            yield from _executed(body, functions)
-        waiting = functions
-
-
-def _executed(body: list[ast.stmt], functions: list[list[ast.stmt]]) -> Iterator[ast.stmt]:
-    """Yield the statements that run with a body; of both branches where only running tells.
-
-    The bodies of functions that are defined there are added to ``functions``.
-    """
-    for node in body:
-        yield node
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(node.body)
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from _executed(node.orelse, functions)
-            continue
-        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
-            inner = [each for each in getattr(node, part, []) if isinstance(each, ast.AST)]
-            yield from _executed(inner, functions)  # type: ignore[arg-type]
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:

@@ -205,7 +205,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     app = FlowerApp.load(arguments.app_dir)
     num_supernodes, run_config = _federation(arguments)
-    app.simulated(run_config, num_supernodes)
+    app.overrides(run_config, num_supernodes)
     memory_bytes(arguments.state_memory, "--state-memory")
     preload = given_preload(arguments.preload, app.path)
     calls = given_calls(arguments)

@@ -213,7 +213,7 @@ def _plan(arguments: argparse.Namespace) -> JobPlan:
     app = FlowerApp.load(arguments.app_dir)
     given = simulate.given_run_config(arguments.run_config)
     if arguments.num_supernodes is not None:
-        app.simulated(given, arguments.num_supernodes)
+        app.overrides(given, arguments.num_supernodes)
     elif arguments.resume is None:
         raise ConfigError(
             "--num-supernodes N (or --clients N) is missing: how many virtual clients are there?"

@@ -93,15 +93,8 @@ class GPUClient(NumPyClient):
         self._evaluate_fn = evaluate_fn
         self._kwargs = dict(kwargs or {})
         self._initial_weights = initial_weights
+        self._options = dict(options)
         self._settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
-        # What a function asks for that was made with `distributed`, in the place of what the client does.
-        self._settings_of: dict[int | None, CallSettings] = {
-            num_gpus: CallSettings.resolve(_asking_for(num_gpus, options), name=f"pid-{os.getpid()}")
-            for num_gpus in map(
-                _num_gpus, (train_fn, evaluate_fn, self.fit_in_worker, self.evaluate_in_worker)
-            )
-            if num_gpus is not None
-        }
         self._wants_process = any(options.get(name) is not None for name in _OF_A_PROCESS)
         self._weights: Weights | None = None
 
@@ -213,10 +206,14 @@ class GPUClient(NumPyClient):
             return load_task(task)(*args)  # the whole message is in a worker already, with its lease
         user_task = args[0] if weights else task
         named = self._named(user_task)
+        settings = self._settings
+        if num_gpus := getattr(user_task, "num_gpus", None):  # of a function that was made with `distributed`
+            options = {**self._options, "num_gpus": num_gpus, "gpu_memory": None}
+            settings = CallSettings.resolve(options, name=f"pid-{os.getpid()}")
         return run_call(
             task,
             args,
-            settings=self._settings_of.get(_num_gpus(user_task), self._settings),
+            settings=settings,
             kind=kind,
             name=task_name(named),
             arrays=weights,
@@ -227,16 +224,6 @@ class GPUClient(NumPyClient):
     def _named(self, task: Task) -> Task:
         """Return what the user has named or given, of which a task is made."""
         return task
-
-
-def _num_gpus(task: Any) -> int | None:
-    num_gpus = getattr(task, "num_gpus", None)
-    return num_gpus if isinstance(num_gpus, int) else None
-
-
-def _asking_for(num_gpus: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {name: value for name, value in options.items() if name not in ("num_gpus", "gpu_memory")}
-    return {**rest, "num_gpus": num_gpus}
 
 
 def gpu_client(

@@ -17,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.cli import install
 from flwr.cli.config_utils import load_and_validate
 from flwr.clientapp.client_app import LoadClientAppError
@@ -30,7 +30,7 @@ from flower_gpu import trace
 from flower_gpu.apps.app_imports import libraries_of
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ClientCallError, ConfigError, text_of
-from flower_gpu.flower import message_call, plain_message
+from flower_gpu.flower import message_call
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.flower.confine import Allowed, for_message
 from flower_gpu.flower.objects import ask_for_many
@@ -40,8 +40,6 @@ from flower_gpu.workers import call_end
 from flower_gpu.workers.confinement import Confinement
 from flower_gpu.workers.forkserver import client
 from flower_gpu.workers.outcome import place_of
-from flower_gpu.workers.own_process import facts
-from flower_gpu.workers.transport.plain import PlainBytes
 
 _OTHER_NAME = "flower-gpu flwr-clientapp"
 _LOADER = "get_load_client_app_fn"  # what run_clientapp loads an app by
@@ -60,12 +58,12 @@ def main(argv: list[str], with_lease: bool, is_fork: bool) -> int:
     ask_for_many()
     if Allowed.from_environment(os.environ) is not None:
         install_among_apps()
-    if with_lease:
-        if find(_LOADS) is None:
-            raise _unknown("loads apps", "this message would have no lease")
-        setattr(run_clientapp, _LOADER, partial(_get_load_client_app_fn, is_fork))
-    if find(_LOADS) is not None:
-        setattr(run_clientapp, _LOADER, partial(_telling, getattr(run_clientapp, _LOADER)))
+    loader = find(_LOADS)
+    if with_lease and loader is None:
+        raise _unknown("loads apps", "this message would have no lease")
+    if loader is not None:
+        get_load_fn = partial(_leased_loader, is_fork) if with_lease else loader
+        setattr(run_clientapp, _LOADER, partial(_telling, get_load_fn))
     try:
         flwr_clientapp()
     except SystemExit as end:
@@ -152,7 +150,7 @@ def _telling(get_load_client_app_fn: Callable[..., Any], **where: Any) -> Any:
     return load_telling
 
 
-def _get_load_client_app_fn(is_fork: bool, **where: Any) -> Any:
+def _leased_loader(is_fork: bool, **where: Any) -> Any:
     return lambda *app: LeasedClientApp(where, app, is_fork)
 
 
@@ -202,7 +200,6 @@ def _learn_imports(app: tuple[str, ...]) -> None:
 
 def load_and_run(
     where: dict[str, Any], app: tuple[str, ...], message: Message, context: Context, identity: dict[str, Any]
-) -> tuple[Message, RecordDict] | PlainBytes:
+) -> message_call.Handled:
     """Load an app and have it handle a message; runs in a worker."""
-    reply, state = message_call.run(get_load_client_app_fn(**where)(*app), None, message, context, identity)
-    return (reply, state) if facts.confinement is None else plain_message.encode(reply, state)
+    return message_call.run(get_load_client_app_fn(**where)(*app), message, context, identity)

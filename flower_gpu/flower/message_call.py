@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,19 +20,22 @@ from flower_gpu.errors import (
     shortened,
     text_of,
 )
-from flower_gpu.flower import plain_message
+from flower_gpu.flower import record_bytes
 from flower_gpu.flower.records import records_in, round_of
+from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.transport.plain import PlainBytes
 
 #: Key of a node config: which part of the data a client has.
 PARTITION_KEY = "partition-id"
 
+#: What handling a message gives: the reply and the state, or the bytes of both from a confined worker.
+Handled = tuple[Message, RecordDict] | PlainBytes
 #: What of Flower's ``TaskIdentity`` a worker needs.
 IDENTITY: Final = ("_task_id", "_run_id", "_node_id")
 
 
 def call(
-    task: Callable[..., tuple[Message, RecordDict] | PlainBytes],
+    task: Callable[..., Handled],
     args: tuple[Any, ...],
     message: Message,
     context: Context,
@@ -46,8 +48,7 @@ def call(
     """Have a worker handle a message, and take over what it did to the context's state.
 
     ``task``: ``task(*args, message, context, identity)`` runs in the worker and returns what :func:`run`
-    does; in a confined worker as :func:`flower_gpu.flower.plain_message.encode` writes it.
-    ``args``: its first arguments.
+    does. ``args``: its first arguments.
     ``message``, ``context``: as Flower hands them to an app.
     ``settings``: returns how the call is to run; its errors are those of the call.
     ``name``: of the user's function, by which the footprint is known.
@@ -67,7 +68,7 @@ def call(
         reply: Message
         value = run_call(
             task,
-            (*args, message, context, {key: getattr(TaskIdentity, key) for key in IDENTITY}),
+            (*args, message, context, identity()),
             settings=found,
             kind=kind,
             name=name,
@@ -77,7 +78,7 @@ def call(
             workers=workers,
         )
         if found.worker.confinement is not None:
-            reply, state = plain_message.decode(value, message)
+            reply, state = record_bytes.decode_reply(value, message)
         else:
             reply, state = value
     except FlowerGPUError as error:
@@ -96,29 +97,30 @@ def call(
 
 
 def run(
-    function: ClientAppCallable,
-    lifespan: Lifespan | None,
-    message: Message,
-    context: Context,
-    identity: Mapping[str, Any],
-) -> tuple[Message, RecordDict]:
-    """Handle a message; runs in a worker.
+    function: ClientAppCallable, message: Message, context: Context, identity: Mapping[str, Any]
+) -> Handled:
+    """Handle a message, by an app or a function of one; runs in a worker.
 
-    ``function``: an app, what follows in a chain of mods, or an app's own function.
-    ``lifespan``: the app's.
-    ``message``, ``context``: what the function gets.
-    ``identity``: who the caller is for Flower: without that no message can be made.
-    Returns the reply and the state.
+    ``identity``: who the caller is for Flower, see :func:`identity`. Returns the reply and the state; in a
+    confined worker as :func:`flower_gpu.flower.record_bytes.encode_reply` writes them.
     """
+    assume(identity)
+    expected = Expected.of(message)  # before the function can change it
+    reply = expected.checked(function(message, context), message)
+    if facts.confinement is None:
+        return reply, context.state
+    return record_bytes.encode_reply(reply, context.state)
+
+
+def identity() -> dict[str, Any]:
+    """Return who this process is for Flower: without that a worker cannot make a message."""
+    return {key: getattr(TaskIdentity, key) for key in IDENTITY}
+
+
+def assume(identity: Mapping[str, Any]) -> None:
+    """Be for Flower who the caller is."""
     for key, value in identity.items():
         setattr(TaskIdentity, key, value)
-    expected = Expected.of(message)  # before the function can change it
-    if lifespan is None or lifespan.is_inherited:
-        reply = function(message, context)
-    else:
-        with lifespan.function(context):
-            reply = function(message, context)
-    return expected.checked(reply, message), context.state
 
 
 @dataclass(frozen=True)
@@ -155,22 +157,6 @@ class Expected:
         if reply.has_error() and len(reply.error.reason or "") > MOST_CHARACTERS:
             return Message(Error(reply.error.code, shortened(reply.error.reason or "")), reply_to=message)
         return reply
-
-
-class Lifespan:
-    """An app's lifespan function, which knows whether its process has what it did in the caller.
-
-    A fork has. A process that it had to be pickled for has not, and runs it again.
-    """
-
-    def __init__(
-        self, function: Callable[[Context], AbstractContextManager[None]], is_inherited: bool = True
-    ) -> None:
-        self.function = function
-        self.is_inherited = is_inherited
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Lifespan, (self.function, False)
 
 
 def take_over(state: RecordDict, new: RecordDict) -> None:

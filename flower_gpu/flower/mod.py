@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, Unpack, overload
 
@@ -15,7 +16,7 @@ from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.errors import ConfigError, text_of
 from flower_gpu.flower import message_call
-from flower_gpu.flower.message_call import PARTITION_KEY, Lifespan
+from flower_gpu.flower.message_call import PARTITION_KEY
 from flower_gpu.flower.private_names import EMPTY_LIFESPAN, find
 from flower_gpu.options import CallOptions
 from flower_gpu.workers.call import task_name
@@ -59,7 +60,7 @@ class GPUMod:
             return call_next(message, context)
         return message_call.call(
             message_call.run,
-            (call_next, _lifespan()),
+            (_Rest(call_next, _lifespan()),),
             message,
             context,
             lambda: self._settings(context, getattr(_innermost(call_next), "num_gpus", None)),
@@ -188,12 +189,37 @@ def _name(function: Any) -> str:
     return f"{getattr(function, '__module__', '')}:{task_name(function)}"
 
 
-def _lifespan() -> Lifespan | None:
+_Lifespan = Callable[[Context], AbstractContextManager[None]]
+
+
+class _Rest:
+    """What follows in the chain of mods, with the app's lifespan function where a worker needs that.
+
+    A fork has what the lifespan function did in the caller. A process that it had to be pickled for has not,
+    and runs it again.
+    """
+
+    def __init__(self, function: ClientAppCallable, lifespan: _Lifespan | None, is_fork: bool = True) -> None:
+        self._function = function
+        self._lifespan = lifespan
+        self._is_fork = is_fork
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if self._lifespan is None or self._is_fork:
+            return self._function(message, context)
+        with self._lifespan(context):
+            return self._function(message, context)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Rest, (self._function, self._lifespan, False)
+
+
+def _lifespan() -> _Lifespan | None:
     """Return the lifespan function of the app that is being called; None where it has none."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is ClientApp.__call__.__code__:
             found: Any = getattr(frame.f_locals["self"], "_lifespan", None)
-            return None if found in (None, find(EMPTY_LIFESPAN)) else Lifespan(found)
+            return None if found is find(EMPTY_LIFESPAN) else found
     return None

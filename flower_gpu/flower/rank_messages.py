@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu.flower.message_call import IDENTITY, take_over
+from flower_gpu.flower import message_call
 from flower_gpu.flower.records import records_in
 from flower_gpu.ranks import rank, results
 from flower_gpu.ranks.rank import Rendezvous
@@ -32,10 +31,9 @@ def call(function: Distributed, count: int, *args: Any, **kwargs: Any) -> Any:
     """
     from flower_gpu.ranks import run
 
-    identity = {key: getattr(TaskIdentity, key) for key in IDENTITY}
-    rest = {"kwargs": kwargs, "identity": identity}
+    rest = {"kwargs": kwargs, "identity": message_call.identity()}
     value, state = run.run(function, count, args, rest, task=_TASK, merged=_merged)
-    take_over(_context_in(args).state, state)
+    message_call.take_over(_context_in(args).state, state)
     return value
 
 
@@ -43,8 +41,7 @@ def main(
     rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], rest: Mapping[str, Any]
 ) -> Any:
     """Run the function among the other ranks; runs in a worker of its own."""
-    for key, value in rest["identity"].items():
-        setattr(TaskIdentity, key, value)
+    message_call.assume(rest["identity"])
     value = rank.run(rendezvous, function, args, rest["kwargs"])
     return (value, _context_in(args).state) if rendezvous.rank == 0 else _part_of(value)
 

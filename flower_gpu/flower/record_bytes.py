@@ -1,23 +1,33 @@
-"""Flower's records as bytes.
+"""Flower's records as bytes, and what handling a message gives: a reply and a state.
 
 The bytes are a description in JSON, then those of the arrays as they are. Nothing is pickled. Flower's own
 way to protobuf is not used, since it ends at 2 GiB and at integers of 64 bits, and copies each array twice.
+
+So bytes can be read without trust. The app of a confined worker may have written them: the caller makes the
+reply anew, as one to the message that it had sent, and nothing of a reply but its content, its error and its
+time to live is the app's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Final
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 
+from flower_gpu.errors import MOST_CHARACTERS, InvalidResultError, shortened
 from flower_gpu.flower import arrays
+from flower_gpu.workers.transport.plain import MOST_DESCRIBED_BYTES, PlainBytes
 from flower_gpu.workers.transport.regions import SMALL_BYTES, Region
 
 _MAGIC = b"fgrecs01"
 _START = struct.Struct("<8sQ")  # magic, bytes of the description
+
+_REPLY_START: Final = struct.Struct("<QQQ")  # bytes of what describes a reply, of its content, of the state
 
 _ARRAYS, _METRICS, _CONFIGS = "arrays", "metrics", "configs"
 _BYTES = "bytes"  # what a config value of bytes is described by: their number, or a list of numbers
@@ -50,11 +60,6 @@ def encode_parts(records: RecordDict) -> list[Buffer]:
             described.append((name, _CONFIGS, [(key, _config(value, buffers)) for key, value in values]))
     head = json.dumps(described).encode()
     return [_START.pack(_MAGIC, len(head)), head, *buffers]
-
-
-def described_bytes(data: Buffer) -> int:
-    """Return how long the description is that :func:`decode` will read; raises a struct.error without one."""
-    return int(_START.unpack_from(data)[1])
 
 
 def decode(data: Buffer) -> RecordDict:
@@ -123,3 +128,56 @@ def _config_of(value: Any, take: _Take) -> Any:
     if isinstance(sizes, list):
         return [bytes(take(size)) for size in sizes]
     return bytes(take(sizes))
+
+
+def encode_reply(reply: Message, state: RecordDict) -> PlainBytes:
+    """Return a reply and a state as bytes; the large parts are the records' own memory."""
+    error = [reply.error.code, reply.error.reason] if reply.has_error() else None
+    head = json.dumps({"error": error, "ttl": reply.metadata.ttl}).encode()
+    content = [] if error else encode_parts(reply.content)
+    kept = encode_parts(state)
+    sizes = [sum(memoryview(part).nbytes for part in parts) for parts in (content, kept)]
+    return PlainBytes([_REPLY_START.pack(len(head), *sizes), head, *content, *kept])
+
+
+def decode_reply(data: Any, message: Message) -> tuple[Message, RecordDict]:
+    """Return the reply to a message, and the state.
+
+    ``data``: what :func:`encode_reply` returned, in one piece.
+    ``message``: as it was given to the worker.
+    Raises InvalidResultError if it is something else.
+    """
+    try:
+        if not isinstance(data, memoryview):
+            raise TypeError("no bytes")
+        sizes = _REPLY_START.unpack_from(data)
+        if sum(sizes) != data.nbytes - _REPLY_START.size or sizes[0] > MOST_DESCRIBED_BYTES:
+            raise ValueError("of another size")
+        ends = accumulate(sizes, initial=_REPLY_START.size)
+        head, content, state = (data[begin:end] for begin, end in pairwise(ends))
+        described = json.loads(bytes(head))
+        error, ttl = described["error"], described["ttl"]
+        if type(ttl) not in (int, float) or not math.isfinite(ttl) or ttl <= 0:
+            raise ValueError("no time to live")
+        reply = Message(_records(content) if error is None else _error(*error), reply_to=message)
+        # Not as an argument: what is left of the message's own time is less by now, which Flower would log.
+        reply.metadata.ttl = min(ttl, reply.metadata.ttl)
+        return reply, _records(state)
+    except Exception as error:
+        # Whatever an app may have written there: Flower's records raise what they like.
+        raise InvalidResultError(
+            f"the confined worker left no reply that can be read ({type(error).__name__}: "
+            f"{shortened(str(error), 500)})"
+        ) from None
+
+
+def _records(data: memoryview) -> RecordDict:
+    if _START.unpack_from(data)[1] > MOST_DESCRIBED_BYTES:
+        raise ValueError(f"more than {MOST_DESCRIBED_BYTES >> 20} MiB besides arrays")
+    return decode(data)
+
+
+def _error(code: Any, reason: Any) -> Error:
+    if type(code) is not int or not (reason is None or isinstance(reason, str)):
+        raise TypeError("no error of Flower")
+    return Error(code, None if reason is None else shortened(reason, MOST_CHARACTERS))

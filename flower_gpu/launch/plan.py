@@ -125,34 +125,17 @@ def _checked_on_gpus(plan: Plan) -> Plan:
 
 
 def _overrides(options: LaunchOptions, app: FlowerApp, clients: int) -> dict[str, ConfigValue]:
-    known = ", ".join(sorted(app.run_config)) or "none"
     flags = {option.run_config_key: flag(name) for name, option in RUN_CONFIG.items()}
     hints = {option.run_config_key: option.hint for option in RUN_CONFIG.values()}
-    for key in options.run_config_options:
-        if key not in app.run_config:
-            raise ConfigError(
-                f"{flags[key]} needs the run config key {key}, which {app.name} does not declare "
-                f"(its keys: {known}){f'; {hints[key]}' if hints[key] else ''}"
-            )
     for key in options.run_config:
-        if key not in app.run_config:
-            hint = f"; {hints[key]}" if hints.get(key) else ""
-            raise ConfigError(
-                f"--run-config {key}: {app.name} declares no such key (its keys: {known}){hint}"
-            )
         if key in options.run_config_options:
             raise ConfigError(f"{flags[key]} and --run-config {key} say the same twice")
-    overrides = {**options.run_config_options, **options.run_config}
-    for key, value in overrides.items():
-        allowed = app.choices.get(key)
-        if allowed and str(value) not in allowed:
-            given = flags[key] if key in options.run_config_options else f"--run-config {key}"
-            raise ConfigError(f"{given} {value}: {app.name} knows {', '.join(allowed)}")
-    if NUM_CLIENTS_KEY in app.run_config:
-        if overrides.get(NUM_CLIENTS_KEY, clients) != clients:
-            raise ConfigError(f"--run-config {NUM_CLIENTS_KEY} is set by --clients")
-        overrides[NUM_CLIENTS_KEY] = clients
-    return overrides
+
+    def said(key: str) -> str:
+        return flags[key] if key in options.run_config_options else f"--run-config {key}"
+
+    given = {**options.run_config_options, **options.run_config}
+    return app.overrides(given, clients, said, lambda key: hints.get(key, ""))
 
 
 def _is_whole(value: ConfigValue | None) -> TypeGuard[int]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.supercore.object_ref import load_app
@@ -57,11 +57,11 @@ def handle(
     message: Message,
     context: Context,
     identity: Mapping[str, Any],
-) -> tuple[Message, RecordDict]:
+) -> message_call.Handled:
     """Handle a message; runs in a worker."""
     loaded = _load(app, seed) if isinstance(app, AppReference) else app
     with as_first(seed):
-        return message_call.run(loaded, None, message, context, identity)
+        return message_call.run(loaded, message, context, identity)
 
 
 def handle_deterministically(
@@ -70,7 +70,7 @@ def handle_deterministically(
     message: Message,
     context: Context,
     identity: Mapping[str, Any],
-) -> tuple[Message, RecordDict]:
+) -> message_call.Handled:
     """Handle a message by algorithms that give the same bits each time; others raise an error."""
 
     def prepare(framework: Framework, is_new: bool) -> None:

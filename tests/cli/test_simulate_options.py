@@ -163,7 +163,7 @@ def refusal(
         (["--num-supernodes", "0"], "must be a whole number, 1 or more, not '0'"),
         (
             ["--num-supernodes", "3", "--run-config", "lr=0.1"],
-            "run config: counting declares no lr "
+            "run config lr: counting declares no such key "
             "(its keys: folder, mode, num-clients, num-server-rounds, task.rate)",
         ),
         (["--num-supernodes", "3", "-c", "mode"], "'mode' is not of the form key=value"),
@@ -177,7 +177,7 @@ def refusal(
             "--rounds and --run-config num-server-rounds say the same twice",
         ),
         (["--num-supernodes", "3", "-c", "mode='odd'"], "counting knows plain, raise, wait, log"),
-        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 SuperNodes"),
+        (["--num-supernodes", "3", "-c", "num-clients=4"], "num-clients=4, but there are 3 clients"),
         (["--num-supernodes", "3", "-c", "none.toml"], "--run-config none.toml: No such file"),
         (["--num-supernodes", "3", "--max-workers", "0"], "must be a whole number, 1 or more, not '0'"),
         (

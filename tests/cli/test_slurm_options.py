@@ -129,7 +129,7 @@ def program(name: str, text: str) -> None:
     [
         (["nothing"], "nothing is not a folder"),
         ([APP], "--num-supernodes N (or --clients N) is missing"),
-        ([APP, "--clients", "3", "-c", "lr=1"], "plain declares no lr"),
+        ([APP, "--clients", "3", "-c", "lr=1"], "run config lr: plain declares no such key"),
         ([APP, "--clients", "0"], "must be a whole number, 1 or more, not '0'"),
         ([APP, "--clients", "3", "--nodes", "0"], "must be a whole number, 1 or more, not '0'"),
         ([APP, "--clients", "3", "--gpus-per-node", "half"], "must be a number of GPUs, 1 or more"),

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from record_strategies import contents, record_dicts
 
 from flower_gpu.errors import InvalidResultError
-from flower_gpu.flower import plain_message, record_bytes
+from flower_gpu.flower import record_bytes
+from flower_gpu.workers.transport.plain import PlainBytes
 
 
 def asked() -> Message:
@@ -25,7 +26,7 @@ def asked() -> Message:
     return message
 
 
-def in_one_piece(plain: plain_message.PlainBytes) -> memoryview:
+def in_one_piece(plain: PlainBytes) -> memoryview:
     return memoryview(b"".join(plain.parts))
 
 
@@ -35,7 +36,7 @@ def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: Recor
     message = asked()
     reply = Message(content, reply_to=message, ttl=50.0)
     before = contents(content), contents(state)
-    found, kept = plain_message.decode(in_one_piece(plain_message.encode(reply, state)), message)
+    found, kept = record_bytes.decode_reply(in_one_piece(record_bytes.encode_reply(reply, state)), message)
     assert (contents(found.content), contents(kept)) == before
     assert found.metadata.reply_to_message_id == message.metadata.message_id
     assert (found.metadata.src_node_id, found.metadata.dst_node_id) == (7, message.metadata.src_node_id)
@@ -44,11 +45,11 @@ def test_a_reply_and_a_state_come_as_they_were(content: RecordDict, state: Recor
 
 def test_a_reply_that_travelled_long_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
     message = asked()
-    plain = in_one_piece(plain_message.encode(Message(RecordDict(), reply_to=message), RecordDict()))
+    plain = in_one_piece(record_bytes.encode_reply(Message(RecordDict(), reply_to=message), RecordDict()))
     message.metadata.ttl -= 5.0  # so much time has gone by
     logging.getLogger("flwr").addHandler(caplog.handler)
     try:
-        reply, _ = plain_message.decode(plain, message)
+        reply, _ = record_bytes.decode_reply(plain, message)
     finally:
         logging.getLogger("flwr").removeHandler(caplog.handler)
     assert not caplog.records
@@ -58,8 +59,8 @@ def test_a_reply_that_travelled_long_is_no_reason_to_warn(caplog: pytest.LogCapt
 @pytest.mark.parametrize("reason", [None, "", "no data here"])
 def test_an_error_comes_as_it_was(reason: str | None) -> None:
     message = asked()
-    plain = plain_message.encode(Message(Error(3, reason), reply_to=message), RecordDict())
-    found, kept = plain_message.decode(in_one_piece(plain), message)
+    plain = record_bytes.encode_reply(Message(Error(3, reason), reply_to=message), RecordDict())
+    found, kept = record_bytes.decode_reply(in_one_piece(plain), message)
     assert (found.has_error(), found.error.code, found.error.reason) == (True, 3, reason)
     assert not kept
 
@@ -69,12 +70,13 @@ def test_an_error_comes_as_it_was(reason: str | None) -> None:
 def test_changed_bytes_are_refused_or_are_a_reply(data: st.DataObject) -> None:
     message = asked()
     state = RecordDict({"s": ConfigRecord({"a": 1, "b": [b"x", b"yz"]})})
-    plain = bytearray(in_one_piece(plain_message.encode(Message(state, reply_to=message, ttl=50.0), state)))
+    reply = Message(state, reply_to=message, ttl=50.0)
+    plain = bytearray(in_one_piece(record_bytes.encode_reply(reply, state)))
     for _ in range(data.draw(st.integers(1, 6))):
         plain[data.draw(st.integers(0, len(plain) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.none() | st.integers(0, len(plain)))
     try:
-        reply, kept = plain_message.decode(memoryview(bytes(plain[:cut])), message)
+        reply, kept = record_bytes.decode_reply(memoryview(bytes(plain[:cut])), message)
     except InvalidResultError:
         return
     assert isinstance(reply, Message)
@@ -127,4 +129,4 @@ _FINE = {"error": None, "ttl": 5.0}
 )
 def test_what_is_no_reply_is_refused(data: Any) -> None:
     with pytest.raises(InvalidResultError, match="left no reply that can be read"):
-        plain_message.decode(data, asked())
+        record_bytes.decode_reply(data, asked())

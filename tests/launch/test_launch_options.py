@@ -47,7 +47,7 @@ BAD_OPTIONS = [
     ("--run-config learning-rate", "--run-config 'learning-rate' key=value"),
     ("--run-config text=abc", "--run-config text=abc quoted"),
     ("--run-config text=[1]", "--run-config text=[1]"),
-    ("--run-config num-clients=5", "--run-config num-clients --clients"),
+    ("--run-config num-clients=5", "--run-config num-clients=5 there are 2 clients"),
     ("--rounds 2 --run-config num-server-rounds=2", "--rounds --run-config twice"),
     ("--node-config partition-id=1", "--node-config partition-id launcher"),
     ("--node-config num-partitions=1", "--node-config num-partitions launcher"),
