@@ -20,8 +20,9 @@ from ledger_observer import observed
 from nvml_stub import Host
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import State
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "examples" / "quickstart"

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.entries import Entry
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.tickets import Entry
+from flower_gpu.leases.state import State
 
 T = TypeVar("T")
 

@@ -20,7 +20,8 @@ from benchmarks.shared import stub, table
 from benchmarks.shared.driver import Figures, Options, Parser, positive, run
 from benchmarks.shared.processes import ROOT, BenchmarkError
 from benchmarks.shared.stub import GIB
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.state import State
 
 _TAKES_BYTES = int(2.8 * GIB)  # with the margin so many fit on 16 GiB, next to the reserve:
 _FIT = 5

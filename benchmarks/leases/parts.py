@@ -23,11 +23,11 @@ from typing import Any
 from kill_at_line import kill_at_line
 from nvml_stub import GIB, used
 
-from benchmarks.leases.processes import RESERVE_BYTES, end_of, fork, stop_using, use, wish
+from benchmarks.leases.processes import RESERVE_BYTES, claimant, end_of, fork, stop_using, use
 from benchmarks.shared.member import serve
 from flower_gpu.gpu import inventory
-from flower_gpu.leases.admission import CORES, MEMORY, Need
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, MEMORY, HostNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
 
 _CROWD_TIMEOUT_S = 300.0
 _CROWD_HOLD_S = 0.1  # on average
@@ -82,7 +82,7 @@ def _member(numbers: random.Random, doomed: bool) -> Callable[[], None]:
 
     def lease() -> None:
         ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-        asked = _random_wish(numbers)
+        asked = _random_claimant(numbers)
         hold_s = numbers.expovariate(1 / _CROWD_HOLD_S)
         if doomed and numbers.random() < 0.5:
             kill_at_line(numbers.randrange(_LINES))
@@ -97,15 +97,15 @@ def _member(numbers: random.Random, doomed: bool) -> Callable[[], None]:
     return lease
 
 
-def _random_wish(numbers: random.Random) -> Wish:
+def _random_claimant(numbers: random.Random) -> Claimant:
     kind = numbers.random()
     if kind < 0.4:
-        return wish(memory_bytes=int(numbers.uniform(0.7, 8) * GIB))
+        return claimant(memory_bytes=int(numbers.uniform(0.7, 8) * GIB))
     if kind < 0.5:
-        return wish(memory_bytes=int(numbers.uniform(8, 14) * GIB))
+        return claimant(memory_bytes=int(numbers.uniform(8, 14) * GIB))
     if kind < 0.85:
-        return wish(share=numbers.choice([0.125, 0.25, 0.5, 1.0]))
-    return wish(memory_bytes=int(numbers.uniform(1, 8) * GIB), count=2)
+        return claimant(share=numbers.choice([0.125, 0.25, 0.5, 1.0]))
+    return claimant(memory_bytes=int(numbers.uniform(1, 8) * GIB), count=2)
 
 
 @dataclass
@@ -152,7 +152,7 @@ def _watch(stop: int, report: int) -> None:
 def _left_over() -> int:
     """Return how many files of tickets are there after the next request has looked."""
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-    ledger.release(ledger.acquire(wish(share=1.0, count=2), deadline=time.monotonic() + 10))
+    ledger.release(ledger.acquire(claimant(share=1.0, count=2), deadline=time.monotonic() + 10))
     with suppress(FileNotFoundError):
         return len(list(ledger.folder.own().iterdir()))
     return 0
@@ -161,8 +161,8 @@ def _left_over() -> int:
 def measure_alone(numbers: random.Random, runs: int) -> dict[str, Any]:
     """Return how long acquire and release take together: of a GPU, of cores and memory, and of all these."""
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-    of_gpu = wish(memory_bytes=GIB)
-    needs = (Need(CORES, 500, 500), Need(MEMORY, 64 << 20, 64 << 20))
+    of_gpu = claimant(memory_bytes=GIB)
+    needs = (HostNeed(CORES, 500, 500), HostNeed(MEMORY, 64 << 20, 64 << 20))
     found: dict[str, Any] = {}
     for name, asked in (
         ("acquire_release", of_gpu),
@@ -218,14 +218,14 @@ def measure_waiting(numbers: random.Random, waiters: int, seconds: int) -> dict[
 
 def _hold() -> None:
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-    ticket = ledger.acquire(wish(share=1.0, count=2))
+    ticket = ledger.acquire(claimant(share=1.0, count=2))
     time.sleep(3600)
     ledger.release(ticket)
 
 
 def _wait(granted: int) -> None:
     ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-    ticket = ledger.acquire(wish(share=1.0))
+    ticket = ledger.acquire(claimant(share=1.0))
     os.write(granted, json.dumps(time.monotonic()).encode() + b"\n")
     time.sleep(_HOLD_S)
     ledger.release(ticket)

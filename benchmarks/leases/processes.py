@@ -12,9 +12,9 @@ from nvml_stub import allocate
 
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CardRequest
+from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
-from flower_gpu.leases.ledger import Wish
+from flower_gpu.leases.ledger import Claimant
 from flower_gpu.leases.tickets import Ticket
 
 RESERVE_BYTES = 256 << 20
@@ -36,11 +36,11 @@ def fork(action: Callable[[], None]) -> int:
     return pid
 
 
-def wish(memory_bytes: int | None = None, share: float | None = None, count: int = 1) -> Wish:
-    def options(gpus: Sequence[GPU]) -> tuple[CardRequest, ...]:
-        return tuple(CardRequest(gpu.uuid, memory_bytes, share) for gpu in gpus)
+def claimant(memory_bytes: int | None = None, share: float | None = None, count: int = 1) -> Claimant:
+    def options(gpus: Sequence[GPU]) -> tuple[GPUNeed, ...]:
+        return tuple(GPUNeed(gpu.uuid, memory_bytes, share) for gpu in gpus)
 
-    return Wish(options, count=count, label=f"benchmark {os.getpid()}")
+    return Claimant(options, count=count, label=f"benchmark {os.getpid()}")
 
 
 def use(ticket: Ticket, part: float) -> None:

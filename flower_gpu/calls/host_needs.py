@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.leases import host
-from flower_gpu.leases.admission import MEMORY, Need, of_task
+from flower_gpu.leases.admission import MEMORY, HostNeed, of_task
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import (
     BESIDE_GPU,
@@ -28,11 +27,11 @@ class HostNeeds:
     """The needs of one call, which may change as long as it waits: its footprint is learned meanwhile."""
 
     settings: HostSettings
-    key: Callable[[str], Key]  # of the footprint, by the model of a GPU
+    key: Key  # of the footprint
     on_gpu: bool
     footprints: Footprints
 
-    def now(self) -> tuple[Need, ...]:
+    def now(self) -> tuple[HostNeed, ...]:
         """Return what the call asks for."""
         if not self.settings.is_leased:
             return ()
@@ -52,13 +51,13 @@ class HostNeeds:
 
     @property
     def _key(self) -> Key:
-        return self.key(BESIDE_GPU if self.on_gpu else ON_CPU)
+        return self.key.on(BESIDE_GPU if self.on_gpu else ON_CPU)
 
-    def _memory(self) -> Need | None:
+    def _memory(self) -> HostNeed | None:
         total = host.total_memory_bytes()
         known = self.footprints.get(self._key)
         if known is not None:
-            return Need(MEMORY, needed_bytes(known), least=needed_bytes(known))
+            return HostNeed(MEMORY, needed_bytes(known), least=needed_bytes(known))
         # The first call of a task on a GPU is alone there, or its user has said how many run at a time.
         if self.on_gpu:
             return None
@@ -67,4 +66,4 @@ class HostNeeds:
         reserve = self.settings.reserve_bytes
         most = total - (int(host.RESERVED_PART * total) if reserve is None else reserve)
         guess = cautious_bytes(total)
-        return Need(task, guess, least=guess, capacity=max(1, most))
+        return HostNeed(task, guess, least=guess, capacity=max(1, most))

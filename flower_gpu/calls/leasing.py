@@ -24,13 +24,13 @@ from flower_gpu.errors import (
 from flower_gpu.gpu import cuda_version, inventory, policy
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
-from flower_gpu.leases.admission import CORES, MEMORY, CardRequest
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed
 from flower_gpu.leases.footprint import Footprints
-from flower_gpu.leases.footprint_rule import Key, ShapedArray, key_of
+from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
-from flower_gpu.leases.ledger import Ledger, Wish, describe
+from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
+from flower_gpu.leases.wording import describe
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events, native, own_calls
 
@@ -39,20 +39,6 @@ _said: set[str] = set()
 
 #: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.
 MOST_TOO_MUCH: Final = 1.25
-
-
-@dataclass(frozen=True)
-class Purpose:
-    """The task of a lease; by it a footprint is learned and found again."""
-
-    label: str  # names the call: "fit of client 3"
-    task: str  # name of the user's function
-    arrays: Sequence[ShapedArray] = ()  # the weights that it gets
-    config: Mapping[str, Any] = field(default_factory=dict)  # what the server sent with them
-
-    def key(self, gpu: str) -> Key:
-        """Return the footprint's key on this model of GPU."""
-        return key_of(self.task, self.arrays, self.config, gpu)
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,8 @@ class Leasing:
 
     settings: GPUSettings
     uuids: tuple[str, ...]  # the GPUs that it may be on; none: it runs on the CPU
-    purpose: Purpose
+    label: str  # names the call: "fit of client 3"
+    key: Key  # of its footprint, without the model of a GPU
     record: Mapping[str, Any]  # the call's fields in the trace
     round_deadline: float  # when its round is over, on the clock of time.monotonic
     host: HostSettings = field(default_factory=HostSettings)  # what it wants of cores and main memory
@@ -117,7 +104,7 @@ class Leasing:
             )
             if _log.isEnabledFor(logging.DEBUG) and gpus:
                 of = ", ".join(f"{format_bytes(s.memory_bytes)} of GPU {s.index}" for s in lease.shares)
-                _log.debug("%s has a lease on %s after %.2f s", self.purpose.label, of, granted - began)
+                _log.debug("%s has a lease on %s after %.2f s", self.label, of, granted - began)
             yield lease, ticket
         except Exception as error:
             if lease is None:
@@ -154,7 +141,7 @@ class Leasing:
 
     def needs(self) -> HostNeeds:
         """Return what the call needs of cores and main memory."""
-        return HostNeeds(self.host, self.purpose.key, bool(self.uuids), self.footprints)
+        return HostNeeds(self.host, self.key, bool(self.uuids), self.footprints)
 
     def learn_memory(self, taken_bytes: int) -> None:
         """Keep for the next calls what a worker has taken of main memory."""
@@ -199,11 +186,11 @@ class Leasing:
                     continue
                 if told.get("peak_bytes") is None:
                     if told.get("told_by_driver") is False and self._names_no_size():
-                        say_once(_untold(share, self.purpose.task))
+                        say_once(_untold(share, self.key.task))
                     continue
                 # A context is the least: a call that took nothing yet may take something next time.
                 measured = gpu_use.measured(told, share, self.footprints.context(share.name))
-                self.footprints.learn_call(self.purpose.key(share.name), measured, is_done=is_done)
+                self.footprints.learn_call(self.key.on(share.name), measured, is_done=is_done)
 
     def learn_at_least(self, told: Mapping[str, Any], lease: Lease) -> None:
         """Keep from an ``out_of_memory`` event what the task would have needed to go on."""
@@ -211,7 +198,7 @@ class Leasing:
         if share is not None and told.get("kind") == "over_cap":
             with _only_warned():
                 needed = min(gpu_use.least_bytes(told, share), share.total_bytes)
-                key = self.purpose.key(share.name)
+                key = self.key.on(share.name)
                 self.footprints.learn_need(key, needed, gpu_use.in_allocator(told))
 
     def _names_no_size(self) -> bool:
@@ -236,22 +223,22 @@ class Leasing:
         timeout_at = min(began + self.settings.lease_timeout_s, self.round_deadline)
         if not self.uuids:
             timeout_at = began + self.host.timeout_s
-        wish = Wish(
-            options=lambda gpus: self._options(gpus, attempt),
+        claimant = Claimant(
+            gpu_needs=lambda gpus: self._gpu_needs(gpus, attempt),
             version=self.footprints.version,
             count=self.settings.request.count if self.uuids else 0,
-            needs=self.needs().now,
+            host_needs=self.needs().now,
             pack=self.settings.placement == "pack",
-            label=self.purpose.label,
+            label=self.label,
         )
         try:
-            return ledger.acquire(wish, deadline=self.deadline or self._told(timeout_at, began))
+            return ledger.acquire(claimant, deadline=self.deadline or self._told(timeout_at, began))
         except LeaseTimeoutError as error:
             if self.uuids and time.monotonic() >= self.round_deadline:
                 raise self._round_is_over() from error
             seconds = self.settings.lease_timeout_s if self.uuids else self.host.timeout_s
             raise LeaseTimeoutError(
-                f"{self.purpose.label}: no lease within lease_timeout_s={seconds:g}. "
+                f"{self.label}: no lease within lease_timeout_s={seconds:g}. "
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
 
@@ -263,7 +250,7 @@ class Leasing:
             if at and time.monotonic() >= at[0]:
                 at.clear()
                 if text := waited_for((os.getpid(),)):
-                    say(f"{self.purpose.label} is {text}")
+                    say(f"{self.label} is {text}")
             return timeout_at
 
         return deadline
@@ -275,40 +262,40 @@ class Leasing:
     def _round_is_over(self) -> RoundOverError:
         seconds = self.settings.round_timeout_s
         return RoundOverError(
-            f"{self.purpose.label} was not started: it came to a GPU only when its round was over "
+            f"{self.label} was not started: it came to a GPU only when its round was over "
             f"({seconds:g} s, FLOWER_GPU_ROUND_TIMEOUT_S). Let fewer clients train in a round, or give "
             "rounds and calls more time"
         )
 
-    def _options(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[CardRequest, ...]:
-        return tuple(self._option(gpu, attempt) for gpu in gpus if gpu.uuid in self.uuids)
+    def _gpu_needs(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[GPUNeed, ...]:
+        return tuple(self._gpu_need(gpu, attempt) for gpu in gpus if gpu.uuid in self.uuids)
 
-    def _option(self, gpu: GPU, attempt: Attempt) -> CardRequest:
+    def _gpu_need(self, gpu: GPU, attempt: Attempt) -> GPUNeed:
         request = self.settings.request
         memory_bytes = attempt.memory_bytes
         if not attempt.alone and memory_bytes is None:
             if request.share is not None:
-                return CardRequest(gpu.uuid, share=request.share)
+                return GPUNeed(gpu.uuid, share=request.share)
             if request.memory_bytes is not None:
                 self._check_context(gpu.index, gpu.name, request.memory_bytes)
-                return CardRequest(gpu.uuid, memory_bytes=request.memory_bytes)
+                return GPUNeed(gpu.uuid, memory_bytes=request.memory_bytes)
             memory_bytes = self._learned_bytes(gpu.name)
         if memory_bytes is None:
-            return CardRequest(gpu.uuid, alone=True)
+            return GPUNeed(gpu.uuid, alone=True)
         most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
         if memory_bytes >= most:
-            return CardRequest(gpu.uuid, alone=True)
-        return CardRequest(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
+            return GPUNeed(gpu.uuid, alone=True)
+        return GPUNeed(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
 
     def _learned_bytes(self, model: str) -> int | None:
-        peak = self.footprints.get(self.purpose.key(model))
+        peak = self.footprints.get(self.key.on(model))
         return None if peak is None else self.footprints.needed_bytes(peak)
 
     def _check_context(self, index: int, name: str, memory_bytes: int) -> None:
         context = self.footprints.context(name)
         if memory_bytes <= context:
             raise ConfigError(
-                f"{self.purpose.label} asks for {format_bytes(memory_bytes)} of GPU {index} ({name}); CUDA's "
+                f"{self.label} asks for {format_bytes(memory_bytes)} of GPU {index} ({name}); CUDA's "
                 f"context alone takes {format_bytes(context)} there, so ask for more"
             )
 
@@ -335,14 +322,14 @@ class Leasing:
         context = self.footprints.context(name)
         if not self._names_no_size():
             return context
-        outside = self.footprints.outside(self.purpose.key(name))
+        outside = self.footprints.outside(self.key.on(name))
         return max(context, outside) if outside < memory_bytes else context
 
     def _no_cap(self, uuid: str, found: Inventory, gpu: GPU | None) -> GPUUnavailableError:
         reason = found.problem or (gpu.problem if gpu is not None else "it is not there any more")
         name = uuid if gpu is None else f"{gpu.index} ({gpu.name})"
         return GPUUnavailableError(
-            f"{self.purpose.label} got a lease on GPU {name}, but the driver does not tell any more how much "
+            f"{self.label} got a lease on GPU {name}, but the driver does not tell any more how much "
             f"memory that has, so nothing could hold the call to its lease: {reason}. It was not started. "
             "See `flower-gpu gpus`; it can be tried again once the GPU answers there"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from flower_gpu import files, trace
 from flower_gpu.calls import confined_calls, environment, leased_worker, leasing, out_of_memory
-from flower_gpu.calls.leasing import Attempt, Leasing, Purpose
+from flower_gpu.calls.leasing import Attempt, Leasing
 from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
 from flower_gpu.errors import (
@@ -27,7 +27,7 @@ from flower_gpu.errors import (
 from flower_gpu.frameworks.out_of_memory import says_device_is_busy
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host
-from flower_gpu.leases.footprint_rule import ShapedArray
+from flower_gpu.leases.footprint_rule import ShapedArray, key_of
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
@@ -127,9 +127,9 @@ def run_call(
     settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     sizes = {**settings.gpu.run_config, **(config or {})}
-    purpose = Purpose(label, f"{name or task_name(task)} {kind}", arrays, sizes)
+    key = key_of(f"{name or task_name(task)} {kind}", arrays, sizes)
     uuids = decision.uuids if decision.on_gpu else ()
-    leases = Leasing(settings.gpu, uuids, purpose, call.fields, round_deadline, settings.host)
+    leases = Leasing(settings.gpu, uuids, label, key, call.fields, round_deadline, settings.host)
     return call.on_gpu(leases, environ) if uuids else call.on_cpu(leases, environ)
 
 

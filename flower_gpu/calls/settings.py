@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from flower_gpu.errors import ConfigError
 from flower_gpu.gpu.policy import DevicePolicy, requested
 from flower_gpu.kinds import memory_bytes
-from flower_gpu.leases.admission import CORES, Need
+from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.options import (
     CALL,
@@ -161,18 +161,18 @@ class HostSettings:
                 f"core{'' if most == 1 else 's'} here. Ask for at most {most:g}"
             )
 
-    def cores(self, *, on_gpu: bool) -> Need | None:
+    def cores(self, *, on_gpu: bool) -> HostNeed | None:
         """Return what a call asks for of the cores; None: nothing."""
         if self.num_cpus is not None:
             amount = max(1, int(1000 * self.num_cpus))
         elif on_gpu:
             return None
         elif self.at_once is None:
-            return Need(CORES, 1000 * cores(), least=0)  # all that are free, without waiting
+            return HostNeed(CORES, 1000 * cores(), least=0)  # all that are free, without waiting
         else:
             share = cores() // self.at_once
             amount = 1000 * share or max(1, 1000 * cores() // self.at_once)
-        return Need(CORES, amount, least=amount)
+        return HostNeed(CORES, amount, least=amount)
 
 
 def reserve_bytes(environ: Mapping[str, str]) -> int:

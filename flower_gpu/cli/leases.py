@@ -14,9 +14,11 @@ from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY, kind_of
-from flower_gpu.leases.ledger import Ledger, State, amount_text
+from flower_gpu.leases.entries import Entry, pid_namespace
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.leases.state import State
+from flower_gpu.leases.wording import amount_text
 from flower_gpu.printable import account_name, format_bytes, printable
 
 HELP = "show who holds which share of which GPU, and who waits"
@@ -92,7 +94,7 @@ def describe(ledger: Ledger, state: State) -> dict[str, Any]:
             {
                 **_owner(entry),
                 "count": entry.count,
-                "options": [vars(option) for option in entry.options],
+                "options": [vars(need) for need in entry.gpu_needs],
                 **_of_host(entry),
             }
             for entry in state.waiting
@@ -135,11 +137,13 @@ def _lines(state: State) -> list[str]:
         return lines
     lines.append(f"waiting: {len(state.waiting) or 'nobody'}")
     for place, entry in enumerate(state.waiting, start=1):
-        gpus = sorted({numbers[option.uuid] for option in entry.options if option.uuid in numbers})
+        gpus = sorted({numbers[need.uuid] for need in entry.gpu_needs if need.uuid in numbers})
         on = f"{entry.count} of " if entry.count > 1 else ""
         where = ", ".join(map(str, gpus)) or "that is not usable now"
         asked = [f"{_asked(entry)} on {on}GPU {where}"] if entry.count else []
-        asked += [amount_text(need.resource, need.amount) for need in entry.needs if need.resource in NAMES]
+        asked += [
+            amount_text(need.resource, need.amount) for need in entry.host_needs if need.resource in NAMES
+        ]
         lines.append(f"  {place}. {', '.join(asked)}  {_line(entry)}")
     return lines
 
@@ -175,7 +179,7 @@ def _holders(state: State, uuid: str) -> Iterator[str]:
 
 
 def _asked(entry: Entry) -> str:
-    first = entry.options[0] if entry.options else None
+    first = entry.gpu_needs[0] if entry.gpu_needs else None
     if first is None:
         return "nothing"
     if first.memory_bytes is not None:

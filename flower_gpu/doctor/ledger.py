@@ -12,7 +12,7 @@ from typing import Final
 from flower_gpu.doctor import Found
 from flower_gpu.errors import LeaseError
 from flower_gpu.gpu.inventory import Inventory
-from flower_gpu.leases import tickets
+from flower_gpu.leases.entries import Reader, pid_namespace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.printable import account_name, path_text
@@ -50,7 +50,7 @@ def folder() -> Iterator[Found]:
         yield "note", text, f"nothing, if only this account uses GPUs; else chmod 1777 {root}"
     else:
         yield "ok", f"{root}, for all accounts of this host"
-    if not asked and tickets.pid_namespace() not in (0, _HOST_PID_NAMESPACE):
+    if not asked and pid_namespace() not in (0, _HOST_PID_NAMESPACE):
         text = f"this is a container: programs outside of it have another ledger than {root}"
         todo = f"{_VARIABLE}=a folder that all of them share (docker run -v /tmp/leases:/tmp/leases)"
         yield "note", text, todo
@@ -68,9 +68,9 @@ def only_one(found: Inventory) -> Iterator[Found]:
         with suppress(OSError):  # it is not there, or not for this account
             if root.samefile(own):
                 continue
-            entries = [one for one in tickets.Reader().read(LedgerFolder(root).all()) if one.is_alive()]
+            there = [one for one in Reader().read(LedgerFolder(root).all()) if one.is_alive()]
             gpus = [
-                {*(part.uuid for part in one.parts), *(each.uuid for each in one.options)} for one in entries
+                {*(part.uuid for part in one.parts), *(each.uuid for each in one.gpu_needs)} for one in there
             ]
             ours = sum(not uuids.isdisjoint(each) for each in gpus)
             if ours:

@@ -14,9 +14,9 @@ from flower_gpu.calls import leasing, where
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import ConfigError, GPUUnavailableError
 from flower_gpu.gpu import inventory, policy, sharing
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases import admission
-from flower_gpu.leases.admission import Card, CardRequest, Claim
+from flower_gpu.leases.admission import Card, Claim, GPUNeed
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.request import NODE_KEYS, LeaseRequest
@@ -172,15 +172,15 @@ def why_never(request: LeaseRequest, gpus: Sequence[GPU], reserve_bytes: int) ->
     needed = format_bytes(admission.LEAST_SHARE_BYTES)
     text = f"that is less than {needed}, too little for CUDA itself: {have}"
     shares = (hundredth / 100 for hundredth in range(1, 101))
-    fits = (x for x in shares if admission.possible(sizes, [CardRequest(uuid, share=x) for uuid in sizes]))
+    fits = (x for x in shares if admission.possible(sizes, [GPUNeed(uuid, share=x) for uuid in sizes]))
     least = next(fits, None)
     return text if least is None else f"{text}; ask for at least {least:g}"
 
 
-def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[CardRequest]:
+def _possible(request: LeaseRequest, gpus: Sequence[GPU], sizes: Mapping[str, int]) -> list[GPUNeed]:
     """Ask admission which GPUs can ever give what a call asks for; its context must fit into it, too."""
     asked = [
-        CardRequest(
+        GPUNeed(
             gpu.uuid,
             memory_bytes=request.memory_bytes,
             share=request.share,
@@ -201,7 +201,7 @@ def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
     return {gpu.uuid: footprints.context(gpu.name) for gpu in gpus}
 
 
-def _room(option: CardRequest, size_bytes: int) -> int:
+def _room(need: GPUNeed, size_bytes: int) -> int:
     """Ask admission how many such calls can have a lease on an empty GPU at a time."""
     most = size_bytes // min(option.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
     claims = [Claim(str(order), order, (option,)) for order in range(most + 1)]

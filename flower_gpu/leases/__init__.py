@@ -4,7 +4,7 @@
 
     settings ──> request ("0.25", "2GiB" or auto)      footprint: what earlier calls of the task took
                      │                                      │
-                     └───────────────> wish <───────────────┘
+                     └───────────────> claimant <───────────────┘
                                          │  ledger: mutex, line, waking up
     ledger_folder: a file (ticket) for each request and lease of the host
                                          │

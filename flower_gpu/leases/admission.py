@@ -1,9 +1,9 @@
-"""Decide which request gets what of GPUs, cores and main memory: one pure function over all that is known.
+"""Decide which claim gets what of GPUs, cores and main memory: one pure function over all that is known.
 
 Every process of a host runs it for itself and must come to the same result: it depends on its arguments only.
 
 Cores and main memory are cards like GPUs, with a name in the place of a uuid. A claim names what it needs of
-them beside its options, and gets all of it together or nothing.
+them beside its GPUs, and gets all of it together or nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class CardRequest:
+class GPUNeed:
     """What a claim asks for on one GPU."""
 
     uuid: str
@@ -55,7 +55,7 @@ class CardRequest:
 
 
 @dataclass(frozen=True)
-class Need:
+class HostNeed:
     """What a claim needs of cores or main memory, whichever GPUs it gets.
 
     If it asks for more than there is, it gets all that there is, and is alone with that.
@@ -67,18 +67,6 @@ class Need:
     least: int
     # What there is in all, where only the asker can tell: in its control group, or for its task
     capacity: int = 0
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A request that waits."""
-
-    id: str  # its ticket
-    order: int  # its place in the line; smaller ones came first
-    options: tuple[CardRequest, ...]  # one for each GPU it may be on
-    count: int = 1  # how many of these GPUs it needs, all at once; 0: none
-    pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
-    needs: tuple[Need, ...] = ()  # what it needs besides, at the same time
 
 
 @dataclass(frozen=True)
@@ -97,12 +85,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Holding:
-    """A lease that somebody holds: its place in the line that it came from, and its parts."""
+class Claim:
+    """A place in the line: with parts it is a lease, without them it waits."""
 
-    id: str
-    order: int
-    parts: tuple[Part, ...]
+    id: str  # its ticket
+    order: int  # its place in the line; smaller ones came first
+    gpu_needs: tuple[GPUNeed, ...] = ()  # one for each GPU it may be on
+    count: int = 1  # how many of these GPUs it needs, all at once; 0: none
+    pack: bool = False  # prefer the GPU with the least room that is enough, and not the one with the most
+    host_needs: tuple[HostNeed, ...] = ()  # what it needs besides, at the same time
+    parts: tuple[Part, ...] = ()  # what it holds
 
 
 def of_group(resource: str, group: int) -> str:
@@ -127,7 +119,7 @@ def kind_of(uuid: str) -> str | None:
 
 
 def plan(
-    cards: Iterable[Card], holdings: Iterable[Holding], claims: Iterable[Claim]
+    cards: Iterable[Card], leases: Iterable[Claim], waiting: Iterable[Claim]
 ) -> dict[str, tuple[Part, ...]]:
     """Decide which claims can be granted now.
 
@@ -137,15 +129,15 @@ def plan(
     never starve it, however many they are.
 
     ``cards``: the usable GPUs, cores and main memory.
-    ``holdings``: the leases that are held.
-    ``claims``: the requests that wait, in any order.
+    ``leases``: the claims that hold their parts.
+    ``waiting``: the others, in any order.
     Returns the parts of each claim that is granted, all at once. The other claims wait.
     """
-    room = _Room(cards, holdings)
+    room = _Room(cards, leases)
     granted: dict[str, tuple[Part, ...]] = {}
     # All processes must use the same order, also if a broken ticket repeats an order.
-    line = sorted(claims, key=lambda claim: (claim.order, claim.id))
-    least_bytes = min((_least_bytes(option) for claim in line for option in claim.options), default=0)
+    line = sorted(waiting, key=lambda claim: (claim.order, claim.id))
+    least_bytes = min((_least_bytes(need) for claim in line for need in claim.gpu_needs), default=0)
     all_want_gpus = all(claim.count for claim in line)
     for claim in line:
         # Saves time with a long line: nothing after this fits.
@@ -155,29 +147,29 @@ def plan(
         if parts is None:
             room.reserve(claim)
         else:
-            room.take(Holding(claim.id, claim.order, parts))
+            room.take(claim.order, parts)
             granted[claim.id] = parts
     return granted
 
 
 def answers(parts: Sequence[Part], claim: Claim) -> bool:
     """Tell whether parts are what a claim asks for: so many of its GPUs, so much of each, all its needs."""
-    options = {option.uuid: option for option in claim.options}
-    needs = {need.resource: need for need in claim.needs}
+    of_gpus = {need.uuid: need for need in claim.gpu_needs}
+    of_host = {need.resource: need for need in claim.host_needs}
 
     def is_asked(part: Part) -> bool:
         if not part.is_gpu:
-            return part.uuid in needs and part.memory_bytes <= needs[part.uuid].amount
-        option = options.get(part.uuid)
-        if option is None or option.alone != part.alone:
+            return part.uuid in of_host and part.memory_bytes <= of_host[part.uuid].amount
+        need = of_gpus.get(part.uuid)
+        if need is None or need.alone != part.alone:
             return False
-        return option.memory_bytes is None or option.memory_bytes == part.memory_bytes
+        return need.memory_bytes is None or need.memory_bytes == part.memory_bytes
 
     count = sum(part.is_gpu for part in parts)
     return (
         all(map(is_asked, parts))
         and count == claim.count
-        and len({part.uuid for part in parts}) == count + len(needs) == len(parts)
+        and len({part.uuid for part in parts}) == count + len(of_host) == len(parts)
     )
 
 
@@ -205,17 +197,17 @@ class _Spot:
         left = self.capacity - self.held_bytes
         return min(left, self._open_bytes) if self.reservations else left
 
-    def part(self, option: CardRequest, order: int) -> Part | None:
-        """Return the share that an option comes to on this GPU; None if it is too small to be of use."""
+    def part(self, need: GPUNeed, order: int) -> Part | None:
+        """Return the share that a need comes to on this GPU; None if it is too small to be of use."""
         budget = self._budget(order)
-        if option.memory_bytes is not None:
-            return Part(option.uuid, option.memory_bytes, budget, option.alone)
-        memory_bytes = int(budget * (1.0 if option.share is None else option.share))
+        if need.memory_bytes is not None:
+            return Part(need.uuid, need.memory_bytes, budget, need.alone)
+        memory_bytes = int(budget * (1.0 if need.share is None else need.share))
         if memory_bytes < LEAST_SHARE_BYTES:
             return None
-        return Part(option.uuid, memory_bytes, budget, option.alone)
+        return Part(need.uuid, memory_bytes, budget, need.alone)
 
-    def part_for(self, need: Need) -> Part | None:
+    def part_for(self, need: HostNeed) -> Part | None:
         """Return what a need gets now; None if that is too little."""
         amount = self.most_for(need)
         free = max(0, self.free_bytes)
@@ -223,7 +215,7 @@ class _Spot:
             return None
         return Part(need.resource, min(amount, free), self.capacity)
 
-    def most_for(self, need: Need) -> int:
+    def most_for(self, need: HostNeed) -> int:
         """Return what a need comes to here: never more than there is, so that it is met some day."""
         return min(need.amount, self.capacity)
 
@@ -273,20 +265,20 @@ class _Spot:
 class _Room:
     """What is left of all GPUs while ``plan`` goes through the claims."""
 
-    def __init__(self, cards: Iterable[Card], holdings: Iterable[Holding]) -> None:
+    def __init__(self, cards: Iterable[Card], leases: Iterable[Claim]) -> None:
         self._spots = {card.uuid: _Spot(card) for card in cards}
-        for holding in holdings:
-            self.take(holding)
+        for lease in leases:
+            self.take(lease.order, lease.parts)
 
     def most_bytes(self) -> int:
         """Return the most that a claim could still get of one GPU."""
         gpus = (spot.free_bytes for uuid, spot in self._spots.items() if kind_of(uuid) is None)
         return max(gpus, default=-1)
 
-    def take(self, holding: Holding) -> None:
-        for part in holding.parts:
+    def take(self, order: int, parts: Iterable[Part]) -> None:
+        for part in parts:
             if part.uuid in self._spots:
-                self._spots[part.uuid].take(holding.order, part)
+                self._spots[part.uuid].take(order, part)
 
     def grant(self, claim: Claim) -> tuple[Part, ...] | None:
         """Return what the claim can have now, or None."""
@@ -295,7 +287,7 @@ class _Room:
             return None
         fitting.sort(key=lambda found: found[0].capacity - found[0].held_bytes, reverse=not claim.pack)
         parts = [part for _, part in fitting[: claim.count]]
-        for need in claim.needs:
+        for need in claim.host_needs:
             spot = self._spots.get(need.resource)
             part = spot.part_for(need) if spot else None
             if part is None:
@@ -320,7 +312,7 @@ class _Room:
         found.sort(key=itemgetter(0))
         for _, spot, part in found[: claim.count]:
             spot.reserve(part, claim.order)
-        for need in claim.needs:
+        for need in claim.host_needs:
             if need.least and need.resource in self._spots:
                 spot = self._spots[need.resource]
                 amount = min(need.least, spot.most_for(need))
@@ -328,31 +320,30 @@ class _Room:
 
     def _parts(self, claim: Claim) -> list[tuple[_Spot, Part]]:
         found = []
-        for option in claim.options:
-            spot = self._spots.get(option.uuid)
-            part = spot.part(option, claim.order) if spot else None
+        for need in claim.gpu_needs:
+            spot = self._spots.get(need.uuid)
+            part = spot.part(need, claim.order) if spot else None
             if spot and part:
                 found.append((spot, part))
         return found
 
 
-def _least_bytes(option: CardRequest) -> int:
-    return LEAST_SHARE_BYTES if option.memory_bytes is None else option.memory_bytes
+def _least_bytes(need: GPUNeed) -> int:
+    return LEAST_SHARE_BYTES if need.memory_bytes is None else need.memory_bytes
 
 
-def possible(sizes: Mapping[str, int], options: Sequence[CardRequest]) -> list[CardRequest]:
-    """Return the options that could be granted on an otherwise empty host.
+def possible(sizes: Mapping[str, int], needs: Sequence[GPUNeed]) -> list[GPUNeed]:
+    """Return the needs of one claim that could be met on an otherwise empty host.
 
     ``sizes``: memory of each GPU without the reserve, in bytes.
-    ``options``: those of one request.
     """
     return [
-        option
-        for option in options
-        if option.uuid in sizes
+        need
+        for need in needs
+        if need.uuid in sizes
         and (
-            option.memory_bytes <= sizes[option.uuid]
-            if option.memory_bytes is not None
-            else sizes[option.uuid] * SHARED_PART * (option.share or 1.0) >= LEAST_SHARE_BYTES
+            need.memory_bytes <= sizes[need.uuid]
+            if need.memory_bytes is not None
+            else sizes[need.uuid] * SHARED_PART * (need.share or 1.0) >= LEAST_SHARE_BYTES
         )
     ]

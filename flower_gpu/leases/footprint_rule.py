@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, Final, Protocol
 
@@ -167,8 +167,12 @@ class Key:
     gpu: str  # model of the GPU; or :data:`ON_CPU`, or :data:`BESIDE_GPU`
     sizes: tuple[tuple[str, int | str], ...] = ()  # what of the user's config is about sizes, sorted by name
 
+    def on(self, gpu: str) -> Key:
+        """Return the same on another model of GPU."""
+        return replace(self, gpu=gpu)
 
-def key_of(task: str, arrays: Sequence[ShapedArray], settings: Mapping[str, Any], gpu: str) -> Key:
+
+def key_of(task: str, arrays: Sequence[ShapedArray], settings: Mapping[str, Any], gpu: str = "") -> Key:
     """Return the key of a call.
 
     ``task``: name of the function that runs.

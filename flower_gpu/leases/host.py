@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu import control_group
-from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Card, Need, kind_of, of_group
-from flower_gpu.leases.tickets import Entry
+from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Card, HostNeed, kind_of, of_group
+from flower_gpu.leases.entries import Entry
 
 #: Of all main memory, the part that is never leased.
 RESERVED_PART: Final = 0.05
@@ -43,18 +43,18 @@ class HostMeasured:
     quota: tuple[int, int] | None
     memory: tuple[Available, ...]  # of the host, and of the control group with the least, if one has a limit
 
-    def needs(self, asked: Iterable[Need]) -> tuple[Need, ...]:
+    def needs(self, asked: Iterable[HostNeed]) -> tuple[HostNeed, ...]:
         """Return what is asked of the host, and the same of this process's control groups."""
         found = []
         for need in asked:
             found.append(need)
             if need.resource == CORES and self.quota is not None:
                 group, capacity = self.quota
-                found.append(Need(of_group(CORES, group), need.amount, need.least, capacity))
+                found.append(HostNeed(of_group(CORES, group), need.amount, need.least, capacity))
             for one in self.memory if need.resource == MEMORY else ():
                 if one.group is not None:
                     name = of_group(MEMORY, one.group)
-                    found.append(Need(name, need.amount, need.least, one.total_bytes))
+                    found.append(HostNeed(name, need.amount, need.least, one.total_bytes))
         return tuple(found)
 
     def cards(
@@ -69,7 +69,7 @@ class HostMeasured:
         most: dict[str, int] = {}
         for entry in (*holders, *waiting):
             limits = [(part.uuid, part.budget_bytes) for part in entry.parts]
-            limits += [(need.resource, need.capacity) for need in entry.needs]
+            limits += [(need.resource, need.capacity) for need in entry.host_needs]
             for name, capacity in limits:
                 if kind_of(name) is not None and capacity:
                     most[name] = min(capacity, most.get(name, capacity))

@@ -11,9 +11,9 @@ from typing import Final
 from flower_gpu.calls import leasing
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
-from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, Need, kind_of
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, HostNeed, kind_of
+from flower_gpu.leases.entries import Reader
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.leases.tickets import Ticket
 
@@ -38,7 +38,7 @@ class CoreLeases:
 
     def __init__(self, settings: HostSettings, amount: int, most: int, label: str) -> None:
         self._settings = settings
-        self._needs = (Need(CORES, amount, least=amount),)
+        self._needs = (HostNeed(CORES, amount, least=amount),)
         self._most = most
         self._label = label
         self._changed = threading.Condition()
@@ -112,13 +112,13 @@ class CoreLeases:
             check()
             return ends
 
-        wish = Wish(options=lambda _: (), count=0, needs=lambda: self._needs, label=self._label)
+        claimant = Claimant(count=0, host_needs=lambda: self._needs, label=self._label)
         try:
             if self._ledger is None:
                 self._ledger = Ledger(host_reserve_bytes=self._settings.reserve_bytes)
                 self._watcher = threading.Thread(target=self._watch, name="flower-gpu-cores", daemon=True)
                 self._watcher.start()
-            return self._ledger.acquire(wish, deadline=deadline)
+            return self._ledger.acquire(claimant, deadline=deadline)
         except LeaseTimeoutError:
             raise
         except LeaseError as error:
@@ -145,7 +145,7 @@ class CoreLeases:
             Ledger(self._ledger.folder if self._ledger else None).release(ticket)
 
     def _watch(self) -> None:
-        reader = tickets.Reader()
+        reader = Reader()
         while not self._end.wait(_LOOK_S):
             try:
                 entries = reader.read(LedgerFolder.find().all())
@@ -153,7 +153,7 @@ class CoreLeases:
                 continue
             waiting = sum(
                 not entry.parts
-                and any(need.least and kind_of(need.resource) == CORES for need in entry.needs)
+                and any(need.least and kind_of(need.resource) == CORES for need in entry.host_needs)
                 and entry.is_alive()
                 for entry in entries
             )

@@ -14,12 +14,12 @@ from typing import Final
 
 from flower_gpu.calls.leasing import MOST_TOO_MUCH, Attempt, Leasing
 from flower_gpu.errors import GPUError
-from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CardRequest
+from flower_gpu.leases.admission import GPUNeed
+from flower_gpu.leases.entries import Entry, Reader, pid_namespace
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.tickets import Entry, Ticket
+from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers.caller import Line
 
 # Between two looks whether somebody waits who has not said so: a process that counts with another reserve.
@@ -111,8 +111,8 @@ class LeaseTurns:
         self._held = 0
         self._none_since = time.monotonic()
         self._reading = threading.Lock()
-        self._reader = tickets.Reader()
-        self._pid_namespace = tickets.pid_namespace()
+        self._reader = Reader()
+        self._pid_namespace = pid_namespace()
         self._idle: list[LeasedLine] = []  # the one that idles for the shortest time is the last
         self._needs_room = False  # whether a message waits here that can have none of these
         self._seen: set[str] = set()  # tickets that waited at the last look
@@ -342,14 +342,14 @@ class LeaseTurns:
     def _is_wanted(self, ticket: Ticket, waiting: Sequence[Entry]) -> bool:
         uuids = {part.uuid for part in ticket.entry.parts}
         return any(
-            any(option.uuid in uuids for option in entry.options) and not self._is_same(entry, ticket.entry)
+            any(need.uuid in uuids for need in entry.gpu_needs) and not self._is_same(entry, ticket.entry)
             for entry in waiting
         )
 
     def _is_same(self, entry: Entry, own: Entry) -> bool:
         if self._asking_by(entry) is None:
             return False
-        return entry.count == own.count and all(map(_is_alike, entry.options, own.options))
+        return entry.count == own.count and all(map(_is_alike, entry.gpu_needs, own.gpu_needs))
 
 
 def _wait(watched: Sequence[int], timeout_s: float | None) -> None:
@@ -360,8 +360,8 @@ def _wait(watched: Sequence[int], timeout_s: float | None) -> None:
     poll.poll(None if timeout_s is None else timeout_s * 1000)
 
 
-def _is_alike(one: CardRequest, other: CardRequest) -> bool:
-    """Tell whether options ask for as much, as far as a footprint that is learned stays the same."""
+def _is_alike(one: GPUNeed, other: GPUNeed) -> bool:
+    """Tell whether needs ask for as much, as far as a footprint that is learned stays the same."""
     if (one.uuid, one.share, one.alone) != (other.uuid, other.share, other.alone):
         return False
     sizes = sorted([one.memory_bytes or 0, other.memory_bytes or 0])

@@ -145,7 +145,7 @@ class Slot(Workers):
 
         def check() -> None:
             if self.is_cancelled:
-                raise WorkerDiedError(f"{leasing_.purpose.label} was cancelled before it had cores")
+                raise WorkerDiedError(f"{leasing_.label} was cancelled before it had cores")
 
         with self._cores.held(check) if self._cores is not None else nullcontext():
             yield
@@ -168,7 +168,7 @@ class Slot(Workers):
 
         def deadline() -> float:
             if self.is_cancelled:
-                raise WorkerDiedError(f"{leasing.purpose.label} was cancelled before it had a lease")
+                raise WorkerDiedError(f"{leasing.label} was cancelled before it had a lease")
             if attempt == Attempt() and self._turns.has_idle(fits):
                 raise WorkerIdlesError
             return self._turns.deadline(began, leasing.settings.lease_timeout_s)
@@ -177,7 +177,7 @@ class Slot(Workers):
         asking = replace(leasing, deadline=deadline, round_deadline=math.inf)
         turn: AbstractContextManager[None] = nullcontext()  # a second try asks for more than the others do
         if attempt == Attempt():
-            turn = self._turns.turn(leasing.purpose.task, leasing.purpose.label, deadline, fits)
+            turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
         with turn:
             lease = self._place.take(asking, attempt)
         # A call that is measured has all of a GPU, and a second try more than others ask for.

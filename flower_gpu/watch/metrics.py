@@ -29,8 +29,9 @@ from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU
 from flower_gpu.leases.admission import CORES, MEMORY
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import State
 from flower_gpu.printable import printable
 from flower_gpu.watch import spans
 from flower_gpu.watch.followed_run import FollowedRun

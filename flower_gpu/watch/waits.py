@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Container
 from typing import Any
 
-from flower_gpu.leases.waited_for import SAID_AFTER_S, waited_for
+from flower_gpu.leases.ledger import SAID_AFTER_S, waited_for
 
 
 class WorkerWaits:

@@ -11,7 +11,7 @@ from calls_host import CallError, CallsHost
 from flower_gpu.calls.host_needs import HostNeeds
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.leases import host
-from flower_gpu.leases.admission import CORES, MEMORY, Card, Claim, Need, plan
+from flower_gpu.leases.admission import CORES, MEMORY, Card, Claim, HostNeed, plan
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.workers.threads import cores
@@ -101,14 +101,14 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     monkeypatch.setattr(host, "total_memory_bytes", lambda: gib << 30)
     footprints = Footprints(tmp_path / "footprints.json")
 
-    def needs(task: str) -> tuple[Need, ...]:
+    def needs(task: str) -> tuple[HostNeed, ...]:
         settings = HostSettings(is_leased=True, num_cpus=0.001)
-        found = HostNeeds(settings, lambda gpu: Key(task, "", gpu), False, footprints)
+        found = HostNeeds(settings, Key(task, "", ""), False, footprints)
         return found.now()
 
-    claims = [Claim(str(order), order, (), 0, needs=needs("train")) for order in range(30)]
-    claims += [Claim(str(order), order, (), 0, needs=needs("other")) for order in range(30, 31)]
-    cards = {need.resource: need.capacity for claim in claims for need in claim.needs}
+    claims = [Claim(str(order), order, (), 0, host_needs=needs("train")) for order in range(30)]
+    claims += [Claim(str(order), order, (), 0, host_needs=needs("other")) for order in range(30, 31)]
+    cards = {need.resource: need.capacity for claim in claims for need in claim.host_needs}
     cards |= {CORES: 1000, MEMORY: gib << 30}
     granted = plan([Card(*card) for card in cards.items()], [], claims)
     assert len(granted) == expected + 1 and "30" in granted

@@ -10,26 +10,26 @@ import time
 from collections.abc import Sequence
 
 from flower_gpu.gpu.inventory import GPU
-from flower_gpu.leases.admission import CardRequest
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import GPUNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
 
 
-def option(gpu: GPU, asked: str) -> CardRequest:
+def option(gpu: GPU, asked: str) -> GPUNeed:
     if asked == "alone":
-        return CardRequest(gpu.uuid, alone=True)
+        return GPUNeed(gpu.uuid, alone=True)
     if "." in asked:
-        return CardRequest(gpu.uuid, share=float(asked))
-    return CardRequest(gpu.uuid, memory_bytes=int(asked))
+        return GPUNeed(gpu.uuid, share=float(asked))
+    return GPUNeed(gpu.uuid, memory_bytes=int(asked))
 
 
 def main(label: str, count: str, asked: str) -> None:
-    def options(gpus: Sequence[GPU]) -> tuple[CardRequest, ...]:
+    def options(gpus: Sequence[GPU]) -> tuple[GPUNeed, ...]:
         return tuple(option(gpu, asked) for gpu in gpus)
 
     ledger = Ledger()
     print("asks", flush=True)
-    wish = Wish(options, count=int(count), label=label)
-    ticket = ledger.acquire(wish, deadline=time.monotonic() + 60)
+    claimant = Claimant(options, count=int(count), label=label)
+    ticket = ledger.acquire(claimant, deadline=time.monotonic() + 60)
     print("granted", flush=True)
     sys.stdin.read()
     ledger.release(ticket)

@@ -23,18 +23,19 @@ from nvml_stub import allocate
 from flower_gpu import files
 from flower_gpu.errors import GPUError
 from flower_gpu.gpu import inventory
-from flower_gpu.leases import ledger as ledger_module
+from flower_gpu.leases import state as state_module
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Need, of_task
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, of_task
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
-from flower_gpu.leases.ledger import Ledger, State, Wish
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import Readings, State
 from flower_gpu.leases.tickets import Ticket
 
 RESERVE_BYTES = 1 << 30
 
 
-def wish(
+def claimant(
     memory: int | None = None,
     share: float | None = None,
     gpus: list[int] | None = None,
@@ -46,19 +47,19 @@ def wish(
     least_cores: int | None = None,
     host_memory: int | None = None,
     guess: int | None = None,
-) -> Wish:
-    def options(usable: Any) -> tuple[CardRequest, ...]:
+) -> Claimant:
+    def options(usable: Any) -> tuple[GPUNeed, ...]:
         chosen = [gpu for gpu in usable if gpus is None or gpu.index in gpus]
-        return tuple(CardRequest(gpu.uuid, memory, share, alone) for gpu in chosen)
+        return tuple(GPUNeed(gpu.uuid, memory, share, alone) for gpu in chosen)
 
     needs = []
     if cores is not None:
-        needs.append(Need(CORES, cores, cores if least_cores is None else least_cores))
+        needs.append(HostNeed(CORES, cores, cores if least_cores is None else least_cores))
     if host_memory is not None:
-        needs.append(Need(MEMORY, host_memory, host_memory))
+        needs.append(HostNeed(MEMORY, host_memory, host_memory))
     if guess is not None:  # of a task that nobody has measured, and of which one such call begins at a time
-        needs.append(Need(of_task(os.getuid(), 1), guess, guess, capacity=guess))
-    return Wish(options, count=count, pack=pack, label=label, needs=lambda: tuple(needs))
+        needs.append(HostNeed(of_task(os.getuid(), 1), guess, guess, capacity=guess))
+    return Claimant(options, count=count, pack=pack, label=label, host_needs=lambda: tuple(needs))
 
 
 def lease_of(ticket: Ticket) -> Lease:
@@ -100,7 +101,7 @@ class Commands:
 
     def acquire(self, timeout_s: float | None = None, **fields: Any) -> Any:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self.ticket = self.ledger.acquire(wish(**fields), deadline=deadline)
+        self.ticket = self.ledger.acquire(claimant(**fields), deadline=deadline)
         return {part.uuid: part.memory_bytes for part in self.ticket.entry.parts}
 
     def release(self) -> None:
@@ -157,7 +158,7 @@ class Commands:
         thread = threading.Thread(target=fork_all)
         thread.start()
         while thread.is_alive():
-            self.ledger.release(self.ledger.acquire(wish(memory=memory)))
+            self.ledger.release(self.ledger.acquire(claimant(memory=memory)))
         thread.join()
         return kept
 
@@ -182,17 +183,17 @@ class Commands:
 
     def pause_after_measuring(self, path: str) -> None:
         """From now on, wait between the question to NVML and the mutex until there is a file."""
-        ledger_module._FRESH_S = 1000.0
-        measure = self.ledger._measure
+        state_module._FRESH_S = 1000.0
+        take = Readings.take
 
         def paused(*entries: Any, **how: Any) -> Any:
-            measured = measure(*entries, **how)
+            measured = take(*entries, **how)
             Path(f"{path}.measured").touch()
             while not Path(path).exists():
                 time.sleep(0.005)
             return measured
 
-        self.ledger._measure = paused  # type: ignore[method-assign]
+        Readings.take = paused  # type: ignore[method-assign]
 
     def hold_mutex(self) -> None:
         """Take the mutex, and never give it back."""

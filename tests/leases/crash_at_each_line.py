@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from claimant import RESERVE_BYTES, wish
+from claimant import RESERVE_BYTES, claimant
 from kill_at_line import kill_at_line
 from nvml_stub import GIB
 
@@ -35,7 +35,7 @@ def take(line: int) -> int:
     pid = os.fork()
     if pid == 0:
         ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-        end_at(line, lambda: ledger.release(ledger.acquire(wish(memory=10 * GIB))))
+        end_at(line, lambda: ledger.release(ledger.acquire(claimant(memory=10 * GIB))))
     return pid
 
 
@@ -44,7 +44,7 @@ def hold(line: int, go: int) -> int:
     pid = os.fork()
     if pid == 0:
         ledger = Ledger(reserve_bytes=RESERVE_BYTES)
-        ticket = ledger.acquire(wish(memory=10 * GIB))
+        ticket = ledger.acquire(claimant(memory=10 * GIB))
         os.read(go, 1)
         end_at(line, lambda: ledger.release(ticket))
     return pid
@@ -56,8 +56,8 @@ def wait(granted: int, line: int | None = None) -> int:
     if pid == 0:
         ledger = Ledger(reserve_bytes=RESERVE_BYTES)
         if line is not None:
-            end_at(line, lambda: ledger.release(ledger.acquire(wish(memory=10 * GIB))))
-        ticket = ledger.acquire(wish(memory=10 * GIB))
+            end_at(line, lambda: ledger.release(ledger.acquire(claimant(memory=10 * GIB))))
+        ticket = ledger.acquire(claimant(memory=10 * GIB))
         os.write(granted, b"1")
         ledger.release(ticket)
         os._exit(0)
@@ -70,7 +70,7 @@ def check_next(ledger: Ledger, where: str) -> list[str]:
     state = ledger.status()
     if state.holders or state.waiting:
         problems.append(f"{where}: {state}")
-    ledger.release(ledger.acquire(wish(memory=16 * GIB), deadline=0))
+    ledger.release(ledger.acquire(claimant(memory=16 * GIB), deadline=0))
     if left := sorted(path.name for path in ledger.folder.own().iterdir()):
         problems.append(f"{where}: {left} are left")
     return problems

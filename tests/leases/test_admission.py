@@ -16,10 +16,9 @@ from flower_gpu.leases.admission import (
     MEMORY,
     SHARED_PART,
     Card,
-    CardRequest,
     Claim,
-    Holding,
-    Need,
+    GPUNeed,
+    HostNeed,
     Part,
     answers,
     of_group,
@@ -38,34 +37,34 @@ def cards(*sizes_gib: float) -> list[Card]:
 
 def memory(order: int, gib: float, uuids: Iterable[str] = (A, B, C), **fields: object) -> Claim:
     alone = bool(fields.pop("alone", False))
-    options = tuple(CardRequest(uuid, memory_bytes=int(gib * GIB), alone=alone) for uuid in uuids)
+    options = tuple(GPUNeed(uuid, memory_bytes=int(gib * GIB), alone=alone) for uuid in uuids)
     return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
 
 
 def share(order: int, part: float | None, uuids: Iterable[str] = (A,), **fields: object) -> Claim:
     alone = bool(fields.pop("alone", False))
-    options = tuple(CardRequest(uuid, share=part, alone=alone) for uuid in uuids)
+    options = tuple(GPUNeed(uuid, share=part, alone=alone) for uuid in uuids)
     return Claim(f"t{order}", order, options, **fields)  # type: ignore[arg-type]
 
 
-def held(order: int, gib: float, *uuids: str, alone: bool = False) -> Holding:
+def held(order: int, gib: float, *uuids: str, alone: bool = False) -> Claim:
     parts = tuple(Part(uuid, int(gib * GIB), 16 * GIB, alone) for uuid in uuids or (A,))
-    return Holding(f"t{order}", order, parts)
+    return Claim(f"t{order}", order, parts=parts)
 
 
 def cores(
     order: int, amount: int, least: int | None = None, *, memory_gib: float = 0, **fields: object
 ) -> Claim:
     """A claim for thousandths of a core, and for main memory."""
-    needs = (Need(CORES, amount, amount if least is None else least),)
+    needs = (HostNeed(CORES, amount, amount if least is None else least),)
     if memory_gib:
-        needs += (Need(MEMORY, int(memory_gib * GIB), int(memory_gib * GIB)),)
-    return Claim(f"t{order}", order, **{"options": (), "count": 0, **fields}, needs=needs)  # type: ignore[arg-type]
+        needs += (HostNeed(MEMORY, int(memory_gib * GIB), int(memory_gib * GIB)),)
+    return Claim(f"t{order}", order, **{"gpu_needs": (), "count": 0, **fields}, host_needs=needs)  # type: ignore[arg-type]
 
 
-def computing(order: int, amount: int, memory_gib: float = 0) -> Holding:
+def computing(order: int, amount: int, memory_gib: float = 0) -> Claim:
     parts = (Part(CORES, amount, 4000), Part(MEMORY, int(memory_gib * GIB), 16 * GIB))
-    return Holding(f"t{order}", order, parts)
+    return Claim(f"t{order}", order, parts=parts)
 
 
 HOST = [Card(CORES, 4000), Card(MEMORY, 16 * GIB)]
@@ -79,14 +78,12 @@ def where(granted: dict[str, tuple[Part, ...]]) -> dict[str, list[str]]:
     return {id_: [part.uuid for part in parts] for id_, parts in granted.items()}
 
 
-def in_turn(
-    all_cards: list[Card], claims: Iterable[Claim], holdings: Iterable[Holding] = ()
-) -> list[Holding]:
+def in_turn(all_cards: list[Card], claims: Iterable[Claim], holdings: Iterable[Claim] = ()) -> list[Claim]:
     """Let claims come one after the other; return all holdings."""
     present = list(holdings)
     for claim in claims:
-        for id_, parts in plan(all_cards, present, [claim]).items():
-            present.append(Holding(id_, claim.order, parts))
+        for parts in plan(all_cards, present, [claim]).values():
+            present.append(replace(claim, parts=parts))
     return present
 
 
@@ -118,7 +115,7 @@ def in_turn(
     ],
 )
 def test_a_claim_gets_the_right_gpu(
-    sizes: tuple[float, ...], holdings: list[Holding], claim: Claim, expected: list[str] | None
+    sizes: tuple[float, ...], holdings: list[Claim], claim: Claim, expected: list[str] | None
 ) -> None:
     found = where(plan(cards(*sizes), holdings, [claim])).get(claim.id)
     assert (sorted(found) if found else found) == expected
@@ -132,7 +129,7 @@ def test_as_many_shares_fit_as_there_are(part: float, others_gib: float) -> None
     claims = [share(order, part) for order in range(1, count + 2)]
     for holdings in (
         in_turn(cards(16 - others_gib), claims),
-        [Holding(id_, 1, parts) for id_, parts in plan(cards(16 - others_gib), [], claims).items()],
+        [Claim(id_, 1, parts=parts) for id_, parts in plan(cards(16 - others_gib), [], claims).items()],
     ):
         assert len(holdings) == count
         assert len({holding.parts[0].memory_bytes for holding in holdings}) == 1
@@ -141,16 +138,16 @@ def test_as_many_shares_fit_as_there_are(part: float, others_gib: float) -> None
 @pytest.mark.parametrize("count", [4, 8])
 def test_shares_fit_while_other_programs_use_a_little_more_or_less(count: int) -> None:
     sizes = [15, 15.05, 14.93, 15.1, 14.95, 15.02, 14.99, 15.07]
-    present: list[Holding] = []
+    present: list[Claim] = []
     for order in range(1, count + 1):
         granted = plan(cards(sizes[order - 1]), present, [share(order, 1 / count)])
-        present.append(Holding(f"t{order}", order, granted[f"t{order}"]))
+        present.append(Claim(f"t{order}", order, parts=granted[f"t{order}"]))
     assert len({holding.parts[0].memory_bytes for holding in present}) == 1
 
 
 def test_shares_follow_when_other_programs_use_much_more() -> None:
     first = plan(cards(16), [], [share(1, 0.25)])["t1"]
-    present = [Holding("t1", 1, first)]
+    present = [Claim("t1", 1, parts=first)]
     second = plan(cards(12), present, [share(2, 0.25)])["t2"]
     assert first[0].memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
     assert second[0].memory_bytes == int(int(12 * GIB * SHARED_PART) * 0.25)
@@ -224,7 +221,7 @@ def test_workers_that_have_not_told_their_use_yet_are_no_other_programs() -> Non
 def test_a_whole_gpu_is_not_starved_by_shares_granted_when_there_was_more() -> None:
     """Those still count the budget of before, of which the whole is more than there is now."""
     before = int(16 * GIB * SHARED_PART)
-    holdings = [Holding("t1", 1, (Part(A, before // 8, before),))]
+    holdings = [Claim("t1", 1, parts=(Part(A, before // 8, before),))]
     now = cards(15.7)
     assert not plan(now, holdings, [share(2, 1.0), share(3, 0.125)])
 
@@ -260,7 +257,7 @@ def test_more_than_there_is_means_all_of_it_alone() -> None:
 
 
 def test_gpus_cores_and_memory_are_granted_together_or_not_at_all() -> None:
-    both = replace(memory(2, 4, [A]), needs=(Need(CORES, 2000, 2000), Need(MEMORY, GIB, GIB)))
+    both = replace(memory(2, 4, [A]), host_needs=(HostNeed(CORES, 2000, 2000), HostNeed(MEMORY, GIB, GIB)))
     assert amounts(plan([*cards(16), *HOST], [], [both])) == {"t2": [4 * GIB, 2000, GIB]}
     assert not plan([*cards(16), *HOST], [computing(1, 3000)], [both])
     # What it waits with is reserved: the GPU for which later ones would come, and the cores.
@@ -273,7 +270,9 @@ def test_a_control_group_has_limits_of_its_own() -> None:
     group = of_group(CORES, 77)
 
     def inside(order: int) -> Claim:
-        return replace(cores(order, 1000), needs=(Need(CORES, 1000, 1000), Need(group, 1000, 1000, 2000)))
+        return replace(
+            cores(order, 1000), host_needs=(HostNeed(CORES, 1000, 1000), HostNeed(group, 1000, 1000, 2000))
+        )
 
     granted = plan([*HOST, Card(group, 2000)], [], [inside(1), inside(2), inside(3), cores(4, 1000)])
     assert sorted(granted) == ["t1", "t2", "t4"]
@@ -282,12 +281,12 @@ def test_a_control_group_has_limits_of_its_own() -> None:
 def test_options_that_can_never_be_granted_are_left_out() -> None:
     sizes = {A: 16 * GIB, B: 2 * GIB}
     options = [
-        CardRequest(A, memory_bytes=16 * GIB),
-        CardRequest(B, memory_bytes=16 * GIB),
-        CardRequest(A, share=0.25),
-        CardRequest(B, share=0.25),
-        CardRequest(B),
-        CardRequest(C, memory_bytes=1),
+        GPUNeed(A, memory_bytes=16 * GIB),
+        GPUNeed(B, memory_bytes=16 * GIB),
+        GPUNeed(A, share=0.25),
+        GPUNeed(B, share=0.25),
+        GPUNeed(B),
+        GPUNeed(C, memory_bytes=1),
     ]
     assert possible(sizes, options) == [options[0], options[2], options[4]]
 
@@ -300,15 +299,15 @@ shares = st.sampled_from([1.0, 0.5, 0.25, 0.125, 1 / 3, None])
 
 
 @st.composite
-def needs_of(draw: st.DrawFn) -> tuple[Need, ...]:
+def needs_of(draw: st.DrawFn) -> tuple[HostNeed, ...]:
     """What is needed beside GPUs: none, or cores, some of them or as many as are free; and memory."""
     found = []
     if draw(st.booleans()):
         amount = draw(st.integers(1, 5000))
-        found.append(Need(CORES, amount, draw(st.sampled_from([amount, amount, 0]))))
+        found.append(HostNeed(CORES, amount, draw(st.sampled_from([amount, amount, 0]))))
     if draw(st.booleans()):
         amount = draw(memories)
-        found.append(Need(MEMORY, amount, amount))
+        found.append(HostNeed(MEMORY, amount, amount))
     return tuple(found)
 
 
@@ -316,21 +315,21 @@ def needs_of(draw: st.DrawFn) -> tuple[Need, ...]:
 def claims_of(draw: st.DrawFn, order: int) -> Claim:
     needs = draw(needs_of())
     if needs and draw(st.booleans()):
-        return Claim(f"t{order}", order, (), 0, needs=needs)
+        return Claim(f"t{order}", order, (), 0, host_needs=needs)
     uuids = draw(st.lists(st.sampled_from(UUIDS), min_size=1, max_size=3, unique=True))
     alone = draw(st.sampled_from([False, False, False, True]))
     if draw(st.booleans()):
         nbytes = draw(memories)
-        options = tuple(CardRequest(uuid, memory_bytes=nbytes, alone=alone) for uuid in uuids)
+        options = tuple(GPUNeed(uuid, memory_bytes=nbytes, alone=alone) for uuid in uuids)
     else:
         part = draw(shares)
-        options = tuple(CardRequest(uuid, share=part, alone=alone) for uuid in uuids)
+        options = tuple(GPUNeed(uuid, share=part, alone=alone) for uuid in uuids)
     count, pack = draw(st.integers(1, len(uuids))), draw(st.booleans())
     return Claim(f"t{order}", order, options, count, pack, needs)
 
 
 @st.composite
-def lines(draw: st.DrawFn) -> tuple[list[Card], list[Holding], list[Claim]]:
+def lines(draw: st.DrawFn) -> tuple[list[Card], list[Claim], list[Claim]]:
     """Draw any state: also one in which other programs have come since leases were granted."""
     all_cards = [Card(uuid, draw(st.integers(0, 64)) * GIB // 4) for uuid in UUIDS[: draw(st.integers(1, 3))]]
     all_cards += [Card(CORES, 4000), Card(MEMORY, draw(st.integers(0, 64)) * GIB // 4)]
@@ -342,21 +341,21 @@ def lines(draw: st.DrawFn) -> tuple[list[Card], list[Holding], list[Claim]]:
         budget = draw(st.integers(1, 64)) * GIB // 4
         parts = tuple(Part(uuid, draw(memories), budget, draw(st.booleans())) for uuid in uuids)
         parts += tuple(Part(need.resource, need.amount, budget) for need in draw(needs_of()))
-        holdings.append(Holding(f"t{order}", order, parts))
+        holdings.append(Claim(f"t{order}", order, parts=parts))
     waiting = [draw(claims_of(order)) for order in orders[holders : holders + draw(st.integers(0, 6))]]
     return all_cards, holdings, waiting
 
 
 def check_grants(
-    all_cards: list[Card], holdings: list[Holding], waiting: list[Claim], granted: dict[str, tuple[Part, ...]]
+    all_cards: list[Card], holdings: list[Claim], waiting: list[Claim], granted: dict[str, tuple[Part, ...]]
 ) -> None:
     capacity = {card.uuid: card.capacity_bytes for card in all_cards}
     by_id = {claim.id: claim for claim in waiting}
     for id_, parts in granted.items():
         claim = by_id[id_]
-        offered = {option.uuid: option for option in claim.options}
-        assert len(parts) == len({part.uuid for part in parts}) == claim.count + len(claim.needs)
-        for need, part in zip(claim.needs, parts[claim.count :], strict=True):
+        offered = {option.uuid: option for option in claim.gpu_needs}
+        assert len(parts) == len({part.uuid for part in parts}) == claim.count + len(claim.host_needs)
+        for need, part in zip(claim.host_needs, parts[claim.count :], strict=True):
             most = min(need.amount, max(1, capacity[need.resource]))
             assert part.uuid == need.resource
             assert min(need.least, most) <= part.memory_bytes <= most
@@ -381,7 +380,7 @@ def check_grants(
 @given(lines())
 @settings(max_examples=60, deadline=None)
 def test_grants_are_offered_whole_and_never_more_than_there_is(
-    line: tuple[list[Card], list[Holding], list[Claim]],
+    line: tuple[list[Card], list[Claim], list[Claim]],
 ) -> None:
     check_grants(*line, plan(*line))
 
@@ -389,7 +388,7 @@ def test_grants_are_offered_whole_and_never_more_than_there_is(
 @given(lines())
 @settings(max_examples=60, deadline=None)
 def test_the_first_that_can_be_met_is_met_and_nothing_depends_on_the_order_of_arguments(
-    line: tuple[list[Card], list[Holding], list[Claim]],
+    line: tuple[list[Card], list[Claim], list[Claim]],
 ) -> None:
     all_cards, holdings, waiting = line
     granted = plan(*line)
@@ -413,9 +412,9 @@ def histories(draw: st.DrawFn) -> tuple[list[Card], list[Claim | int]]:
     events: list[Claim | int] = []
     for order in range(1, draw(st.integers(2, 30))):
         claim = draw(claims_of(order))
-        options = tuple(possible(sizes, claim.options))
+        options = tuple(possible(sizes, claim.gpu_needs))
         if len(options) >= claim.count:
-            events.append(replace(claim, options=options))
+            events.append(replace(claim, gpu_needs=options))
         events += draw(st.lists(st.integers(0, 1000), max_size=2))
     return all_cards, events
 
@@ -425,14 +424,14 @@ class Host:
 
     def __init__(self, all_cards: list[Card]) -> None:
         self.cards = all_cards
-        self.present: list[Holding] = []
+        self.present: list[Claim] = []
         self.waiting: list[Claim] = []
 
     def settle(self, now: list[Card] | None = None) -> None:
         granted = plan(now or self.cards, self.present, self.waiting)
         check_grants(now or self.cards, self.present, self.waiting, granted)
         orders = {claim.id: claim.order for claim in self.waiting}
-        self.present += [Holding(id_, orders[id_], parts) for id_, parts in granted.items()]
+        self.present += [Claim(id_, orders[id_], parts=parts) for id_, parts in granted.items()]
         self.waiting = [claim for claim in self.waiting if claim.id not in granted]
 
     def check(self) -> None:
@@ -474,11 +473,13 @@ def test_nobody_waits_for_one_who_came_later_in_long_histories(seed: int) -> Non
             claim = memory(order, gib, mine, count=count, alone=alone, pack=pack)
             if random.random() < 0.3:
                 thousandths = random.choice([333, 1000, 2000, 4000, 9000])
-                claim = replace(claim, needs=(Need(CORES, thousandths, random.choice([0, thousandths])),))
+                claim = replace(
+                    claim, host_needs=(HostNeed(CORES, thousandths, random.choice([0, thousandths])),)
+                )
             if random.random() < 0.3:
-                claim = replace(claim, needs=(*claim.needs, Need(MEMORY, gib * GIB, gib * GIB)))
-            if claim.needs and random.random() < 0.4:
-                claim = replace(claim, options=(), count=0)
+                claim = replace(claim, host_needs=(*claim.host_needs, HostNeed(MEMORY, gib * GIB, gib * GIB)))
+            if claim.host_needs and random.random() < 0.4:
+                claim = replace(claim, gpu_needs=(), count=0)
             host.waiting.append(claim)
             host.settle()
             host.check()
@@ -528,7 +529,7 @@ def test_other_programs_that_come_and_go_starve_nobody(
 
 def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
     card = Card(A, 12 * GIB, untold_bytes=4 * GIB)
-    claim = Claim("late", 2, (CardRequest(A, share=0.25),))
+    claim = Claim("late", 2, (GPUNeed(A, share=0.25),))
     [part] = plan([card], [], [claim])["late"]
     assert part.memory_bytes == int(int(16 * GIB * SHARED_PART) * 0.25)
 
@@ -549,5 +550,5 @@ def test_a_share_is_a_part_of_what_there_is_once_workers_have_told() -> None:
     ],
 )
 def test_a_grant_answers_a_request_or_is_none(parts: tuple[Part, ...], expected: bool) -> None:
-    claim = Claim("one", 1, (CardRequest(A, GIB),), needs=(Need(CORES, 500, 100),))
+    claim = Claim("one", 1, (GPUNeed(A, GIB),), host_needs=(HostNeed(CORES, 500, 100),))
     assert answers(parts, claim) is expected

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 from flower_gpu.cli import leases
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.inventory import GPU, Inventory
-from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import CORES, MEMORY, CardRequest, Need, Part, of_group, of_task
-from flower_gpu.leases.ledger import Ledger, Wish, describe
+from flower_gpu.leases import entries
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, Part, of_group, of_task
+from flower_gpu.leases.entries import Entry, lock, pid_namespace
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
-from flower_gpu.leases.tickets import Entry, Ticket
+from flower_gpu.leases.tickets import Ticket
+from flower_gpu.leases.wording import describe, what_is_held
 
 GIB = 1 << 30
 A = "GPU-a"
@@ -53,13 +55,13 @@ tickets_of_others = st.fixed_dictionaries(
     {
         "v": st.just(1),
         "pid": amounts | st.just(os.getpid()),
-        "pid_namespace": amounts | st.just(tickets.pid_namespace()),
+        "pid_namespace": amounts | st.just(pid_namespace()),
         "since": st.sampled_from([0.0, time.time()]),
         "count": st.sampled_from([0, 1]),
         "pack": st.booleans(),
-        "options": st.lists(options, max_size=2, unique_by=itemgetter("uuid")),
+        "gpu_needs": st.lists(options, max_size=2, unique_by=itemgetter("uuid")),
         "parts": st.lists(parts, max_size=2, unique_by=itemgetter("uuid")),
-        "needs": st.lists(needs, max_size=2, unique_by=itemgetter("resource")),
+        "host_needs": st.lists(needs, max_size=2, unique_by=itemgetter("resource")),
     }
 )
 reports = st.fixed_dictionaries(
@@ -113,7 +115,7 @@ files = st.tuples(
 
 def ticket_of(**more: Any) -> bytes:
     said = {"v": 1, "pid": 1, "pid_namespace": 1, "since": 0, "count": 0, "pack": False}
-    return in_bytes(said | {"options": [], "parts": [], "needs": [], **more})
+    return in_bytes(said | {"gpu_needs": [], "parts": [], "host_needs": [], **more})
 
 
 def holds(name: str, amount: int, budget: int) -> bytes:
@@ -122,7 +124,7 @@ def holds(name: str, amount: int, budget: int) -> bytes:
 
 
 def waits(name: str, amount: int) -> bytes:
-    return ticket_of(needs=[{"resource": name, "amount": amount, "least": 0, "capacity": 0}])
+    return ticket_of(host_needs=[{"resource": name, "amount": amount, "least": 0, "capacity": 0}])
 
 
 @pytest.fixture
@@ -146,15 +148,15 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @example([("1-1-a", holds(of_task(OTHER, 7), 1, 0), b"")])
 @given(found=st.lists(files, min_size=1, max_size=4, unique_by=itemgetter(0)))
 def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple[str, bytes, bytes]]) -> None:
-    def needed() -> tuple[Need, ...]:
+    def needed() -> tuple[HostNeed, ...]:
         return (
-            Need(CORES, 500, 500),
-            Need(MEMORY, 1 << 20, 1 << 20),
-            Need(of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
+            HostNeed(CORES, 500, 500),
+            HostNeed(MEMORY, 1 << 20, 1 << 20),
+            HostNeed(of_task(os.getuid(), 7), 1 << 20, 1 << 20, capacity=GIB),
         )
 
     ledger = Ledger(LedgerFolder(root.parent))
-    wish = Wish(lambda gpus: tuple(CardRequest(gpu.uuid, 8 * GIB) for gpu in gpus), needs=needed)
+    claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus), host_needs=needed)
     with ExitStack() as stack:
         for name, data, report in found:
             path = root / f"{name}.ticket"
@@ -167,15 +169,15 @@ def test_no_ticket_of_another_account_stops_a_call(root: Path, found: list[tuple
             os.write(descriptor, data)
             os.pwrite(descriptor, report, 1 << 16)
             os.fchown(descriptor, OTHER, -1)
-            tickets.lock(descriptor)
-        ticket = ledger.acquire(wish, deadline=time.monotonic())
+            lock(descriptor)
+        ticket = ledger.acquire(claimant, deadline=time.monotonic())
         got = {part.uuid: part.memory_bytes for part in ticket.entry.parts}
         assert got == {A: 8 * GIB} | {need.resource: need.amount for need in needed()}
         state = ledger.status()
         assert ticket.entry.id in {entry.id for entry in state.holders}
         assert "\x1b" not in "\n".join([*leases._lines(state), *map(describe, state.waiting)])
         json.dumps(leases.describe(ledger, state), allow_nan=False)
-        assert ledger._what_is_held(wish, ticket)
+        assert what_is_held(ledger.status(), ticket.entry, "x")
         ledger.release(ticket)
 
 
@@ -196,8 +198,8 @@ def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
 
     monkeypatch.setattr(Ticket, "write", replaced)
     ledger = Ledger(LedgerFolder(root.parent))
-    wish = Wish(lambda gpus: tuple(CardRequest(gpu.uuid, 8 * GIB) for gpu in gpus))
-    ticket = ledger.acquire(wish, deadline=time.monotonic() + 60)
+    claimant = Claimant(lambda gpus: tuple(GPUNeed(gpu.uuid, 8 * GIB) for gpu in gpus))
+    ticket = ledger.acquire(claimant, deadline=time.monotonic() + 60)
     assert [bool(parts) for parts in seen] == [True, False, True, False, True]
     assert ticket.entry.parts == seen[-1]
     ledger.release(ticket)
@@ -206,7 +208,7 @@ def test_a_grant_counts_only_if_the_mutex_was_not_replaced_meanwhile(
 def test_what_is_no_ticket_is_said_once_with_its_path_and_owner(
     root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tickets, "_said", set())
+    monkeypatch.setattr(entries, "_said", set())
     for number in range(2):
         path = root / f"{number}-1-{number}.ticket"
         path.write_bytes(b"{}")

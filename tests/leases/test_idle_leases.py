@@ -10,9 +10,10 @@ from ledger_hosts import LedgerHost
 from nvml_stub import GIB
 
 from flower_gpu.leases import tickets
-from flower_gpu.leases.admission import MEMORY, Card, CardRequest, Need, Part
-from flower_gpu.leases.ledger import State
-from flower_gpu.leases.tickets import Entry, Ticket
+from flower_gpu.leases.admission import MEMORY, Card, GPUNeed, HostNeed, Part
+from flower_gpu.leases.entries import Entry
+from flower_gpu.leases.state import State
+from flower_gpu.leases.tickets import Ticket
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,8 +21,8 @@ A, B = "GPU-a", "GPU-b"
 
 
 def entry(order: int, **fields: object) -> Entry:
-    found = {"options": (), "count": 0, **fields}
-    return Entry(f"t{order}", order, Path(), 0, 1, 1, 0.0, **found)  # type: ignore[arg-type]
+    found = {"gpu_needs": (), "count": 0, **fields}
+    return Entry(id=f"t{order}", order=order, path=Path(), user=0, pid=1, pid_namespace=1, since=0.0, **found)  # type: ignore[arg-type]
 
 
 def held(order: int, gib: int, uuid: str = A) -> Entry:
@@ -29,9 +30,9 @@ def held(order: int, gib: int, uuid: str = A) -> Entry:
 
 
 def asked(order: int, gib: int | None, *uuids: str, memory_gib: int = 0) -> Entry:
-    options = tuple(CardRequest(uuid, gib and gib * GIB, alone=gib is None) for uuid in uuids)
-    needs = (Need(MEMORY, memory_gib * GIB, memory_gib * GIB),) if memory_gib else ()
-    return entry(order, options=options, count=min(1, len(options)), needs=needs)
+    options = tuple(GPUNeed(uuid, gib and gib * GIB, alone=gib is None) for uuid in uuids)
+    needs = (HostNeed(MEMORY, memory_gib * GIB, memory_gib * GIB),) if memory_gib else ()
+    return entry(order, gpu_needs=options, count=min(1, len(options)), host_needs=needs)
 
 
 IDLE = ["t1", "t2", "t3", "t4"]
@@ -95,7 +96,7 @@ def test_what_is_granted_at_once_asks_nobody(ledger_host: LedgerHost) -> None:
 @pytest.mark.parametrize("told", [b"true", b"1", b'"yes"'])
 def test_a_report_says_whether_a_worker_idles(tmp_path: Path, told: bytes) -> None:
     """What another account writes may be anything."""
-    new = tickets.new_entry(tmp_path, 1, (CardRequest(A, GIB),), 1, pack=False)
+    new = tickets.new_entry(tmp_path, 1, 1, pack=False)
     ticket = Ticket.create(tmp_path, new, "")
     try:
         ticket.report_worker(7, 0, {A: 5})
@@ -103,7 +104,7 @@ def test_a_report_says_whether_a_worker_idles(tmp_path: Path, told: bytes) -> No
         text = data.partition(b" ")[2].rstrip(b"\n")
         text = text.replace(b', "idle": true', b', "idle": ' + told)
         with ticket.entry.path.open("r+b") as file:
-            file.seek(tickets._REPORT_AT)
+            file.seek(tickets.REPORT_AT)
             file.write(b"%08x %s\n" % (zlib.crc32(text), text))
         assert ticket.entry.reported() == (7, {A: 5})
         assert ticket.entry.is_idle() == (told == b"true")

@@ -17,7 +17,7 @@ from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 from test_ledger_files import fields, put
 
-from flower_gpu.leases import tickets
+from flower_gpu.leases import entries
 
 OTHER = 65534
 
@@ -116,11 +116,11 @@ def test_a_ticket_of_another_account_with_the_same_name_changes_no_grant(open_ho
     option = {"uuid": other, "memory_bytes": 1, "share": None, "alone": False}
     with ExitStack() as stack:
         for order in (0, 9):
-            said = json.dumps(fields(parts=[], options=[option])).encode()
+            said = json.dumps(fields(parts=[], gpu_needs=[option])).encode()
             descriptor = put(theirs, f"{order:015d}{name[15:]}", said)
             stack.callback(os.close, descriptor)
             os.fchown(descriptor, OTHER, -1)
-            tickets.lock(descriptor)
+            entries.lock(descriptor)
         assert open_host.status()["users"] == [0, OTHER]
         holder("release")
         assert waiter.answer() == {one: 8 * GIB}

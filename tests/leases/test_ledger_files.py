@@ -14,7 +14,7 @@ import pytest
 from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 
-from flower_gpu.leases import admission, tickets
+from flower_gpu.leases import admission, entries
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,9 +32,9 @@ def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
         "since": 1.0,
         "count": 1,
         "pack": False,
-        "options": [option],
+        "gpu_needs": [option],
         "parts": [part],
-        "needs": [],
+        "host_needs": [],
         **changes,
     }
 
@@ -42,7 +42,7 @@ def fields(uuid: str = "GPU-x", **changes: Any) -> dict[str, Any]:
 def broken_tickets(uuid: str) -> dict[str, bytes]:
     """Return contents of tickets that nobody should believe, by name."""
     good = fields(uuid)
-    [part], [option] = good["parts"], good["options"]
+    [part], [option] = good["parts"], good["gpu_needs"]
     parts = [
         {**part, "memory_bytes": -16 * GIB},
         {**part, "memory_bytes": "1"},
@@ -75,13 +75,13 @@ def broken_tickets(uuid: str) -> dict[str, bytes]:
     ]
     contents: list[Any] = [
         *({**good, "parts": [value]} for value in parts),
-        *({**good, "parts": [], "options": [value]} for value in options),
+        *({**good, "parts": [], "gpu_needs": [value]} for value in options),
         *({**good, "parts": [value | {"budget_bytes": 0}]} for value in of_host),
         {**good, "parts": [part, part]},
-        {**good, "parts": [], "options": [option, option]},
+        {**good, "parts": [], "gpu_needs": [option, option]},
         {**good, "parts": [], "count": 2},
         {**good, "parts": 5},
-        {**good, "options": None},
+        {**good, "gpu_needs": None},
         {**good, "count": -1},
         {**good, "count": "all"},
         {**good, "pid": "1"},
@@ -140,7 +140,7 @@ def test_broken_tickets_stop_nobody(one_gpu: LedgerHost, account: str, alive: bo
             stack.callback(os.close, descriptor)
             os.fchown(descriptor, user, -1)
             if alive:
-                tickets.lock(descriptor)
+                entries.lock(descriptor)
         one("acquire", **WHOLE)
         one_gpu.line_up((other, {"memory": GIB}))
         assert one_gpu.status()["ready"] == []  # none of them makes more room
@@ -261,7 +261,7 @@ def test_what_another_version_has_written_is_left_alone_while_it_is_alive(one_gp
     for order in (1, 2):
         put(one_gpu.own, f"{order}.label", b"")
     descriptor = os.open(one_gpu.own / names[0], os.O_RDWR)
-    tickets.lock(descriptor)
+    entries.lock(descriptor)
     one("acquire", **WHOLE)
     one("release")
     assert {path.name for path in one_gpu.own.iterdir()} == {names[0], "1.label"}
@@ -274,7 +274,7 @@ def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> N
     one_gpu.own.mkdir()
     far = fields(one_gpu.stub.uuids[0], parts=[], options=[])
     descriptor = put(one_gpu.own, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(far).encode())
-    tickets.lock(descriptor)
+    entries.lock(descriptor)
     holder("acquire", **WHOLE)
     one_gpu.line_up(*((waiter, WHOLE) for waiter in waiting))
     assert len(one_gpu.status()["waiting"]) == 3

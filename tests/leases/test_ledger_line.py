@@ -191,7 +191,7 @@ def test_the_time_of_day_does_not_matter(one_gpu: LedgerHost) -> None:
     [
         (gib(17), "17.0 GiB of one GPU, which none can ever give: GPU 0 (NVIDIA Stub 16GB) has 16.0 GiB"),
         (gib(1, count=3), "asks for 3 GPUs and may use 2"),
-        (gib(1, gpus=[5]), "a request"),
+        (gib(1, gpus=[5]), "a call asks"),
         ({"share": 0.03}, "less than 640 MiB"),
     ],
 )

@@ -16,8 +16,9 @@ from nvml_stub import Host
 from simulations import TIMEOUT_S, Simulation, command
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import State
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from waiting import until
 
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.control_group import all_cores
-from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.simulation import core_leases
 from flower_gpu.simulation.core_leases import CoreLeases
 
@@ -24,11 +24,11 @@ pytestmark = pytest.mark.timeout(120)
 ALL = 1000 * all_cores()
 
 _OTHER = f"""
-from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.ledger import Ledger, Claimant
 ledger = Ledger()
-wish = Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, {ALL}, {ALL}),))
-ticket = ledger.acquire(wish)
+claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, {ALL}, {ALL}),))
+ticket = ledger.acquire(claimant)
 print("granted", flush=True)
 input()
 ledger.release(ticket)
@@ -91,10 +91,10 @@ def test_another_call_of_the_same_process_gets_cores(made: Callable[..., CoreLea
     cores = made(2)
     with cores.held(), cores.held():
         pass
-    wish = Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, ALL // 2, ALL // 2),))
+    claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, ALL // 2, ALL // 2),))
     ledger = Ledger()
     ends = time.monotonic() + 60
-    ledger.release(ledger.acquire(wish, deadline=lambda: ends))
+    ledger.release(ledger.acquire(claimant, deadline=lambda: ends))
 
 
 @pytest.mark.parametrize(("turn_s", "asked"), [(60.0, 1), (0.0, 5)])
@@ -103,17 +103,17 @@ def test_beside_others_short_messages_share_a_turn(
 ) -> None:
     monkeypatch.setattr(core_leases, "_TURN_S", turn_s)
     monkeypatch.setattr(core_leases, "_LOOK_S", 60.0)
-    wishes: list[Wish] = []
+    claimants: list[Claimant] = []
     acquire = Ledger.acquire
     monkeypatch.setattr(
-        Ledger, "acquire", lambda *args, **rest: wishes.append(args[1]) or acquire(*args, **rest)
+        Ledger, "acquire", lambda *args, **rest: claimants.append(args[1]) or acquire(*args, **rest)
     )
     cores = made(1)
     cores._is_wanted = True
     for _ in range(5):
         with cores.held():
             assert leased() == ALL
-    assert len(wishes) == asked
+    assert len(claimants) == asked
     cores.close()
     assert leased() == 0
 

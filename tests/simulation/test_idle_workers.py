@@ -21,7 +21,7 @@ from simulations import TIMEOUT_S, Simulation
 from stub_host import Running, StubHost, events
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import State
+from flower_gpu.leases.state import State
 
 pytestmark = pytest.mark.timeout(240)
 

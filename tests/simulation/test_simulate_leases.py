@@ -16,7 +16,7 @@ from nvml_stub import GIB
 from simulations import TIMEOUT_S, Simulation, command
 from stub_host import StubHost, events
 
-from flower_gpu.leases.ledger import State
+from flower_gpu.leases.state import State
 
 pytestmark = pytest.mark.timeout(240)
 

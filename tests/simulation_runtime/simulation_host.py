@@ -20,8 +20,9 @@ import nvml_stub
 from ledger_observer import observed
 
 from flower_gpu import trace
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import State
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from top_traces import Trace
 
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.admission import CORES, Part
-from flower_gpu.leases.ledger import State
-from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.leases.entries import Entry, pid_namespace
+from flower_gpu.leases.state import State
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.history import History
 from flower_gpu.watch.spans import HOST_LOST

@@ -20,8 +20,8 @@ from top_traces import Trace
 
 from flower_gpu.apps.registry import RunningRun
 from flower_gpu.gpu.inventory import Inventory
-from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there
 from flower_gpu.watch.history import History
 from flower_gpu.watch.top.host_rows import run_host_rows
@@ -206,7 +206,7 @@ def test_cores_of_a_simulation_are_in_its_line_with_the_time_left(
         trace.write("round_finished", round=number, task="train", messages=2, failed=0, metrics={})
     trace.write("round_started", round=3, task="train", messages=2)
     watch, ledger = read(trace.path.parent), Ledger()
-    ticket = ledger.acquire(Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, 1000, 1000),)))
+    ticket = ledger.acquire(Claimant(count=0, host_needs=lambda: (HostNeed(CORES, 1000, 1000),)))
     try:
         now = watch.history.strategy_started_at + 10.0
         seen = Seen(now, Inventory((), None, "no driver"), state=ledger.status())

@@ -13,8 +13,8 @@ import pytest
 
 from flower_gpu import trace
 from flower_gpu.control_group import all_cores
-from flower_gpu.leases.admission import CORES, Need
-from flower_gpu.leases.ledger import Ledger, Wish
+from flower_gpu.leases.admission import CORES, HostNeed
+from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.printable import account_name
 from flower_gpu.watch.display import make_display
 from flower_gpu.watch.history import History
@@ -29,7 +29,7 @@ def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOWER_GPU_LEDGER_DIR", str(tmp_path))
-    wish = Wish(lambda _: (), count=0, needs=lambda: (Need(CORES, ALL, ALL),), label="messages of other")
+    claimant = Claimant(count=0, host_needs=lambda: (HostNeed(CORES, ALL, ALL),), label="messages of other")
     history = History(keep_finished=False)
     stream = io.StringIO()
     display = make_display(history, stream)
@@ -41,7 +41,7 @@ def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
 
     waits = WorkerWaits(tell)
     ledger = Ledger()
-    held = ledger.acquire(wish)
+    held = ledger.acquire(claimant)
     asks, is_over = threading.Event(), threading.Event()
 
     def deadline() -> float:
@@ -52,7 +52,7 @@ def test_after_five_seconds_without_a_worker_it_says_who_has_the_cores(
 
     def ask() -> None:
         with pytest.raises(KeyboardInterrupt):
-            Ledger().acquire(wish, deadline=deadline)
+            Ledger().acquire(claimant, deadline=deadline)
 
     asking = threading.Thread(target=ask)
     asking.start()

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from flower_gpu.gpu.inventory import GPU, Inventory
 from flower_gpu.leases.admission import CORES, MEMORY
-from flower_gpu.leases.ledger import State
-from flower_gpu.leases.tickets import Entry, pid_namespace
+from flower_gpu.leases.entries import Entry, pid_namespace
+from flower_gpu.leases.state import State
 from flower_gpu.printable import account_name
 from flower_gpu.trace import SERVER_EVALUATE
 from flower_gpu.watch.fields import metric_rank
@@ -463,7 +463,7 @@ def waiting_rows(seen: Seen, runs: Sequence[FollowedRun]) -> tuple[WaitingRow, .
 
 
 def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str], str]) -> WaitingRow:
-    first = entry.options[0] if entry.options else None
+    first = entry.gpu_needs[0] if entry.gpu_needs else None
     label = seen.labels.get(entry.id, "")
     is_here = entry.pid_namespace == pid_namespace()
     return WaitingRow(
@@ -476,7 +476,7 @@ def _waiting_row(seen: Seen, entry: Entry, of_run: Mapping[tuple[int | None, str
         asked_share=first.share if first else None,
         asked_alone=bool(first and first.alone),
         count=entry.count,
-        gpus=seen.numbers(option.uuid for option in entry.options),
+        gpus=seen.numbers(need.uuid for need in entry.gpu_needs),
         seconds=seen.age(entry.since),
         asked_cores=entry.cores,
         asked_host_memory_bytes=entry.host_memory_bytes,

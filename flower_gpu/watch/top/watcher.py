@@ -14,8 +14,9 @@ from flower_gpu.apps import registry
 from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.errors import ConfigError, GPUError
 from flower_gpu.gpu import inventory
-from flower_gpu.leases.ledger import Ledger, State
+from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.state import State
 from flower_gpu.printable import account_name, path_text
 from flower_gpu.watch.followed_run import FollowedRun
 from flower_gpu.watch.top import snapshot
