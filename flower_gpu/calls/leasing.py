@@ -29,6 +29,7 @@ from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.leases.wording import describe
 from flower_gpu.printable import format_bytes
@@ -39,14 +40,6 @@ _said: set[str] = set()
 
 #: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.
 MOST_TOO_MUCH: Final = 1.25
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The part of a GPU that one try of a call asks for."""
-
-    memory_bytes: int | None = None  # more than the settings say, after it was not enough
-    alone: bool = False  # with nobody else on the GPU; without a size all that it has
 
 
 @dataclass(frozen=True)
@@ -66,8 +59,10 @@ class Leasing:
     footprints: Footprints = field(default_factory=Footprints)
 
     @contextmanager
-    def held(self, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
+    def held(self, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Wait for a lease, and hold it in the block.
+
+        ``request``: that of the settings, or after a call ran out of memory one for more.
 
         Raises LeaseError if no GPU can ever give it.
         Raises LeaseTimeoutError if none did in time.
@@ -75,10 +70,10 @@ class Leasing:
         Raises GPUUnavailableError if the GPU does not answer any more when the lease is granted.
         """
         ledger = self.ledger()
-        self._trace_request(attempt)
+        self._trace_request(request)
         began = time.monotonic()
         try:
-            ticket = self._acquire(ledger, attempt, began)
+            ticket = self._acquire(ledger, request, began)
         except BaseException as error:
             self._trace_failure(error, began)
             raise
@@ -130,7 +125,7 @@ class Leasing:
             held = None
             if self.needs().now():
                 try:
-                    held = stack.enter_context(self.held(Attempt()))
+                    held = stack.enter_context(self.held(self.settings.request))
                 except LeaseTimeoutError:
                     raise
                 except LeaseError as error:
@@ -153,17 +148,16 @@ class Leasing:
         # Whoever reads `lease_granted` looks for its GPU.
         return f"lease_{what}" if self.uuids else f"cores_{what}"
 
-    def _trace_request(self, attempt: Attempt) -> None:
-        request = self.settings.request
+    def _trace_request(self, request: LeaseRequest) -> None:
         needs = {need.resource: need.amount for need in self.needs().now()}
         trace.write(
             self._event("requested"),
             **self.record,
             caller_pid=os.getpid(),
-            count=request.count if self.uuids else 0,
-            share=None if attempt.memory_bytes or attempt.alone or not self.uuids else request.share,
-            memory_bytes=attempt.memory_bytes or (None if attempt.alone else request.memory_bytes),
-            alone=attempt.alone,
+            count=self._count,
+            share=request.share if self.uuids else None,
+            memory_bytes=request.memory_bytes,
+            alone=request.alone,
             cores=needs[CORES] / 1000 if CORES in needs else None,
             host_memory_bytes=needs.get(MEMORY),
         )
@@ -219,14 +213,14 @@ class Leasing:
                 return False
         return True
 
-    def _acquire(self, ledger: Ledger, attempt: Attempt, began: float) -> Ticket:
+    def _acquire(self, ledger: Ledger, request: LeaseRequest, began: float) -> Ticket:
         timeout_at = min(began + self.settings.lease_timeout_s, self.round_deadline)
         if not self.uuids:
             timeout_at = began + self.host.timeout_s
         claimant = Claimant(
-            gpu_needs=lambda gpus: self._gpu_needs(gpus, attempt),
+            gpu_needs=lambda gpus: self._gpu_needs(gpus, request),
             version=self.footprints.version,
-            count=self.settings.request.count if self.uuids else 0,
+            count=self._count,
             host_needs=self.needs().now,
             pack=self.settings.placement == "pack",
             label=self.label,
@@ -267,25 +261,24 @@ class Leasing:
             "rounds and calls more time"
         )
 
-    def _gpu_needs(self, gpus: Sequence[GPU], attempt: Attempt) -> tuple[GPUNeed, ...]:
-        return tuple(self._gpu_need(gpu, attempt) for gpu in gpus if gpu.uuid in self.uuids)
+    @property
+    def _count(self) -> int:
+        return self.settings.request.count if self.uuids else 0
 
-    def _gpu_need(self, gpu: GPU, attempt: Attempt) -> GPUNeed:
-        request = self.settings.request
-        memory_bytes = attempt.memory_bytes
-        if not attempt.alone and memory_bytes is None:
-            if request.share is not None:
-                return GPUNeed(gpu.uuid, share=request.share)
-            if request.memory_bytes is not None:
-                self._check_context(gpu.index, gpu.name, request.memory_bytes)
-                return GPUNeed(gpu.uuid, memory_bytes=request.memory_bytes)
-            memory_bytes = self._learned_bytes(gpu.name)
-        if memory_bytes is None:
-            return GPUNeed(gpu.uuid, alone=True)
+    def _gpu_needs(self, gpus: Sequence[GPU], request: LeaseRequest) -> tuple[GPUNeed, ...]:
+        return tuple(self._gpu_need(gpu, request) for gpu in gpus if gpu.uuid in self.uuids)
+
+    def _gpu_need(self, gpu: GPU, request: LeaseRequest) -> GPUNeed:
+        if request.share is not None:
+            return GPUNeed(gpu.uuid, share=request.share)
+        if request.memory_bytes is not None and request == self.settings.request:
+            self._check_context(gpu.index, gpu.name, request.memory_bytes)
+            return GPUNeed(gpu.uuid, memory_bytes=request.memory_bytes)
+        needed = self._learned_bytes(gpu.name) if request.is_auto else request.memory_bytes
         most = (gpu.total_bytes or 0) - (gpu.reserved_bytes or 0) - self.settings.reserve_bytes
-        if memory_bytes >= most:
+        if needed is None or needed >= most:
             return GPUNeed(gpu.uuid, alone=True)
-        return GPUNeed(gpu.uuid, memory_bytes=memory_bytes, alone=attempt.alone)
+        return GPUNeed(gpu.uuid, memory_bytes=needed, alone=request.alone)
 
     def _learned_bytes(self, model: str) -> int | None:
         peak = self.footprints.get(self.key.on(model))

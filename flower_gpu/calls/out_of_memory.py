@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flower_gpu.calls.gpu_use import least_bytes
-from flower_gpu.calls.leasing import Attempt
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.printable import format_bytes
 
 _GROWTHS = 2  # tries with more memory, before one that is alone on a GPU
@@ -21,26 +21,29 @@ _KINDS = {
 }
 
 
-def next_attempt(
-    told: Mapping[str, Any], lease: Lease, attempts: Sequence[Attempt], on_oom: str
-) -> Attempt | None:
-    """Return the next try after an ``out_of_memory`` event, or None where none would help any more."""
-    last = attempts[-1]
+def next_request(
+    told: Mapping[str, Any], lease: Lease, requests: Sequence[LeaseRequest], on_oom: str
+) -> LeaseRequest | None:
+    """Return what the next try asks for after an ``out_of_memory`` event; None where no try would help.
+
+    ``requests``: what the tries so far have asked for.
+    """
+    last = requests[-1]
     if on_oom == "fail" or (last.alone and last.memory_bytes is None):
         return None
     is_full = told.get("kind") == "card_full"
     if last.alone:
-        return None if is_full else Attempt(alone=True)
+        return None if is_full else LeaseRequest(alone=True)
     if is_full:
         # Others took what the lease was for. Not before so much is there, or it would fail again at once.
-        return Attempt(memory_bytes=_needed_bytes(told, lease), alone=True)
+        return LeaseRequest(memory_bytes=_needed_bytes(told, lease), alone=True)
     if lease.alone or len(lease.shares) > 1:
         return None  # it had all that there is
-    if told.get("kind") == "over_cap" and len(attempts) <= _GROWTHS:
+    if told.get("kind") == "over_cap" and len(requests) <= _GROWTHS:
         had = lease.shares[0].memory_bytes
         asked = told.get("asked_bytes") or 0
-        return Attempt(memory_bytes=int(max(_MORE * had, had + 1.5 * asked)))
-    return Attempt(alone=True)
+        return LeaseRequest(memory_bytes=int(max(_MORE * had, had + 1.5 * asked)))
+    return LeaseRequest(alone=True)
 
 
 def _needed_bytes(told: Mapping[str, Any], lease: Lease) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flower_gpu import files, trace
 from flower_gpu.calls import confined_calls, environment, leased_worker, leasing, out_of_memory
-from flower_gpu.calls.leasing import Attempt, Leasing
+from flower_gpu.calls.leasing import Leasing
 from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
 from flower_gpu.errors import (
@@ -29,6 +29,7 @@ from flower_gpu.gpu import guard
 from flower_gpu.leases import host
 from flower_gpu.leases.footprint_rule import ShapedArray, key_of
 from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.options import (
     DEADLINE_VARIABLE,
@@ -68,9 +69,9 @@ class Workers:
         """Run a call in a worker, as :func:`flower_gpu.workers.caller.run` does."""
         return worker.run(call, method, **options)
 
-    def held(self, leasing_: Leasing, attempt: Attempt) -> AbstractContextManager[tuple[Lease, Ticket]]:
+    def held(self, leasing_: Leasing, request: LeaseRequest) -> AbstractContextManager[tuple[Lease, Ticket]]:
         """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
-        return leasing_.held(attempt)
+        return leasing_.held(request)
 
     def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
         """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
@@ -151,17 +152,17 @@ class _Run:
 
     def on_gpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:
         """Run it under a lease; again under another one where it ran out of memory."""
-        attempts = [Attempt()]
+        requests = [leasing_.settings.request]
         text, ran_out = "", None
         while True:
             with ExitStack() as held_by:
                 try:
-                    held, ticket = held_by.enter_context(self.workers.held(leasing_, attempts[-1]))
+                    held, ticket = held_by.enter_context(self.workers.held(leasing_, requests[-1]))
                 except LeaseTimeoutError as late:
                     if ran_out is None:
                         raise
                     if not self._may_use_cpu():
-                        raise self._failed(text, len(attempts) - 1, f"Then {late}") from ran_out
+                        raise self._failed(text, len(requests) - 1, f"Then {late}") from ran_out
                     leasing.say(f"{text}. Then {late}\nIt runs on the CPU")
                     break
                 is_done = False
@@ -180,11 +181,11 @@ class _Run:
                     others = leasing.who_else(held, out["uuid"])
                     following = None
                     if not self._runs_here():
-                        following = out_of_memory.next_attempt(out, held, attempts, self.settings.gpu.on_oom)
+                        following = out_of_memory.next_request(out, held, requests, self.settings.gpu.on_oom)
                     then = "again" if following else "on the CPU" if self._may_use_cpu() else "failed"
                     trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
                     if then == "failed":
-                        raise self._failed(text, len(attempts), f"Also there: {others}") from error
+                        raise self._failed(text, len(requests), f"Also there: {others}") from error
                     # Without its frames: they have the arguments, and this one has it.
                     ran_out = error.with_traceback(None)
                 finally:
@@ -194,7 +195,7 @@ class _Run:
             leasing.say(f"{text}. Also there: {others}. It runs {then}")
             if following is None:
                 break
-            attempts.append(following)
+            requests.append(following)
         return self.on_cpu(replace(leasing_, uuids=()), environ)
 
     def on_cpu(self, leasing_: Leasing, environ: Mapping[str, str]) -> Any:

@@ -35,6 +35,7 @@ class LeaseRequest:
     # From 1 on a whole number of GPUs.
     num_gpus: float | None = None
     memory_bytes: int | None = None  # memory on one GPU, the CUDA context included
+    alone: bool = False  # with nobody else on the GPU; where neither is given, all that it has
 
     def __post_init__(self) -> None:
         if self.num_gpus is not None and self.memory_bytes is not None:
@@ -87,7 +88,7 @@ class LeaseRequest:
     @property
     def is_auto(self) -> bool:
         """Whether the amount is to be found out."""
-        return self.num_gpus is None and self.memory_bytes is None
+        return self.num_gpus is None and self.memory_bytes is None and not self.alone
 
     @property
     def count(self) -> int:

@@ -12,13 +12,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from flower_gpu.calls.leasing import MOST_TOO_MUCH, Attempt, Leasing
+from flower_gpu.calls.leasing import MOST_TOO_MUCH, Leasing
 from flower_gpu.errors import GPUError
 from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.entries import Entry, Reader, pid_namespace
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.workers.caller import Line
 
@@ -44,9 +45,9 @@ class LeasedLine:
         self._turns = turns
         self._lease = ExitStack()
 
-    def take(self, asking: Leasing, attempt: Attempt) -> Lease:
+    def take(self, asking: Leasing, request: LeaseRequest) -> Lease:
         """Wait for a lease."""
-        self.held = self._lease.enter_context(asking.held(attempt))
+        self.held = self._lease.enter_context(asking.held(request))
         self.new_ledger = asking.ledger
         self._turns.taken()
         return self.held[0]

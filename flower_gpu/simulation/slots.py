@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flower_gpu.calls.leasing import Attempt, Leasing
+from flower_gpu.calls.leasing import Leasing
 from flower_gpu.calls.runner import Workers
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.simulation.lease_turns import LeasedLine, LeaseTurns
@@ -120,14 +121,14 @@ class Slot(Workers):
         return self._place.line.had_imports
 
     @contextmanager
-    def held(self, leasing: Leasing, attempt: Attempt) -> Iterator[tuple[Lease, Ticket]]:
+    def held(self, leasing: Leasing, request: LeaseRequest) -> Iterator[tuple[Lease, Ticket]]:
         """Hold a lease for a call: the one of a worker that is there, or a new one."""
-        while not self._may_go_on(leasing, attempt):
+        while not self._may_go_on(leasing, request):
             self._leave_place()
-            if attempt == Attempt() and self._take_idle(partial(self._fits, leasing)):
+            if request == leasing.settings.request and self._take_idle(partial(self._fits, leasing)):
                 break
             try:
-                self._take(leasing, attempt)
+                self._take(leasing, request)
                 break
             except WorkerIdlesError:
                 pass  # it is taken, unless somebody else was faster
@@ -150,9 +151,9 @@ class Slot(Workers):
         with self._cores.held(check) if self._cores is not None else nullcontext():
             yield
 
-    def _may_go_on(self, leasing: Leasing, attempt: Attempt) -> bool:
+    def _may_go_on(self, leasing: Leasing, request: LeaseRequest) -> bool:
         """Tell whether a call can have the worker that is here, and its lease."""
-        if self._place.held is None or not self.has_worker or attempt != Attempt():
+        if self._place.held is None or not self.has_worker or request != leasing.settings.request:
             return False
         lease, ticket = self._place.held
         return leasing.may_have(lease) and not self._turns.is_wanted(ticket)
@@ -161,7 +162,7 @@ class Slot(Workers):
         """Tell whether a call can have a worker that idles with a lease."""
         return self._calls > 1 and leasing.may_have(lease)
 
-    def _take(self, leasing: Leasing, attempt: Attempt) -> None:
+    def _take(self, leasing: Leasing, request: LeaseRequest) -> None:
         """Get a new lease, as soon as it is this call's turn to ask."""
         began = time.monotonic()
         fits = partial(self._fits, leasing)
@@ -169,19 +170,19 @@ class Slot(Workers):
         def deadline() -> float:
             if self.is_cancelled:
                 raise WorkerDiedError(f"{leasing.label} was cancelled before it had a lease")
-            if attempt == Attempt() and self._turns.has_idle(fits):
+            if request == leasing.settings.request and self._turns.has_idle(fits):
                 raise WorkerIdlesError
             return self._turns.deadline(began, leasing.settings.lease_timeout_s)
 
         # The round's own time limit is the grid's matter, which cancels what is late.
         asking = replace(leasing, deadline=deadline, round_deadline=math.inf)
         turn: AbstractContextManager[None] = nullcontext()  # a second try asks for more than the others do
-        if attempt == Attempt():
+        if request == leasing.settings.request:
             turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)
         with turn:
-            lease = self._place.take(asking, attempt)
+            lease = self._place.take(asking, request)
         # A call that is measured has all of a GPU, and a second try more than others ask for.
-        self._place.is_for_one_call = attempt != Attempt() or not leasing.may_have(lease)
+        self._place.is_for_one_call = request != leasing.settings.request or not leasing.may_have(lease)
 
     def go_on(self, calls: int) -> None:
         """Have a used worker for the next call, where there is one; it handles so many calls at most."""
