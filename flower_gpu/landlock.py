@@ -11,9 +11,8 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Final, Self
@@ -71,10 +70,8 @@ class LandlockUnavailableError(Exception):
 def version() -> int:
     """Return the version of Landlock that the kernel has.
 
-    Raises
-    ------
-    UnavailableError
-        If it has none, or one with which programs would not find everything else as before.
+    Raises LandlockUnavailableError if it has none, or one with which programs would not find everything else
+    as before.
     """
     try:
         found = _call(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION)
@@ -97,25 +94,16 @@ def version() -> int:
 
 
 class Ruleset:
-    """What a process is about to give up, and where it keeps it. The kernel holds it under a descriptor.
+    """What a process is about to give up. The kernel holds it under a descriptor.
 
-    It is made once and can restrict many processes, such as the forks of the one that made it. Whoever has
-    the descriptor can allow more: it is to be closed before other people's code runs.
+    Whoever has the descriptor can allow more: it is to be closed before other people's code runs. What the
+    kernel's version does not know is left out.
 
-    Parameters
-    ----------
-    files : int
-        Rights to files and folders, given up everywhere but where :meth:`allow` gives them back. Those that
-        the kernel's version does not know are left out.
-    tcp : int, optional
-        The same for TCP ports.
-    scopes : int, optional
-        What is given up towards processes outside: signals, abstract sockets.
+    ``files``: rights to files and folders, given up everywhere but where :meth:`allow` gives them back.
+    ``tcp``: the same for TCP ports.
+    ``scopes``: what is given up towards processes outside: signals, abstract sockets.
 
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot do that.
     """
 
     def __init__(self, files: int, *, tcp: int = 0, scopes: int = 0) -> None:
@@ -132,32 +120,40 @@ class Ruleset:
 
         ``follow``: whether it may be a symbolic link.
         """
-        # Gone meanwhile, or nobody's business here.
-        with _explained(), suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            file = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
-            try:
-                rights &= self._files
-                if not stat.S_ISDIR(os.fstat(file).st_mode):
-                    rights &= _OF_A_FILE
-                _call(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
-            finally:
-                os.close(file)
+        with _explained():
+            self._allow(path, rights, 0 if follow else os.O_NOFOLLOW)
 
-    def allow_beside(self, paths: Collection[str], rights: int, folder: str = "/") -> list[str]:
-        """Give rights to everything in a folder back, but to these paths.
+    def _allow(self, path: str, rights: int, flags: int) -> None:
+        try:
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return  # gone meanwhile, or nobody's business here
+        try:
+            rights &= self._files
+            if not stat.S_ISDIR(os.fstat(file).st_mode):
+                rights &= _OF_A_FILE
+            _call(_ADD_RULE, self._descriptor, _PATH_BENEATH, struct.pack("=Qi", rights, file), 0)
+        finally:
+            os.close(file)
 
-        Returns the folders that it looked through: what comes into them later is not allowed.
-        """
-        looked = [folder]
-        with _explained(), os.scandir(folder) as entries:
+    def allow_beside(self, paths: Collection[str], rights: int, folder: str = "/") -> None:
+        """Give rights to everything in a folder back, but to these paths."""
+        above = set()
+        for path in paths:
+            while path != "/":
+                above.add(path := os.path.dirname(path))  # noqa: PTH120 - each worker does it
+        with _explained():
+            self._allow_beside(paths, above, rights, folder)
+
+    def _allow_beside(self, paths: Collection[str], above: Container[str], rights: int, folder: str) -> None:
+        with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.path in paths or entry.is_symlink():  # what a link leads to has its own rule
                     continue
-                if any(path.startswith(f"{entry.path}/") for path in paths):
-                    looked += self.allow_beside(paths, rights, entry.path)
+                if entry.path in above:
+                    self._allow_beside(paths, above, rights, entry.path)
                 else:
-                    self.allow(entry.path, rights)
-        return looked
+                    self._allow(entry.path, rights, os.O_NOFOLLOW)
 
     def allow_connect(self, port: int) -> None:
         """Give the right to connect to a TCP port, on any host, back."""
@@ -171,10 +167,8 @@ class Ruleset:
         Without the right to administer the system this sets ``no_new_privs``: programs with a setuid bit run
         as the user who starts them.
 
-        Raises
-        ------
-        UnavailableError
-            If the kernel cannot do that, or this process has other threads: they would stay as they are.
+        Raises LandlockUnavailableError if the kernel cannot do that, or this process has other threads: they
+        would stay as they are.
         """
         if (threads := sum(1 for _ in os.scandir("/proc/self/task"))) > 1:
             raise LandlockUnavailableError(f"{threads - 1} other threads of the worker run already")
@@ -200,42 +194,27 @@ class Ruleset:
         self.close()
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Rules by which all files can be opened but some."""
-
-    rules: Ruleset
-    folders: list[str]  # new files in these cannot be opened: there is a rule for each that was there
-
-
-def without(paths: Collection[str], but: Collection[str] = ()) -> Beside:
+def without(paths: Collection[str], but: Collection[str] = ()) -> Ruleset:
     """Return rules for giving up these files and all below them, and making device files anywhere.
 
     Other files are opened, made, moved and removed as before. So are new ones, but for those that come later
     into a folder that holds one of ``paths``, or into one above it.
 
-    Parameters
-    ----------
-    paths : collection of str
-        Absolute, without symbolic links in them.
-    but : collection of str
-        Files among them that stay. Those that do not exist are left out.
+    ``paths``: absolute, without symbolic links in them.
+    ``but``: files among them that stay. Those that do not exist are left out.
 
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot do that.
     """
     rules = Ruleset(DEVICE | _MAKE_CHAR | _MAKE_BLOCK | _REFER)
     try:
-        folders = rules.allow_beside(frozenset(paths), DEVICE)
+        rules.allow_beside(frozenset(paths), DEVICE)
         for path in but:
             rules.allow(path, DEVICE)
         rules.allow("/", _REFER)
     except BaseException:
         rules.close()
         raise
-    return Beside(rules, folders)
+    return rules
 
 
 def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
@@ -245,18 +224,11 @@ def confine(rights: Mapping[str, int], ports: Iterable[int] = ()) -> None:
     that are made later in one of these folders can be opened, too. An account without rights gives up
     programs with a setuid bit.
 
-    Parameters
-    ----------
-    rights : mapping
-        :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by the path of a file, or
-        of a folder with all below it. Links are followed. Those that do not exist are left out.
-    ports : iterable of int
-        TCP ports to which it can connect, on any host.
+    ``rights``: :data:`LOOK`, :data:`READ`, :data:`CHANGE`, :data:`WRITE` or :data:`DEVICE` by the path of a
+    file, or of a folder with all below it. Links are followed. Those that do not exist are left out.
+    ``ports``: TCP ports to which it can connect, on any host.
 
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Raises LandlockUnavailableError if the kernel cannot do that.
     """
     files = WRITE | _MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV
     with Ruleset(files, tcp=_BIND_TCP | _CONNECT_TCP, scopes=_SCOPES) as rules:

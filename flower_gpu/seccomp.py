@@ -173,13 +173,7 @@ class SeccompUnavailableError(Exception):
 
 
 def check() -> None:
-    """Look whether calls can be given up on this host.
-
-    Raises
-    ------
-    UnavailableError
-        If not.
-    """
+    """Raise SeccompUnavailableError if calls cannot be given up on this host."""
     _machine()
     if not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
         raise SeccompUnavailableError("the kernel has no seccomp filters")
@@ -198,23 +192,12 @@ class Opening:
 def confine(*, network: bool = False, asks: bool = False) -> int:
     """Give up the network, and calls that reach beyond a process and its files. Unix sockets stay.
 
-    Parameters
-    ----------
-    network : bool
-        Whether TCP stays, and UDP, which names of hosts are looked up by.
-    asks : bool
-        Whether the kernel asks before it opens an existing file for writing.
+    ``network``: whether TCP stays, and UDP, which names of hosts are looked up by.
+    ``asks``: whether the kernel asks before it opens an existing file for writing.
 
-    Returns
-    -------
-    int
-        A descriptor for whoever answers by :func:`asked` and :func:`answer`. When the last copy of it is
-        closed, such calls fail. -1 where the kernel does not ask: somebody else answers for this process.
-
-    Raises
-    ------
-    UnavailableError
-        If the kernel cannot do that.
+    Returns a descriptor for whoever answers by :func:`asked` and :func:`answer`. When the last copy of it is
+    closed, such calls fail. -1 where the kernel does not ask: somebody else answers for this process.
+    Raises SeccompUnavailableError if the kernel cannot do that.
     """
     machine = _machine()
     lines = _program(machine, network, asks)
@@ -235,13 +218,7 @@ def confine(*, network: bool = False, asks: bool = False) -> int:
 
 
 def asked(listener: int) -> Opening:
-    """Return what the kernel asks about.
-
-    Raises
-    ------
-    OSError
-        If the thread does not wait any more.
-    """
+    """Return what the kernel asks about; OSError if the thread does not wait any more."""
     told = bytearray(_QUESTION.size)
     fcntl.ioctl(listener, _RECEIVE, told)
     question, thread, _, number, _, _, *arguments = _QUESTION.unpack(told)
@@ -253,10 +230,7 @@ def asked(listener: int) -> Opening:
 def answer(listener: int, opening: Opening, file: int | None) -> None:
     """Have a call return a copy of an open file; None: it goes on, and opens what the process may open.
 
-    Raises
-    ------
-    OSError
-        If that cannot be done, as for a process with too many open files.
+    Raises OSError if that cannot be done, as for a process with too many open files.
     """
     if file is None:
         fcntl.ioctl(listener, _SEND, _ANSWER.pack(opening.id, 0, 0, _GO_ON))

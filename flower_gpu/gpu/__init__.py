@@ -2,7 +2,7 @@
 
 ``nvml`` asks NVIDIA's library, in a thread of its own (``nvml_thread``): a driver may hang. ``inventory``
 makes a list of it, broken GPUs and MIG devices included. ``visible_devices`` reads ``CUDA_VISIBLE_DEVICES``.
-``guard`` keeps workers from others' device files, by rules (``guard_rules``) about all that there are
-(``device_files``). ``policy`` decides what a node allows against what the server requests. Nothing here
+``guard`` keeps workers from others' device files, of all that there are (``device_files``). ``policy``
+decides what a node allows against what the server requests. Nothing here
 starts CUDA.
 """

@@ -66,19 +66,14 @@ def _render_nodes(bus_id: str) -> Iterator[str]:
 def of_host(environ: Mapping[str, str]) -> list[str]:
     """Return the files and folders of this host by which GPUs of NVIDIA can be opened."""
     found = [path for path in environ.get(GUARDED_VARIABLE, "").split(os.pathsep) if path]
-    for folder in device_folders():
+    mounts = list(_second_mounts())  # a container may have the host's device files twice
+    for folder in (_DEV, *(mount.place for mount in mounts)):
         with suppress(OSError), os.scandir(folder) as entries:
             found += [entry.path for entry in entries if entry.name.startswith("nvidia")]
         with suppress(OSError), os.scandir(folder / "dri") as entries:
             found += [entry.path for entry in entries if _is_nvidias(entry.name)]
-    found += [str(mount.place) for mount in _second_mounts() if Path(mount.root).name.startswith("nvidia")]
+    found += [str(mount.place) for mount in mounts if Path(mount.root).name.startswith("nvidia")]
     return list(dict.fromkeys(found))
-
-
-def device_folders() -> Iterator[Path]:
-    """Yield ``/dev``, and where else the host's device files are mounted: a container may have them twice."""
-    yield _DEV
-    yield from (mount.place for mount in _second_mounts())
 
 
 @dataclass(frozen=True)

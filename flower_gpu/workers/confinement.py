@@ -22,7 +22,7 @@ from typing import Final
 
 from flower_gpu import landlock, seccomp
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu import guard_rules, sharing
+from flower_gpu.gpu import guard, sharing
 from flower_gpu.options import CONFINED_VARIABLE
 from flower_gpu.printable import path_text
 from flower_gpu.workers import events, socket_folder, state_folder, thread_names
@@ -135,7 +135,7 @@ def apply(environ: Mapping[str, str]) -> None:
         )
     _move_in(told)
     facts.confinement = told
-    if guard_rules.granted(environ) and not thread_names.can_be_given():
+    if guard.granted(environ) and not thread_names.can_be_given():
         events.send("lacks", text=_NO_NAMES)
 
 
@@ -199,7 +199,7 @@ def _rights(told: Confinement, environ: Mapping[str, str]) -> Iterator[tuple[str
         yield path, landlock.READ
     for path in _STATE_OF_KERNEL:
         yield path, landlock.LOOK
-    gpus = guard_rules.granted(environ)
+    gpus = guard.granted(environ)
     for path in (*_DEVICES, *gpus):
         yield path, landlock.DEVICE
     if gpus and (pipes := sharing.mps_pipes(environ)):

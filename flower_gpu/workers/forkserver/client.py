@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.gpu import device_files, guard_rules
+from flower_gpu.gpu import device_files, guard
 from flower_gpu.options import CONFINED_VARIABLE, RUN_DIR_VARIABLE, value_of
 from flower_gpu.workers import messages, threads
 from flower_gpu.workers.call import Call
@@ -176,7 +176,6 @@ def find(call: Call, deadline: float | None, variables: Mapping[str, str]) -> Se
         # Values of variables are the worker's alone: all later forks have what the server has read.
         "digests": identity.digests(inherited.environ, inherited.environ),
         "threads": threads.variables(inherited.environ),
-        "guard": guard_rules.variables(inherited.environ),
         "path": inherited.path,
         "is_confined": CONFINED_VARIABLE in call.env,
         "is_on_gpu": identity.are_gpus_named(call.env),
@@ -343,7 +342,7 @@ def _connect_or_start(kind: _ServerKind, environ: Mapping[str, str], deadline: f
     name = kind.name(environ)
 
     def start(lock: int) -> None:
-        if guard_rules.is_wanted(os.environ) and device_files.of_host(os.environ):
+        if guard.is_wanted(os.environ) and device_files.of_host(os.environ):
             raise WorkerStartError(
                 "a worker under the GPU guard starts no fork server: all of the account's workers would be "
                 "kept to the GPUs of this one. Use start_method='spawn' within workers"

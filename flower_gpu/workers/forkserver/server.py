@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from flower_gpu import __version__, frameworks
 from flower_gpu.frameworks import cuda_answers
-from flower_gpu.gpu import guard_rules
 from flower_gpu.workers import events, interpreter, messages, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
@@ -197,7 +196,6 @@ class Server:
     def _on_fork(self, session: Session, message: _Message, descriptors: list[int]) -> _Answer:
         """Fork a worker with its ends of the lines to the caller."""
         ends = child.Ends(*descriptors)
-        guard_rules.prepare(session.record.get("guard", {}))
         self._calls += 1
 
         def fork() -> int:
@@ -313,7 +311,6 @@ class Server:
         imported = session.imported
         adopt_orphans()  # while this process lives, what it has started stays below it
         self._leave_parent({imported, session.folder, session.own, *ends.all()})
-        guard_rules.leave(but_next=True)
         own = self._take_over(session)
         frameworks.seed_fork()
         sys.argv[:] = ["-c", f"flower-gpu: {session.label}"]
@@ -407,7 +404,6 @@ class Server:
     def _begin_derived(self, keep: Set[int], begin: Callable[[], None]) -> NoReturn:
         try:
             self._leave_parent(keep)
-            guard_rules.leave()  # code of the user's may run here
             os.setsid()
             begin()
         except Become:
