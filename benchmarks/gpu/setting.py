@@ -138,7 +138,7 @@ def gpu() -> Iterator[str]:
         from flower_gpu.gpu import inventory
 
         found = inventory.take(processes=False)
-        usable = inventory.visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        usable = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
         usable = tuple(one for one in usable if one.is_usable)
         if not usable:
             reason = found.problem or "; ".join(one.problem or "hidden" for one in found.gpus)

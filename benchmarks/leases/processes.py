@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from nvml_stub import allocate
 
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases import tickets
 from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.lease import VARIABLE, Lease, Share

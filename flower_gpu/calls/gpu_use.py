@@ -13,7 +13,7 @@ from flower_gpu.leases.lease import Share
 
 if TYPE_CHECKING:
     from flower_gpu.frameworks.framework import Figures
-    from flower_gpu.gpu.inventory import GPU
+    from flower_gpu.gpu.gpus import GPU
 
 
 @dataclass
@@ -45,9 +45,7 @@ class Use:
         told = {pid: used for pid, used in ours.items() if used is not None}
         self.is_told = gpu.processes is not None and len(told) == len(ours)
         if self.is_told and os.getpid() not in ours:
-            from flower_gpu.gpu import inventory
-
-            self.is_told = (inventory.unlisted_bytes(gpu) or 0) < LEAST_CONTEXT_BYTES
+            self.is_told = (gpu.unlisted_bytes() or 0) < LEAST_CONTEXT_BYTES
             told.setdefault(os.getpid(), 0)
         if not self.is_told:
             self.peak_bytes = None  # that of before, as of a process that was not listed yet, is too little

@@ -22,7 +22,7 @@ from flower_gpu.errors import (
     RoundOverError,
 )
 from flower_gpu.gpu import cuda_version, inventory, policy
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed
 from flower_gpu.leases.footprint import Footprints
@@ -354,7 +354,7 @@ def decided(
     settings: GPUSettings, use_gpu: bool | None, host: Inventory, environ: Mapping[str, str]
 ) -> tuple[Decision, list[GPU]]:
     """Decide it for a host; returns the GPUs that it may use as well. Raises as :func:`decide` does."""
-    seen = inventory.visible(host, environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = host.visible(environ.get("CUDA_VISIBLE_DEVICES"))
     hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
     decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
     return decision, [gpu for gpu in seen if gpu.uuid in decision.uuids]

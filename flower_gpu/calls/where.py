@@ -8,7 +8,7 @@ from typing import Final
 from flower_gpu import options
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.gpu import policy
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.options import CallOptions
 from flower_gpu.printable import format_bytes

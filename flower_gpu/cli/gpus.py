@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.printable import format_bytes
 
 HELP = "list this machine's GPUs: memory, who uses them, and why one cannot be used"
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
     """Return the inventory as JSON has it. The keys are kept from version to version."""
-    visible = inventory.visible(found, variable)
+    visible = found.visible(variable)
     return {
         "driver_version": found.driver_version,
         "problem": found.problem,
@@ -79,7 +79,7 @@ def as_json(found: Inventory, variable: str | None) -> dict[str, Any]:
 
 def as_text(found: Inventory, variable: str | None) -> str:
     """Return the inventory as a table for people, at most 80 columns wide where names allow."""
-    visible = inventory.visible(found, variable)
+    visible = found.visible(variable)
     driver = f"NVIDIA driver {found.driver_version or _UNKNOWN}"
     if not found.gpus:
         text = f"No GPU: {found.problem}."

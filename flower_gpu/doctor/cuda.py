@@ -17,7 +17,7 @@ from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import inventory
 from flower_gpu.gpu.cuda_version import how_to_install, is_too_new, what_to_change
-from flower_gpu.gpu.inventory import Inventory
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.lease import Lease
 from flower_gpu.printable import format_bytes
@@ -96,7 +96,7 @@ def driver_cuda() -> tuple[tuple[int, int] | None, str]:
 
 def works(found: Inventory) -> Iterator[Found]:
     """Check that CUDA works in a worker as a call gets it: with its lease, its cap, and on its GPU."""
-    seen = inventory.visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     candidates = [gpu for gpu in seen if gpu.is_usable]
     ours = build()
     if not candidates or ours is None or ours.cuda is None or driver_cuda()[0] is None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from flower_gpu.calls.settings import GPUSettings
 from flower_gpu.doctor import Found
 from flower_gpu.errors import ConfigError, GPUUnavailableError, LeaseError
-from flower_gpu.gpu import inventory, policy, sharing
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu import policy, sharing
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.launch.gpu_check import why_never
 from flower_gpu.printable import format_bytes
 
@@ -60,7 +60,7 @@ def calls(found: Inventory) -> Iterator[Found]:
         settings = GPUSettings.resolve(environ=os.environ)
     except ConfigError:
         return  # the check of the variables tells
-    seen = inventory.visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = found.visible(os.environ.get("CUDA_VISIBLE_DEVICES"))
     hidden = [gpu for gpu in found.usable if gpu not in seen]
     if hidden:
         text = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides {_names(hidden)}"

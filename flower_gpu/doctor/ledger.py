@@ -11,7 +11,7 @@ from typing import Final
 
 from flower_gpu.doctor import Found
 from flower_gpu.errors import LeaseError
-from flower_gpu.gpu.inventory import Inventory
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.entries import Reader, pid_namespace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder

@@ -90,7 +90,7 @@ def _count() -> int:
     if visible == "":
         return 0
     found = inventory.take_here()
-    cards = [gpu for gpu in inventory.visible(found, visible) if gpu.uuid]
+    cards = [gpu for gpu in found.visible(visible) if gpu.uuid]
     whole = [gpu for gpu in cards if gpu.mig_parent is None]
     count = len(whole) or min(1, len(cards))  # of MIG devices CUDA uses one
     if not count:

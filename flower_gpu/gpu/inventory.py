@@ -1,18 +1,16 @@
-"""The host's GPUs at one moment: what each is, how full, and why one cannot be used."""
+"""Looks at the host's GPUs: what each is, how full, and why one cannot be used."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from flower_gpu.gpu import device_files, nvml
+from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.gpu.nvml_thread import LateError, NVMLThread
-from flower_gpu.gpu.visible_devices import visible as visible
-from flower_gpu.gpu.visible_devices import with_uuid
 
 T = TypeVar("T")
 
@@ -29,74 +27,6 @@ _NO_GPU = (
     "the NVIDIA driver runs and shows no GPU: see nvidia-smi; in a container, start that with access to the "
     "GPUs (docker run --gpus all)"
 )
-
-
-@dataclass(frozen=True)
-class GPUProcess:
-    """A process on a GPU, as the driver tells."""
-
-    pid: int  # its number; in a container it may be that of the host
-    used_bytes: int | None  # memory it uses, context included; None where the driver does not tell
-    name: str = ""  # its program; empty where not known, or not asked
-    computes: bool = True  # and does not only draw
-
-
-@dataclass(frozen=True)
-class GPU:
-    """A GPU or MIG device at one moment. Figures are None where the driver does not tell them."""
-
-    index: int  # its number, as in ``nvidia-smi``; a MIG device has its card's
-    uuid: str  # ``"GPU-..."`` or ``"MIG-..."``; empty for a broken one that never told
-    name: str  # its model
-    # Its memory. Used is without what the driver reserves, except with drivers before 510.
-    total_bytes: int | None
-    used_bytes: int | None
-    free_bytes: int | None
-    reserved_bytes: int | None  # what the driver keeps for itself; None with drivers before 510
-    utilization_percent: int | None  # how much of the last moments it was computing
-    processes: tuple[GPUProcess, ...] | None  # who uses it; None: not told, or not asked
-    mig_parent: str | None = None  # UUID of the card that a MIG device is on
-    problem: str | None = None  # Why it cannot be used, and what to do. None: it can.
-    # Whether the driver keeps it ready while nobody uses it, as it was when NVML was started; None where
-    # that is not told
-    persistence_mode: bool | None = None
-    device_files: tuple[str, ...] | None = None  # by which it is opened; None where they are not known
-    # One of :data:`flower_gpu.gpu.nvml.COMPUTE_MODES`, that of its card; None where that is not told
-    compute_mode: str | None = None
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it works and its memory is known: what is not known counts against it."""
-        figures = (self.total_bytes, self.used_bytes, self.free_bytes)
-        return self.problem is None and bool(self.uuid) and None not in figures
-
-
-@dataclass(frozen=True)
-class Inventory:
-    """All GPUs of the host at one moment."""
-
-    # In the order of their numbers, broken ones too. A card in MIG mode has a problem and is followed by
-    # its MIG devices.
-    gpus: tuple[GPU, ...]
-    driver_version: str | None  # as ``nvidia-smi`` shows it
-    problem: str | None  # why there are none, and what to do
-    hangs: bool = False  # whether that is because the driver does not answer
-    # The newest CUDA that the driver supports, such as ``(12, 4)``
-    cuda_version: tuple[int, int] | None = None
-
-    @property
-    def usable(self) -> tuple[GPU, ...]:
-        """Those that can be used."""
-        return tuple(gpu for gpu in self.gpus if gpu.is_usable)
-
-    def find(self, which: int | str) -> GPU | None:
-        """Return the GPU with this number, UUID, or beginning of a UUID that only one has; else None."""
-        if isinstance(which, str) and re.fullmatch(r"[0-9]{1,9}", which):
-            which = int(which)
-        if isinstance(which, int):
-            cards = (gpu for gpu in self.gpus if gpu.mig_parent is None)
-            return next((gpu for gpu in cards if gpu.index == which), None)
-        return with_uuid(self.gpus, which)
 
 
 def take(*, processes: bool = True) -> Inventory:
@@ -147,30 +77,6 @@ def close() -> None:
     them or changing their MIG mode.
     """
     _host().thread.close()
-
-
-def unlisted_bytes(gpu: GPU) -> int | None:
-    """Return how much of a GPU is used by nobody whom the driver lists, and who is here, in bytes.
-
-    In some containers it lists none of their processes, or all by the numbers of the host. Also what drivers
-    before 510 keep for themselves is used by nobody.
-
-    Returns None where it is not told how much is used.
-    """
-    if gpu.used_bytes is None:
-        return None
-    listed = sum(process.used_bytes or 0 for process in gpu.processes or () if _is_here(process.pid))
-    return max(0, gpu.used_bytes - listed)
-
-
-def _is_here(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another account's
-        return True
-    return True
 
 
 @dataclass(frozen=True)

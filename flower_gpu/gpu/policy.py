@@ -17,7 +17,7 @@ from flower_gpu.gpu.nvml import NO_DRIVER
 from flower_gpu.options import CALL, POLICIES, find
 
 if TYPE_CHECKING:
-    from flower_gpu.gpu.inventory import GPU
+    from flower_gpu.gpu.gpus import GPU
 
 #: Key of a node config: the GPUs that its policy is about.
 NODE_IDS_KEY: Final = "gpu-ids"
@@ -180,7 +180,7 @@ def decide(
 
     ``policy``: what the node allows.
     ``use_gpu``: what the server requests, see :func:`requested`. None means yes, but nobody insists.
-    ``gpus``: what the process may see, as :func:`flower_gpu.gpu.inventory.visible` returns it, in the order
+    ``gpus``: what the process may see, as :meth:`flower_gpu.gpu.gpus.Inventory.visible` has it, in the order
     of preference. GPUs with a problem may be among them: they are never used, only explained.
     ``problem``: why there is no list of GPUs, if there is none (``Inventory.problem``), or why none can be
     used.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 
 # Where the daemon listens ("Multi-Process Service", environment variables), and the file with its number.
 _PIPES_VARIABLE: Final = "CUDA_MPS_PIPE_DIRECTORY"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.gpu import sharing
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases import admission, tickets, wording
 from flower_gpu.leases.admission import Card, GPUNeed, HostNeed, Part
 from flower_gpu.leases.entries import Entry, Reader

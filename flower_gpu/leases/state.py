@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flower_gpu.gpu import inventory, sharing
-from flower_gpu.gpu.inventory import GPU, GPUProcess, Inventory
+from flower_gpu.gpu.gpus import GPU, GPUProcess, Inventory
 from flower_gpu.leases import admission, host
 from flower_gpu.leases.admission import Card, Part
 from flower_gpu.leases.entries import Entry, pid_namespace

@@ -7,7 +7,7 @@ import time
 from collections.abc import Container, Sequence
 from typing import Final
 
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases import admission
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, kind_of
 from flower_gpu.leases.entries import Entry, pid_namespace

@@ -21,7 +21,7 @@ from typing import Any, Final
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
 from flower_gpu.frameworks.framework import Framework, Setting
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.workers import threads
 from flower_gpu.workers.own_calls import restored_environment
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import flower_gpu
 from flower_gpu.errors import ConfigError
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 
 #: Keys of ``config.json`` that a deterministic run goes on with.
 KEYS: Final = ("cpu", "gpus", "versions")

@@ -11,7 +11,7 @@ import numpy as np
 
 from flower_gpu.calls.settings import CallSettings
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.options import NUM_CPUS_VARIABLE
 from flower_gpu.simulation.core_leases import CoreLeases
 from flower_gpu.workers import methods as start

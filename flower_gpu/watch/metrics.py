@@ -27,7 +27,7 @@ from flower_gpu.apps.registry import RunningRun
 from flower_gpu.calls.settings import reserve_bytes
 from flower_gpu.errors import ConfigError, FlowerGPUError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder

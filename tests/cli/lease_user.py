@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.admission import GPUNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
 

@@ -27,7 +27,7 @@ from flower_gpu.cli import doctor
 from flower_gpu.doctor import Check, Finding, Found, cuda, environment, examine, ledger
 from flower_gpu.doctor import host as system
 from flower_gpu.flower.private_names import NAMES
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.options import SCRIPT_VARIABLES, VARIABLES
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flower_gpu.errors import ConfigError, GPUUnavailableError
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.gpu.policy import POLICIES, Decision, DevicePolicy, decide, gpu_numbers, requested
 
 PAGE = Path(__file__).parents[2] / "docs/explanation/device-policy.md"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nvml_stub import Host
 from run_programs import run
 
-from flower_gpu.gpu.inventory import GPU, Inventory, visible
+from flower_gpu.gpu.gpus import GPU, Inventory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -73,7 +73,7 @@ def uuids(gpus: Sequence[GPU]) -> list[str]:
     ],
 )
 def test_examples(value: str | None, left: list[str]) -> None:
-    assert uuids(visible(THREE, value)) == left
+    assert uuids(THREE.visible(value)) == left
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_examples(value: str | None, left: list[str]) -> None:
     ],
 )
 def test_examples_with_mig(value: str | None, left: list[str]) -> None:
-    assert uuids(visible(WITH_MIG, value)) == left
+    assert uuids(WITH_MIG.visible(value)) == left
 
 
 def test_a_broken_gpu_keeps_its_number() -> None:
     found = inventory(gpu(0, "", problem="it is lost"), gpu(1, "GPU-aa22"))
-    assert [one.index for one in visible(found, "1")] == [1]
-    assert [one.index for one in visible(found, "0,1")] == [0, 1]
-    assert uuids(visible(found, "GPU-")) == ["aa22"]
+    assert [one.index for one in found.visible("1")] == [1]
+    assert [one.index for one in found.visible("0,1")] == [0, 1]
+    assert uuids(found.visible("GPU-")) == ["aa22"]
 
 
 @given(st.lists(st.integers(-2, 6), max_size=6), st.integers(0, 5))
@@ -117,7 +117,7 @@ def test_numbers_follow_the_model(numbers: list[int], count: int) -> None:
             break
         expected.append(cards[number])
     text = ",".join(map(str, numbers))
-    assert list(visible(inventory(*cards), text)) == expected
+    assert list(inventory(*cards).visible(text)) == expected
 
 
 @given(
@@ -135,14 +135,14 @@ def test_beginnings_of_uuids_follow_the_model(known: list[str], wanted: list[str
     if len(set(expected)) < len(expected) or len(set(wanted)) < len(wanted):
         expected = []
     value = ",".join(f"GPU-{text}" for text in wanted)
-    assert list(visible(inventory(*cards), value)) == expected
+    assert list(inventory(*cards).visible(value)) == expected
 
 
 @given(st.text("0123456789,-+ GPUMIabcd/x\x00\n٣", max_size=40))
 def test_any_text_leaves_some_of_the_gpus_each_once(value: str) -> None:
-    left = visible(WITH_MIG, value)
+    left = WITH_MIG.visible(value)
     assert len(set(left)) == len(left)
-    assert set(left) <= set(visible(WITH_MIG, None))
+    assert set(left) <= set(WITH_MIG.visible(None))
 
 
 COUNTED = """
@@ -183,7 +183,7 @@ def test_pytorch_counts_as_many(host: Host) -> None:
     command = [sys.executable, "-c", COUNTED, json.dumps(values)]
     done = run(command, env=env, check=True)
     found = inventory(gpu(0, first), gpu(1, second))
-    ours = {value: len(visible(found, value)) for value in values}
+    ours = {value: len(found.visible(value)) for value in values}
     assert ours == dict(zip(values, json.loads(done.stdout), strict=True))
 
 
@@ -215,7 +215,7 @@ def test_find(which: int | str, uuid: str | None) -> None:
 def test_find_does_not_take_a_whole_uuid_for_the_beginning_of_another() -> None:
     found = inventory(gpu(0, "GPU-aa"), gpu(1, "GPU-aabb"))
     assert found.find("GPU-aa") == found.gpus[0]
-    assert visible(found, "GPU-aa") == found.gpus[:1]
+    assert found.visible("GPU-aa") == found.gpus[:1]
 
 
 def test_what_is_not_known_counts_against_a_gpu() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from flower_gpu.cli import leases
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases import entries
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed, Part, of_group, of_task
 from flower_gpu.leases.entries import Entry, lock, pid_namespace

@@ -15,7 +15,7 @@ import pytest
 from flower_gpu.calls import environment, leased_worker
 from flower_gpu.errors import WorkerTaskError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.workers import caller as worker
 from flower_gpu.workers.call import Call

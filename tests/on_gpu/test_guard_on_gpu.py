@@ -10,7 +10,7 @@ import pytest
 
 from flower_gpu import run_in_worker
 from flower_gpu.gpu import guard, inventory
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 
 sys.path.insert(0, str(Path(__file__).parent))  # workers get the caller's sys.path
 

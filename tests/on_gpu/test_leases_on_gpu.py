@@ -16,7 +16,7 @@ import pytest
 from flower_gpu import run_in_worker, trace
 from flower_gpu.errors import GPUOutOfMemoryError
 from flower_gpu.gpu import inventory
-from flower_gpu.gpu.inventory import GPU
+from flower_gpu.gpu.gpus import GPU
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU
 

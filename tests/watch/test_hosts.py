@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from top_traces import Trace
 
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases.admission import CORES, Part
 from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.leases.state import State

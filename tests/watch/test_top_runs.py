@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from top_traces import Trace
 
 from flower_gpu.apps.registry import RunningRun
-from flower_gpu.gpu.inventory import Inventory
+from flower_gpu.gpu.gpus import Inventory
 from flower_gpu.leases.admission import CORES, HostNeed
 from flower_gpu.leases.ledger import Claimant, Ledger
 from flower_gpu.watch.followed_run import FollowedRun, is_there

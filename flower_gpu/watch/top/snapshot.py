@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.gpu.inventory import GPU, Inventory
+from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.leases.admission import CORES, MEMORY
 from flower_gpu.leases.entries import Entry, pid_namespace
 from flower_gpu.leases.state import State
