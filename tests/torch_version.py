@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 
-from flower_gpu.frameworks import pytorch
+from flower_gpu.frameworks import pytorch, pytorch_memory
 
 VERSION = Version(pytorch.installed_version() or "0")
 
 #: Whether it takes a cap from its settings, and whether it tells these.
-TAKES_CAP = pytorch.knows_fraction(str(VERSION))
+TAKES_CAP = pytorch_memory.knows_fraction(str(VERSION))
 TELLS_SETTINGS = Version("2.12") <= VERSION
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.shared.member import MB, serve, wait_until_gone
-from flower_gpu.frameworks import cudnn
+from flower_gpu.frameworks.pytorch import PyTorch
 
 _KB = 1024
 
 
 def task(loads: bool) -> dict[str, Any]:
-    files = cudnn.files() if loads else []
+    files = PyTorch().loaded_on_gpu() if loads else []
     before = _memory_mb()
     began = time.perf_counter()
     for file in files:

@@ -1,8 +1,6 @@
-"""PyTorch: the settings of its allocator, its random numbers, its threads, and its flags.
+"""PyTorch: its random numbers, its threads, its flags, and cuDNN's libraries.
 
-Its memory, and the cap on that in this process, are in :mod:`.pytorch_memory`.
-
-Sources: "Optimizing memory usage" in PyTorch's CUDA notes, and c10/cuda/CUDAAllocatorConfig.cpp.
+Its memory, and the cap on that, are in :mod:`.pytorch_memory`.
 """
 
 from __future__ import annotations
@@ -12,33 +10,15 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
-from flower_gpu.frameworks import cudnn
-from flower_gpu.frameworks.framework import (
-    Cap,
-    Figures,
-    Framework,
-    Hold,
-    Rule,
-    Setting,
-    Threads,
-    is_of,
-    smaller_fraction,
-)
-
-#: Where PyTorch reads its allocator's settings. Where both are set the old name wins, and as a whole.
-SETTINGS: Final = "PYTORCH_ALLOC_CONF"
-OLD_SETTINGS: Final = "PYTORCH_CUDA_ALLOC_CONF"
-
-#: The setting that caps what PyTorch's allocator takes of a GPU.
-FRACTION: Final = "per_process_memory_fraction"
+from flower_gpu.frameworks import pytorch_memory
+from flower_gpu.frameworks.framework import Cap, Figures, Framework, Hold, Rule, Setting, Threads, is_of
+from flower_gpu.frameworks.pytorch_memory import OLD_SETTINGS, SETTINGS, knows_fraction, settings_with_cap
 
 #: Set to 1, ``is_available()`` asks NVML and does not start CUDA, as long as NVML works.
 NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
-
-# An unknown setting makes PyTorch raise an error when CUDA starts. This one came with 2.10 (pytorch#161035).
-_FRACTION_SINCE: Final = (2, 10)
 
 # Flags of torch.backends and below. Not everything is there in every version.
 _PRECISION: Final = ("fp32_precision",)
@@ -58,6 +38,33 @@ _FLAGS: Final = (
 )
 
 
+# Variables that cuDNN's libraries read while they are loaded, and never again (seen in cuDNN 9.24).
+_READ_BY_CUDNN: Final = (
+    *(f"CUDNN_LOG{what}_DBG" for what in ("INFO", "WARN", "ERR", "LEVEL", "DEST")),
+    *("CUDNN_LIB_CONFIG", "CUDNN_ERRSRC_DBG", "CUDNN_STRICT_DBG", "CUDNN_CONV_WSCAP_DBG"),
+    *("CUDNN_FORCE_JIT_DBG", "CUDNN_JIT_FLAGS_DBG", "CUDNN_SKIPHEUR_DBG", "CUDNN_RNN_WS_SIZE_DBG"),
+    *("CUDNN_PREFER_SM_COUNT_DBG", "CUDNN_MALLOCCOUNT_DBG", "CUDNN_FREECOUNT_DBG", "CUDNN_GA10X_SMEM_DBG"),
+    *("CUDNN_FORT_FFMA_CONV1D_SELECT", "CASK_LOG_INFO", "CASK_ENHANCED_API_LOGGING"),
+    *("NVRTC_DISABLE_CONCURRENT_NVVM", "NVRTC_INTERNAL_GLOBAL_LOCK", "NVRTC_DISABLE_PCH"),
+    "NVRTC_PCH_HEAP_SIZE",
+)
+
+# In this order each finds what it needs among those before it, whatever is in LD_LIBRARY_PATH. Two more are
+# left to cuDNN: before 9.26 engines_tensor_ir is not set up rightly when somebody else loads it
+# (google-ml-infra/rules_ml_toolchain#292), and PyTorch calls nothing of ext.
+_CUDNN_PARTS: Final = (
+    "graph",
+    "ops",
+    "cnn",
+    "adv",
+    "heuristic",
+    "engines_precompiled",
+    "engines_runtime_compiled",
+)
+
+_FIRST_CUDNN: Final = re.compile(r"libcudnn\.so\.(\d+)(\.\d+)*")
+
+
 # "Avoiding nondeterministic algorithms" in PyTorch's notes on reproducibility, and cuBLAS's on CUDA 10.2.
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
@@ -70,7 +77,7 @@ class PyTorch(Framework):
 
     name, module, last = "PyTorch", "torch", "cuda"
     imported_in_use = ("torch._dynamo",)  # by its optimizers, at their first step
-    read_on_gpu = cudnn.READ_WHEN_LOADED
+    read_on_gpu = _READ_BY_CUDNN
     set_by_modules = (SETTINGS, OLD_SETTINGS)
 
     def says_out_of_memory(self, error: BaseException, text: str) -> bool:
@@ -93,22 +100,18 @@ class PyTorch(Framework):
 
     def hold(self, caps: Sequence[Cap], on_start: Callable[[], None], *, is_new: bool) -> Hold | None:
         """Hold its allocator to caps from the moment on in which CUDA starts."""
-        from flower_gpu.frameworks.pytorch_memory import AllocatorHold
-
-        hold = AllocatorHold(caps, on_start)
+        hold = pytorch_memory.AllocatorHold(caps, on_start)
         hold.apply()
         if not is_new:  # it may have read another process's environment: the fork server's, or the client's
             hold.follow_settings()
         return hold
 
     def loaded_on_gpu(self) -> list[str]:
-        """Return cuDNN's: importing it loads the first of them only."""
-        return cudnn.files()
+        """Return cuDNN's: importing PyTorch loads the first of them only."""
+        return _cudnn_files()
 
     def figures(self) -> tuple[Figures, ...] | None:
         """Return its allocator's figures."""
-        from flower_gpu.frameworks import pytorch_memory
-
         return pytorch_memory.figures()
 
     def reset_peaks(self) -> None:
@@ -129,8 +132,6 @@ class PyTorch(Framework):
 
     def no_cuda(self) -> dict[str, Any] | None:
         """Ask it, and let it say why not; may start NVML, or the CUDA driver."""
-        from flower_gpu.frameworks import pytorch_memory
-
         reason = pytorch_memory.no_cuda_reason()
         torch: Any = sys.modules["torch"]
         versions = {"torch": str(torch.__version__), "torch_cuda": torch.version.cuda}
@@ -138,8 +139,6 @@ class PyTorch(Framework):
 
     def lacks(self) -> str | None:
         """Say so of what is not public, and is not in each version."""
-        from flower_gpu.frameworks import pytorch_memory
-
         return pytorch_memory.lacks()
 
     def threads(self) -> Threads:
@@ -235,47 +234,6 @@ class PyTorch(Framework):
             yield Setting(multiprocessing.get_sharing_strategy, multiprocessing.set_sharing_strategy)
 
 
-def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
-    """Return the user's settings of PyTorch's allocator in ``environ`` with the cap in them.
-
-    Raises ConfigError if the user's own cap is not a number from 0 to 1.
-    """
-    name = OLD_SETTINGS if OLD_SETTINGS in environ else SETTINGS
-    text = environ.get(name, "")
-    entries = _entries(text)
-    if any((key, value) == ("backend", "cudaMallocAsync") for _, key, value in entries):
-        # It ignores the cap of its settings, and warns; it has the one that is set when CUDA starts.
-        return text
-    own = [value for _, key, value in entries if key == FRACTION]
-    others = [entry for entry, key, _ in entries if key != FRACTION]
-    cap = smaller_fraction(fraction, own[-1] if own else None, name)
-    return ",".join([*others, f"{FRACTION}:{cap}"])
-
-
-def users_fraction(fraction: str, environ: Mapping[str, str]) -> float | None:
-    """Return the cap that a user has set to less than ``fraction``; None where nobody has."""
-    entries = _entries(environ.get(OLD_SETTINGS, environ.get(SETTINGS, "")))
-    own = [float(value) for _, key, value in entries if key == FRACTION]
-    return own[-1] if own and own[-1] < float(fraction) else None
-
-
-def _entries(text: str) -> list[tuple[str, str, str]]:
-    """Return each entry of settings, its name and its value; commas inside of brackets belong to an entry."""
-    entries = (entry.strip() for entry in re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", text))
-    split = ((entry, *entry.partition(":")[::2]) for entry in entries if entry)
-    return [(entry, key.strip(), value.strip()) for entry, key, value in split]
-
-
-def knows_fraction(version: str) -> bool:
-    """Tell whether this version of PyTorch takes its cap from the environment."""
-    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.?dev)?", version)
-    if not found:
-        return False
-    number = int(found[1]), int(found[2])
-    # A pre-release of that very version may be older than the setting.
-    return number > _FRACTION_SINCE or (number == _FRACTION_SINCE and not found[3])
-
-
 @cache
 def installed_version() -> str:
     """Return the version of PyTorch that is installed; empty where there is none."""
@@ -289,3 +247,17 @@ def installed_version() -> str:
 
 def _with_cap(fraction: str, name: str, text: str) -> str:
     return settings_with_cap(fraction, {name: text})
+
+
+def _cudnn_files() -> list[str]:
+    """Return the files of cuDNN's libraries; empty where this process has none.
+
+    cuDNN loads most of them when it is first used: some 600 MB, in each process anew. They
+    lie beside the first one, which frameworks are linked with. Another cuDNN of the host is another one.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, _, name = line.rpartition("/")
+        if found := _FIRST_CUDNN.fullmatch(name):
+            folder = Path(line.split(maxsplit=5)[5]).parent
+            return [str(folder / f"libcudnn_{part}.so.{found[1]}") for part in _CUDNN_PARTS]
+    return []

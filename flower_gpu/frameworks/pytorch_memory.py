@@ -1,7 +1,9 @@
-"""GPU memory as PyTorch sees it in this process: the cap on it, and the figures. PyTorch is imported by now.
+"""GPU memory as PyTorch sees it: the cap in its settings, the cap on this process, and the figures.
 
-Nothing here starts CUDA, except for :func:`no_cuda_reason`. What PyTorch has no public function for is asked
-for here only, by :func:`_private`.
+Nothing here imports it, or starts CUDA but for :func:`no_cuda_reason`. What PyTorch has no public function
+for is asked for here only, by :func:`_private`.
+
+Sources: "Optimizing memory usage" in PyTorch's CUDA notes, and c10/cuda/CUDAAllocatorConfig.cpp.
 """
 
 from __future__ import annotations
@@ -9,21 +11,23 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.frameworks import cuda_answers
-from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of
-from flower_gpu.frameworks.pytorch import (
-    FRACTION,
-    OLD_SETTINGS,
-    SETTINGS,
-    knows_fraction,
-    settings_with_cap,
-    users_fraction,
-)
+from flower_gpu.frameworks.cuda_answers import ANSWERS
+from flower_gpu.frameworks.framework import Cap, Figures, Hold, fraction_of, smaller_fraction
+
+#: Where PyTorch reads its allocator's settings. Where both are set the old name wins, and as a whole.
+SETTINGS: Final = "PYTORCH_ALLOC_CONF"
+OLD_SETTINGS: Final = "PYTORCH_CUDA_ALLOC_CONF"
+
+#: The setting that caps what PyTorch's allocator takes of a GPU.
+FRACTION: Final = "per_process_memory_fraction"
+
+# An unknown setting makes PyTorch raise an error when CUDA starts. This one came with 2.10 (pytorch#161035).
+_FRACTION_SINCE: Final = (2, 10)
 
 _IN_FORCE = re.compile(FRACTION + r"\s*:\s*([^,\s]+)")
 
@@ -63,7 +67,7 @@ class AllocatorHold(Hold):
             # PyTorch before 2.10 has none for this, one number cannot be right for several GPUs, and user
             # code often changes the settings in os.environ when the environment is long set.
             self._is_awaited = True
-            cuda_answers.count_leased(True)
+            ANSWERS.count_leased(True)
             _waiting.append(self)
             _await_start()
 
@@ -95,7 +99,7 @@ class AllocatorHold(Hold):
         torch = _torch()
         if self._is_awaited:
             self._is_awaited = False
-            cuda_answers.count_leased(False)
+            ANSWERS.count_leased(False)
             self._on_start()
         self.follow_settings()
         own = users_fraction(self._fraction, os.environ)
@@ -117,7 +121,7 @@ class AllocatorHold(Hold):
     def release(self) -> None:
         """Take the cap away again, where this process goes on without the lease."""
         torch = _torch()
-        cuda_answers.count_leased(False)
+        ANSWERS.count_leased(False)
         if self in _waiting:
             _waiting.remove(self)
         for index in self._fractions:
@@ -136,6 +140,47 @@ class AllocatorHold(Hold):
         # The task's module may have set the old name, which wins; processes of the task get the cap, too.
         os.environ[OLD_SETTINGS if OLD_SETTINGS in os.environ else SETTINGS] = merged
         return merged
+
+
+def settings_with_cap(fraction: str, environ: Mapping[str, str]) -> str:
+    """Return the user's settings of PyTorch's allocator in ``environ`` with the cap in them.
+
+    Raises ConfigError if the user's own cap is not a number from 0 to 1.
+    """
+    name = OLD_SETTINGS if OLD_SETTINGS in environ else SETTINGS
+    text = environ.get(name, "")
+    entries = _entries(text)
+    if any((key, value) == ("backend", "cudaMallocAsync") for _, key, value in entries):
+        # It ignores the cap of its settings, and warns; it has the one that is set when CUDA starts.
+        return text
+    own = [value for _, key, value in entries if key == FRACTION]
+    others = [entry for entry, key, _ in entries if key != FRACTION]
+    cap = smaller_fraction(fraction, own[-1] if own else None, name)
+    return ",".join([*others, f"{FRACTION}:{cap}"])
+
+
+def users_fraction(fraction: str, environ: Mapping[str, str]) -> float | None:
+    """Return the cap that a user has set to less than ``fraction``; None where nobody has."""
+    entries = _entries(environ.get(OLD_SETTINGS, environ.get(SETTINGS, "")))
+    own = [float(value) for _, key, value in entries if key == FRACTION]
+    return own[-1] if own and own[-1] < float(fraction) else None
+
+
+def _entries(text: str) -> list[tuple[str, str, str]]:
+    """Return each entry of settings, its name and its value; commas inside of brackets belong to an entry."""
+    entries = (entry.strip() for entry in re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", text))
+    split = ((entry, *entry.partition(":")[::2]) for entry in entries if entry)
+    return [(entry, key.strip(), value.strip()) for entry, key, value in split]
+
+
+def knows_fraction(version: str) -> bool:
+    """Tell whether this version of PyTorch takes its cap from the environment."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.\d+)?(a|b|rc|\.?dev)?", version)
+    if not found:
+        return False
+    number = int(found[1]), int(found[2])
+    # A pre-release of that very version may be older than the setting.
+    return number > _FRACTION_SINCE or (number == _FRACTION_SINCE and not found[3])
 
 
 def largest_fraction(cap_bytes: int, total_bytes: int) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flower_gpu import frameworks
 from flower_gpu.errors import ConfigError
-from flower_gpu.frameworks import Cap, fraction_of, pytorch
+from flower_gpu.frameworks import Cap, fraction_of, pytorch, pytorch_memory
 
 GIB = 2**30
 KEY = "per_process_memory_fraction"
@@ -119,7 +119,7 @@ def test_an_older_pytorch_is_not_told_what_it_would_refuse(monkeypatch: pytest.M
     ],
 )
 def test_which_pytorch_takes_its_cap_from_the_environment(version: str, knows: bool) -> None:
-    assert pytorch.knows_fraction(version) is knows
+    assert pytorch_memory.knows_fraction(version) is knows
 
 
 def test_of_several_gpus_the_smallest_part_holds() -> None:
@@ -167,5 +167,5 @@ def test_merging_keeps_settings_the_smaller_cap_and_is_stable(
     assert frameworks.environment(granted, {**environ, **once}) == once
     # The part of a user that wants less is known as such, before and after.
     wanted = own[-1] if own and own[-1] < ours else None
-    assert pytorch.users_fraction(fraction, environ) == wanted
-    assert pytorch.users_fraction(fraction, {**environ, **once}) == wanted
+    assert pytorch_memory.users_fraction(fraction, environ) == wanted
+    assert pytorch_memory.users_fraction(fraction, {**environ, **once}) == wanted

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_gpu import frameworks
-from flower_gpu.frameworks import cuda_answers
+from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.workers import confinement
 from flower_gpu.workers.forkserver import identity
 
@@ -70,7 +70,7 @@ class EnvironmentUse:
             yield
         finally:
             kind.__getitem__, kind.__iter__ = get, iterate
-            if cuda_answers.has_asked():
+            if ANSWERS.has_asked:
                 self.read.setdefault(identity.VISIBLE_DEVICES, before.get(identity.VISIBLE_DEVICES))
             after = dict(os.environ)
             for name in before.keys() | after.keys():

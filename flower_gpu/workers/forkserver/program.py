@@ -140,7 +140,7 @@ def _serve() -> None:
     try:
         wanted, use = Start(**record["start"]), EnvironmentUse()
         learning = Learning(wanted.name, use, wanted.without)
-        cuda_answers.ask_nvml()
+        ANSWERS.ask_nvml()
         learning.begin()
         sockets.remove_old_files()
         socket_folder.remove_left()

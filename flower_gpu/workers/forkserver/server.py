@@ -342,7 +342,7 @@ class Server:
         Inherited(**own["inherited"]).apply(session.folder)
         os.close(session.folder)
         self._use.apply_changes(keep=own["env"])
-        cuda_answers.ask_cuda()
+        ANSWERS.ask_cuda()
         return own
 
     def _take_imported(self, session: Session) -> None:
