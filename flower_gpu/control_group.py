@@ -11,6 +11,7 @@ import re
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 _PROC = Path("/proc/self")
 _MEMORY = Path("/proc/meminfo")
@@ -69,25 +70,26 @@ def host_memory() -> tuple[int, int]:
     return min(memory.available, memory.total), memory.total
 
 
-def cpu_quota(proc: Path = _PROC) -> float | None:
-    """Return how many processors' time this process and those beside it in its groups may use.
+class CoresLimit(NamedTuple):
+    """How much of the processors the processes of a group may use together."""
 
-    Parameters
-    ----------
-    proc : Path
-        Where ``cgroup`` and ``mountinfo`` of the process are.
+    cores: float
+    group: int  # a number that all processes of the host know the group by
 
-    Returns
-    -------
-    float or None
-        Such as 2.5; None where nothing limits it.
+
+class MemoryLimit(NamedTuple):
+    """How much main memory the processes of a group may use together."""
+
+    available_bytes: int  # can still be used before the kernel slows down or kills
+    total_bytes: int
+    group: int  # a number that all processes of the host know the group by
+
+
+def cores_limit(proc: Path = _PROC) -> CoresLimit | None:
+    """Return the least processors' time of this process's groups; None where nothing limits it.
+
+    ``proc``: where ``cgroup`` and ``mountinfo`` of the process are.
     """
-    limit = cpu_limit(proc)
-    return None if limit is None else limit[0]
-
-
-def cpu_limit(proc: Path = _PROC) -> tuple[float, int] | None:
-    """Return the same with a number that all processes of the host know the group by."""
     found = []
     for version, folder in _folders("cpu", proc):
         with suppress(OSError, ValueError):
@@ -97,32 +99,15 @@ def cpu_limit(proc: Path = _PROC) -> tuple[float, int] | None:
                 quota = (folder / "cpu.cfs_quota_us").read_text()
                 period = (folder / "cpu.cfs_period_us").read_text()
             if quota != "max" and int(quota) > 0:  # version 1 says -1 where there is none
-                found.append((int(quota) / int(period), folder.stat().st_ino))
+                found.append(CoresLimit(int(quota) / int(period), folder.stat().st_ino))
     return min(found, default=None)
 
 
-def available_memory(proc: Path = _PROC) -> tuple[int, int] | None:
-    """Return what can still be used before the kernel slows down or kills in one of the groups.
+def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
+    """Return the limit of the group that has the least available; None where nothing limits it.
 
     What only caches files counts as available: the kernel takes it back first.
-
-    Parameters
-    ----------
-    proc : Path
-        As for :func:`cpu_quota`.
-
-    Returns
-    -------
-    tuple of int, or None
-        Bytes that are available, and the limit they are of, in the group with the least. None where nothing
-        limits it.
     """
-    limit = memory_limit(proc)
-    return None if limit is None else limit[:2]
-
-
-def memory_limit(proc: Path = _PROC) -> tuple[int, int, int] | None:
-    """Return the same with a number that all processes of the host know the group by."""
     found = []
     for version, folder in _folders("memory", proc):
         with suppress(OSError, ValueError):
@@ -134,23 +119,20 @@ def memory_limit(proc: Path = _PROC) -> tuple[int, int, int] | None:
             names = _RECLAIMABLE if version == 2 else _RECLAIMABLE_V1
             taken_back = sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
             available = min(limit, max(0, limit - used + taken_back))
-            found.append((available, limit, folder.stat().st_ino))
+            found.append(MemoryLimit(available, limit, folder.stat().st_ino))
     return min(found, default=None)
 
 
+def available_memory() -> tuple[int, int]:
+    """Return the bytes that can be used before the host, or a group, kills; and all that there are of it."""
+    found = [host_memory()]
+    if (limit := memory_limit()) is not None:
+        found.append((limit.available_bytes, limit.total_bytes))
+    return min(found)
+
+
 def process_count(proc: Path = _PROC) -> tuple[int, int] | None:
-    """Return how many processes and threads there are, and how many there may be, in the fullest group.
-
-    Parameters
-    ----------
-    proc : Path
-        As for :func:`cpu_quota`.
-
-    Returns
-    -------
-    tuple of int, or None
-        None where nothing limits it.
-    """
+    """Return how many processes and threads there are, and how many there may be, in the fullest group."""
     found = []
     for _, folder in _folders("pids", proc):  # its files are the same in both versions
         with suppress(OSError, ValueError):  # "max" is no number: no limit

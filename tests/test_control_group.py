@@ -45,11 +45,13 @@ class Proc:
 
     @property
     def quota(self) -> float | None:
-        return control_group.cpu_quota(self.path)
+        limit = control_group.cores_limit(self.path)
+        return None if limit is None else limit.cores
 
     @property
     def memory(self) -> tuple[int, int] | None:
-        return control_group.available_memory(self.path)
+        limit = control_group.memory_limit(self.path)
+        return None if limit is None else limit[:2]
 
 
 @pytest.fixture
@@ -140,7 +142,8 @@ def test_nothing_is_known(proc: Proc) -> None:
 @pytest.mark.parametrize(("quota", "count"), [(None, 8), (0.5, 1), (2.5, 2), (64.0, 8)])
 def test_cores(quota: float | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "processor_cores", lambda: 8)
-    monkeypatch.setattr(control_group, "cpu_quota", lambda: quota)
+    limit = None if quota is None else control_group.CoresLimit(quota, group=1)
+    monkeypatch.setattr(control_group, "cores_limit", lambda: limit)
     assert threads.cores() == count
     assert threads.planned_threads({}) == count
 

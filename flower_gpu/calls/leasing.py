@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from flower_gpu import trace
 from flower_gpu.calls import gpu_use
-from flower_gpu.calls.host_needs import HostNeeds
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import (
     ConfigError,
@@ -24,9 +23,10 @@ from flower_gpu.errors import (
 from flower_gpu.gpu import cuda_version, inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
-from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed
+from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
+from flower_gpu.leases.host import CallMemory
 from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
 from flower_gpu.leases.request import LeaseRequest
@@ -123,7 +123,7 @@ class Leasing:
         """
         with ExitStack() as stack:
             held = None
-            if self.needs().now():
+            if self.host_needs():
                 try:
                     held = stack.enter_context(self.held(self.settings.request))
                 except LeaseTimeoutError:
@@ -134,22 +134,29 @@ class Leasing:
                     say_once(f"calls on the CPU run without counted cores: {error}")
             yield held
 
-    def needs(self) -> HostNeeds:
-        """Return what the call needs of cores and main memory."""
-        return HostNeeds(self.host, self.key, bool(self.uuids), self.footprints)
+    def host_needs(self) -> tuple[HostNeed, ...]:
+        """Return what the call needs of cores and main memory, as of now."""
+        if not self.host.is_leased:
+            return ()
+        found = [self.host.cores(on_gpu=bool(self.uuids)), self._memory.need()]
+        return tuple(need for need in found if need is not None)
+
+    @property
+    def _memory(self) -> CallMemory:
+        return CallMemory(self.footprints, self.key, bool(self.uuids), self.host.reserve_bytes)
 
     def learn_memory(self, taken_bytes: int) -> None:
         """Keep for the next calls what a worker has taken of main memory."""
         if self.host.is_leased:
             with _only_warned():
-                self.needs().learn(taken_bytes)
+                self._memory.learn(taken_bytes)
 
     def _event(self, what: str) -> str:
         # Whoever reads `lease_granted` looks for its GPU.
         return f"lease_{what}" if self.uuids else f"cores_{what}"
 
     def _trace_request(self, request: LeaseRequest) -> None:
-        needs = {need.resource: need.amount for need in self.needs().now()}
+        needs = {need.resource: need.amount for need in self.host_needs()}
         trace.write(
             self._event("requested"),
             **self.record,
@@ -221,7 +228,7 @@ class Leasing:
             gpu_needs=lambda gpus: self._gpu_needs(gpus, request),
             version=self.footprints.version,
             count=self._count,
-            host_needs=self.needs().now,
+            host_needs=self.host_needs,
             pack=self.settings.placement == "pack",
             label=self.label,
         )

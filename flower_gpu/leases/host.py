@@ -1,4 +1,4 @@
-"""Cores and main memory of this host, as cards: what there is, less what programs without a lease use.
+"""Cores and main memory of this host: what there is, as cards for leases, and what a call needs of memory.
 
 Every process that shares the ledger must count alike. So the cores are those of the host, whatever this
 process may use of them; what its control groups allow is a card of its own, and a need of its own.
@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from flower_gpu import control_group
-from flower_gpu.leases.admission import CORES, MEMORY, UNKNOWN_MEMORY, Card, HostNeed, kind_of, of_group
+from flower_gpu.control_group import CoresLimit, MemoryLimit
+from flower_gpu.leases.admission import (
+    CORES,
+    MEMORY,
+    UNKNOWN_MEMORY,
+    Card,
+    HostNeed,
+    kind_of,
+    of_group,
+    of_task,
+)
 from flower_gpu.leases.entries import Entry
+from flower_gpu.leases.footprint import Footprints
+from flower_gpu.leases.footprint_rule import BESIDE_GPU, ON_CPU, Key, cautious_bytes, needed_bytes
 
 #: Of all main memory, the part that is never leased.
 RESERVED_PART: Final = 0.05
@@ -22,16 +35,8 @@ RESERVED_PART: Final = 0.05
 #: After so long, what a call that nobody has measured takes is what it needs.
 SETTLED_S: Final = 10.0
 
+_MUCH: Final = 1.25  # a call that took so many times less than is known is a reason to write that down
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True)
-class Available:
-    """Main memory of the host, or of a control group."""
-
-    available_bytes: int  # what can be used before the kernel kills, or slows down
-    total_bytes: int
-    group: int | None = None  # the control group that has this limit; None: the host
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,10 @@ class HostMeasured:
     """What there is at one moment."""
 
     cores: int  # of the host, in thousandths
-    # What this process's control groups allow: which group it is, and thousandths of a core
-    quota: tuple[int, int] | None
-    memory: tuple[Available, ...]  # of the host, and of the control group with the least, if one has a limit
+    quota: CoresLimit | None  # what this process's control groups allow, if that is less
+    total_bytes: int  # main memory of the host
+    available_bytes: int  # of that, what can be used before the kernel kills, or slows down
+    group: MemoryLimit | None  # the control group with the least memory, if one has less than the host
 
     def needs(self, asked: Iterable[HostNeed]) -> tuple[HostNeed, ...]:
         """Return what is asked of the host, and the same of this process's control groups."""
@@ -49,12 +55,11 @@ class HostMeasured:
         for need in asked:
             found.append(need)
             if need.resource == CORES and self.quota is not None:
-                group, capacity = self.quota
-                found.append(HostNeed(of_group(CORES, group), need.amount, need.least, capacity))
-            for one in self.memory if need.resource == MEMORY else ():
-                if one.group is not None:
-                    name = of_group(MEMORY, one.group)
-                    found.append(HostNeed(name, need.amount, need.least, one.total_bytes))
+                name, capacity = of_group(CORES, self.quota.group), int(1000 * self.quota.cores)
+                found.append(HostNeed(name, need.amount, need.least, capacity))
+            if need.resource == MEMORY and self.group is not None:
+                name, capacity = of_group(MEMORY, self.group.group), self.group.total_bytes
+                found.append(HostNeed(name, need.amount, need.least, capacity))
         return tuple(found)
 
     def cards(
@@ -75,10 +80,11 @@ class HostMeasured:
                     most[name] = min(capacity, most.get(name, capacity))
         most[CORES] = self.cores
         if self.quota is not None:
-            most[of_group(CORES, self.quota[0])] = self.quota[1]
-        for one in self.memory:
-            name = MEMORY if one.group is None else of_group(MEMORY, one.group)
-            reserve = int(RESERVED_PART * one.total_bytes) if reserve_bytes is None else reserve_bytes
+            most[of_group(CORES, self.quota.group)] = int(1000 * self.quota.cores)
+        memory = {MEMORY: (self.available_bytes, self.total_bytes)}
+        if self.group is not None:
+            memory[of_group(MEMORY, self.group.group)] = (self.group.available_bytes, self.group.total_bytes)
+        for name, (available, total) in memory.items():
             # What workers have taken of their leases already is not available, and is theirs.
             ours = sum(
                 min(entry.own_memory_bytes(anonymous_bytes), part.memory_bytes)
@@ -86,29 +92,73 @@ class HostMeasured:
                 for part in entry.parts
                 if part.uuid == name
             )
-            most[name] = max(0, one.available_bytes - reserve + ours)
+            most[name] = max(0, available - reserve_of(total, reserve_bytes) + ours)
         for name, freed_bytes in _not_taken(holders):
             most[name] += freed_bytes
         return tuple(Card(name, capacity) for name, capacity in sorted(most.items()))
 
 
+def reserve_of(total_bytes: int, reserve_bytes: int | None) -> int:
+    """Return how much of main memory is never leased: what is said, else a part of it."""
+    return int(RESERVED_PART * total_bytes) if reserve_bytes is None else reserve_bytes
+
+
 def measure() -> HostMeasured:
     """Look what there is."""
     cores = 1000 * control_group.all_cores()
-    limit = control_group.cpu_limit()
-    quota = None
-    if limit is not None and int(1000 * limit[0]) < cores:
-        quota = (limit[1], int(1000 * limit[0]))
-    memory = [Available(*control_group.host_memory())]
-    of_groups = control_group.memory_limit()
-    if of_groups is not None and of_groups[1] < memory[0].total_bytes:  # without a limit it is a huge number
-        memory.append(Available(*of_groups))
-    return HostMeasured(cores, quota, tuple(memory))
+    quota = control_group.cores_limit()
+    if quota is not None and int(1000 * quota.cores) >= cores:
+        quota = None
+    available, total = control_group.host_memory()
+    group = control_group.memory_limit()
+    if group is not None and group.total_bytes >= total:  # without a limit it is a huge number
+        group = None
+    return HostMeasured(cores, quota, total, available, group)
 
 
-def total_memory_bytes() -> int:
+@dataclass(frozen=True)
+class CallMemory:
+    """What a call needs of main memory, by what was learned of its task. That may change while it waits."""
+
+    footprints: Footprints
+    key: Key  # of its task; the model of GPU does not matter
+    on_gpu: bool
+    reserve_bytes: int | None  # of main memory, never leased
+
+    def need(self) -> HostNeed | None:
+        """Return what it asks for; None: nothing."""
+        known = self.footprints.get(self._key)
+        if known is not None:
+            needed = needed_bytes(known)
+            return HostNeed(MEMORY, needed, least=needed)
+        # The first call of a task on a GPU is alone there, or its user has said how many run at a time.
+        if self.on_gpu:
+            return None
+        # Only calls of this task wait for each other, however much memory others have.
+        task = of_task(os.getuid(), zlib.crc32(repr(self._key).encode()))
+        total = total_bytes()
+        guess = cautious_bytes(total)
+        most = total - reserve_of(total, self.reserve_bytes)
+        return HostNeed(task, guess, least=guess, capacity=max(1, most))
+
+    def learn(self, taken_bytes: int) -> None:
+        """Keep what the call has taken; 0: nobody knows, as its worker stays.
+
+        Not what is nearly known: each writing takes as long as a short call.
+        """
+        known = self.footprints.get(self._key)
+        if taken_bytes and (known is None or not known / _MUCH <= taken_bytes <= known):
+            self.footprints.learn(self._key, taken_bytes)
+
+    @property
+    def _key(self) -> Key:
+        return self.key.on(BESIDE_GPU if self.on_gpu else ON_CPU)
+
+
+def total_bytes() -> int:
     """Return how much main memory there is for this process."""
-    return min(one.total_bytes for one in measure().memory)
+    found = measure()
+    return found.total_bytes if found.group is None else found.group.total_bytes
 
 
 def anonymous_bytes(pid: int) -> int:

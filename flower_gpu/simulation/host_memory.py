@@ -8,26 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from flower_gpu import control_group
+from flower_gpu.leases.host import RESERVED_PART
 
 _LOOK_S = 0.1  # asking the kernel takes longer than a small message
 _POLL_S = 0.2  # others on the host give memory back, too
 _GROWTH_S = 2.0  # from a worker's start until it has most of its memory
-_RESERVE = 0.05  # of all memory stays free
-
-
-def available_bytes() -> tuple[int, int]:
-    """Return the bytes that can be used before the host, or a control group, kills; and all of them."""
-    host = control_group.host_memory()
-    return min(host, control_group.available_memory() or host)
 
 
 class HostMemory:
     """Lets workers start while there is memory for as much as the largest one took so far.
 
-    ``available``: as :func:`available_bytes`.
+    ``available``: as :func:`flower_gpu.control_group.available_memory`.
     """
 
-    def __init__(self, available: Callable[[], tuple[int, int]] = available_bytes) -> None:
+    def __init__(self, available: Callable[[], tuple[int, int]] = control_group.available_memory) -> None:
         self._available = available
         self._changed = threading.Condition()
         self._running = 0
@@ -73,4 +67,4 @@ class HostMemory:
         available, total = self._found
         # Those that were let in just now have not taken theirs yet.
         recent = sum(began > now - _GROWTH_S for began in self._started)
-        return available >= self.largest_bytes * (1 + recent) + _RESERVE * total
+        return available >= self.largest_bytes * (1 + recent) + RESERVED_PART * total

@@ -280,14 +280,14 @@ def cores() -> int:
 
     Of a quota of 2.5 processors 2 are counted: a thread that gets half of a processor holds up the others.
     """
-    quota = control_group.cpu_quota()
-    return processor_cores() if quota is None else max(1, min(processor_cores(), int(quota)))
+    limit = control_group.cores_limit()
+    return processor_cores() if limit is None else max(1, min(processor_cores(), int(limit.cores)))
 
 
 def available_cores() -> float:
     """Return the same with the part of a core that a quota may have."""
-    quota = control_group.cpu_quota()
-    return processor_cores() if quota is None else min(processor_cores(), quota)
+    limit = control_group.cores_limit()
+    return processor_cores() if limit is None else min(processor_cores(), limit.cores)
 
 
 def processor_cores() -> int:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from calls_host import CallError, CallsHost
 
-from flower_gpu.calls.host_needs import HostNeeds
-from flower_gpu.calls.settings import HostSettings
 from flower_gpu.leases import host
 from flower_gpu.leases.admission import CORES, MEMORY, Card, Claim, HostNeed, plan
 from flower_gpu.leases.footprint import Footprints
@@ -73,7 +71,7 @@ def test_without_cpu_leases_nothing_is_counted(calls_host: CallsHost) -> None:
 
 def test_calls_wait_for_main_memory(calls_host: CallsHost) -> None:
     """The first is measured. With less than each of seven needs, whatever others use, they run alone."""
-    reserve = 2 * host.measure().memory[0].total_bytes
+    reserve = 2 * host.measure().total_bytes
     callers = [calls_host.start(FLOWER_GPU_HOST_RESERVE=str(reserve)) for _ in range(8)]
     steps: list[Any] = [["fill", 300, 0.5]]
     callers[0]("run", "calls_tasks:follow", steps, num_cpus=ALL / 16, **ON_CPU)
@@ -98,13 +96,13 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     gib: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten workers of 4 GiB would end a host of 16."""
-    monkeypatch.setattr(host, "total_memory_bytes", lambda: gib << 30)
+    monkeypatch.setattr(host, "total_bytes", lambda: gib << 30)
     footprints = Footprints(tmp_path / "footprints.json")
 
     def needs(task: str) -> tuple[HostNeed, ...]:
-        settings = HostSettings(is_leased=True, num_cpus=0.001)
-        found = HostNeeds(settings, Key(task, "", ""), False, footprints)
-        return found.now()
+        memory = host.CallMemory(footprints, Key(task, "", ""), on_gpu=False, reserve_bytes=None).need()
+        assert memory is not None
+        return (HostNeed(CORES, 1, 1), memory)
 
     claims = [Claim(str(order), order, (), 0, host_needs=needs("train")) for order in range(30)]
     claims += [Claim(str(order), order, (), 0, host_needs=needs("other")) for order in range(30, 31)]

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from grid_handlers import until
 
+from flower_gpu import control_group
 from flower_gpu.simulation import host_memory
-from flower_gpu.simulation.host_memory import HostMemory, available_bytes
+from flower_gpu.simulation.host_memory import HostMemory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -118,7 +119,7 @@ def test_an_error_gives_the_room_back(workers: Callable[..., Workers]) -> None:
 
 
 def test_this_host_tells() -> None:
-    found = available_bytes()
+    found = control_group.available_memory()
     available, total = found
     assert 0 <= available <= total
     assert total > 1 << 26
