@@ -2,14 +2,15 @@
 
 ::
 
-    run_call (runner) ── settings ──> leasing: decide, wait, hold a lease ──┐
-        │   ▲                                                              │
-        │   └── out_of_memory: the next try, with more of a GPU            ▼
-        └── Call with environment.of_worker(lease) ──> workers.caller ──> worker:
-                                                         leased_worker.setup around the task
-                                                         ├ frameworks are held to the lease
-                                                         ├ fixed_variables keep its GPUs visible
-                                                         └ gpu_use: its memory, as an event ──> footprints
+    runner: run_call ── settings ──> leasing: may it use a GPU ──> tries: hold a lease (leasing) ──┐
+                                                                  │  ▲                             │
+          out_of_memory: the next request, with more of a GPU <───┘  │                             ▼
+                                                                     │   Call with environment.of_worker(lease)
+               told: what the worker tells, for trace and ticket ────┘                             │
+                     footprints <── its memory <── gpu_use <── leased_worker.setup around the task <┘
+                                                               ├ frameworks are held to the lease
+                                                               └ fixed_variables keep its GPUs visible
 
-The modules on the right side run in the worker. Ranks of one call tell its worker (rank_figures).
+``leased_worker``, ``fixed_variables`` and most of ``gpu_use`` run in the worker. Ranks of one call tell its
+worker. ``notices`` has the lines of the log.
 """

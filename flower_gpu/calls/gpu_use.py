@@ -1,15 +1,17 @@
-"""The memory of a GPU that a worker uses, by the figures of its allocator and of the driver."""
+"""What a worker uses of GPUs: by its allocator and the driver, and by what its ranks tell."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu.leases.footprint_rule import LEAST_CONTEXT_BYTES, Measured
 from flower_gpu.leases.lease import Share
+from flower_gpu.workers import events
 
 if TYPE_CHECKING:
     from flower_gpu.frameworks.framework import Figures
@@ -82,6 +84,70 @@ class Use:
             "cap_bytes": self.share.cap_bytes,
             "cap_in_force_bytes": in_force,
         }
+
+
+class RankFigures:
+    """Collects what ranks tell, each of its own GPU."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._used: dict[str, int] = {}
+        self._gpus: dict[str, dict[str, Any]] = {}
+        self._with_cuda: set[int] = set()
+        self._ran_out = False
+
+    def take(self, rank: int, event: Mapping[str, Any]) -> bool:
+        """Take an event if it is about a GPU; tell whether it was."""
+        kind = event.get("event")
+        fields = {key: value for key, value in event.items() if key != "event"}
+        with self._lock:
+            if kind == "gpu_used":
+                self._used.update(fields["used"])
+            elif kind == "gpu_memory":
+                self._gpus.update({told["uuid"]: told for told in fields["gpus"]})
+                if fields["cuda"]:
+                    self._with_cuda.add(rank)
+            elif kind == "cuda_started":
+                if not self._with_cuda:  # of the call, which is the first of them
+                    events.send("cuda_started")
+                self._with_cuda.add(rank)
+            elif kind == "out_of_memory":
+                if not self._ran_out:
+                    events.send("out_of_memory", **fields, rank=rank)
+                self._ran_out = True
+            elif kind == "no_cuda":
+                events.send("no_cuda", **fields)
+            else:
+                return kind in ("task_started", "worker_result")
+        return True
+
+    def used(self) -> dict[str, int]:
+        """Return the bytes that ranks use, by UUID."""
+        with self._lock:
+            return dict(self._used)
+
+    def gpu(self, uuid: str) -> dict[str, Any] | None:
+        """Return a rank's ``gpu_memory`` figures of a GPU."""
+        with self._lock:
+            return self._gpus.get(uuid)
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether a rank has used CUDA."""
+        return bool(self._with_cuda)
+
+
+class ThisWorker:
+    """What this process knows as a worker, from one call to the next."""
+
+    def __init__(self) -> None:
+        #: By UUID, what last looks of earlier calls have found.
+        self.uses: dict[str, Use] = {}
+        #: What ranks of its call have told; None where that has no ranks.
+        self.ranks: RankFigures | None = None
+
+
+THIS_WORKER: Final = ThisWorker()
 
 
 def least_bytes(told: Mapping[str, Any], share: Share) -> int:

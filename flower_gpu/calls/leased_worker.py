@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Final
 
 from flower_gpu import frameworks
-from flower_gpu.calls import environment, rank_figures
+from flower_gpu.calls import environment
 from flower_gpu.calls.fixed_variables import fixed
-from flower_gpu.calls.gpu_use import Use
+from flower_gpu.calls.gpu_use import THIS_WORKER, Use
 from flower_gpu.frameworks.framework import Figures, Hold, Rule
 from flower_gpu.gpu import guard
 from flower_gpu.leases import host
@@ -32,9 +32,6 @@ _LOOKS_FOR_CONTEXT = 20  # after so many a driver that does not tell is not aske
 
 _log = logging.getLogger(events.LOGGER)
 
-# By UUID, what last looks of earlier calls of this process have found.
-_earlier: dict[str, Use] = {}
-
 
 def setup() -> AbstractContextManager[None]:
     """Bring this worker to its lease; the task runs in what this returns.
@@ -49,7 +46,7 @@ def setup() -> AbstractContextManager[None]:
         guard.apply(os.environ)
         confinement.apply(os.environ)
     threads.apply()
-    rank_figures.begin()
+    THIS_WORKER.ranks = None  # those of an earlier call
     lease = Lease.from_environment(os.environ)
     if lease is not None and lease.shares:
         return _leased(lease)
@@ -131,7 +128,8 @@ class _UsageWriter:
     def __post_init__(self) -> None:
         shares = self.lease.shares
         self.uses = [
-            replace(_earlier.get(share.uuid, Use(share)), share=share, peak_bytes=None) for share in shares
+            replace(THIS_WORKER.uses.get(share.uuid, Use(share)), share=share, peak_bytes=None)
+            for share in shares
         ]
         self._is_known = all(use.context_bytes is not None for use in self.uses)
 
@@ -190,7 +188,9 @@ class _UsageWriter:
         if reserved is None or unknown or last:
             self._ask_driver(reserved)
         if last:
-            _earlier.update({use.share.uuid: use for use in self.uses if use.context_bytes is not None})
+            THIS_WORKER.uses.update(
+                {use.share.uuid: use for use in self.uses if use.context_bytes is not None}
+            )
         if self._is_over:  # the lease may be another call's by now
             return
         used = {}
@@ -200,7 +200,7 @@ class _UsageWriter:
                 use.see(used[use.share.uuid])
             elif use.share.uuid in self._of_driver:
                 used[use.share.uuid] = self._of_driver[use.share.uuid]
-        ranks = rank_figures.current()
+        ranks = THIS_WORKER.ranks
         if ranks is not None:
             used.update(ranks.used())
         if not used:
@@ -255,7 +255,7 @@ def _tell(holds: Sequence[Hold], watch: _UsageWriter, error: BaseException | Non
     in_force: list[int | None] = []
     with suppress(Exception):
         in_force = next((found for hold in holds if (found := hold.in_force_bytes())), [])
-    ranks = rank_figures.current()
+    ranks = THIS_WORKER.ranks
     gpus = []
     for number, use in enumerate(watch.uses):
         of_rank = ranks.gpu(use.share.uuid) if ranks is not None else None

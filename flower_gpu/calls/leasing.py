@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from flower_gpu import trace
-from flower_gpu.calls import gpu_use
+from flower_gpu.calls import gpu_use, notices
 from flower_gpu.calls.settings import GPUSettings, HostSettings
 from flower_gpu.errors import (
     ConfigError,
@@ -20,7 +20,7 @@ from flower_gpu.errors import (
     LeaseTimeoutError,
     RoundOverError,
 )
-from flower_gpu.gpu import cuda_version, inventory, policy
+from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
 from flower_gpu.gpu.policy import Decision
 from flower_gpu.leases.admission import CORES, MEMORY, GPUNeed, HostNeed
@@ -31,12 +31,10 @@ from flower_gpu.leases.lease import VARIABLE, Lease, Share
 from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
 from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.leases.wording import describe
 from flower_gpu.printable import format_bytes
 from flower_gpu.workers import events, native, own_calls
 
 _log = logging.getLogger(events.LOGGER)
-_said: set[str] = set()
 
 #: A lease so many times as large as what a call needs keeps others from the GPU: the call gets another one.
 MOST_TOO_MUCH: Final = 1.25
@@ -131,7 +129,7 @@ class Leasing:
                 except LeaseError as error:
                     if self.host.num_cpus is not None:
                         raise
-                    say_once(f"calls on the CPU run without counted cores: {error}")
+                    notices.say_once(f"calls on the CPU run without counted cores: {error}")
             yield held
 
     def host_needs(self) -> tuple[HostNeed, ...]:
@@ -187,7 +185,7 @@ class Leasing:
                     continue
                 if told.get("peak_bytes") is None:
                     if told.get("told_by_driver") is False and self._names_no_size():
-                        say_once(_untold(share, self.key.task))
+                        notices.say_once(notices.untold(share, self.key.task))
                     continue
                 # A context is the least: a call that took nothing yet may take something next time.
                 measured = gpu_use.measured(told, share, self.footprints.context(share.name))
@@ -251,7 +249,7 @@ class Leasing:
             if at and time.monotonic() >= at[0]:
                 at.clear()
                 if text := waited_for((os.getpid(),)):
-                    say(f"{self.label} is {text}")
+                    notices.say(f"{self.label} is {text}")
             return timeout_at
 
         return deadline
@@ -335,15 +333,6 @@ class Leasing:
         )
 
 
-def _untold(share: Share, task: str) -> str:
-    return (
-        "the NVIDIA driver does not tell how much memory a process uses on GPU "
-        f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
-        f"What {task} needs cannot be measured there without PyTorch, so each of its calls has a GPU to "
-        "itself. Say how much is enough: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
-    )
-
-
 def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, str]) -> Decision:
     """Decide whether a call may use a GPU, and which; what is to be said about it is logged.
 
@@ -353,7 +342,7 @@ def decide(settings: GPUSettings, use_gpu: bool | None, environ: Mapping[str, st
     host = nobody if settings.policy.gpu == "never" else inventory.take(processes=False)
     decision, _ = decided(settings, use_gpu, host, environ)
     for text in decision.warnings:
-        say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)
+        notices.say_once(text, logging.ERROR if decision.is_serious else logging.WARNING)
     return decision
 
 
@@ -365,64 +354,6 @@ def decided(
     hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
     decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
     return decision, [gpu for gpu in seen if gpu.uuid in decision.uuids]
-
-
-def say_once(text: str, level: int = logging.WARNING) -> None:
-    """Log a line that would be the same for every call; in this process it is logged once."""
-    if text not in _said:
-        _said.add(text)
-        _log.log(level, text)
-
-
-def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
-    """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to change."""
-    text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
-    if told.get("torch"):
-        host = inventory.take(processes=False)
-        versions = (told["torch"], told.get("torch_cuda"), host.driver_version, host.cuda_version)
-        text = f"{text}. {cuda_version.explained(*versions)}"
-    say_once(text)
-
-
-def say(text: str, level: int = logging.WARNING) -> None:
-    """Log a line."""
-    _log.log(level, text)
-
-
-def who_else(lease: Lease, uuid: str) -> str:
-    """Return who else is on a GPU at this moment: holders of leases, and programs that NVML names."""
-    state = Ledger().status()
-    lines = []
-    pids = set()
-    for entry in state.holders:
-        pids |= {entry.pid, entry.reported()[0]}
-        if entry.id != lease.id:
-            parts = [part for part in entry.parts if part.uuid == uuid]
-            lines += [f"{format_bytes(part.memory_bytes)} leased to {describe(entry)}" for part in parts]
-    gpu = next((gpu for gpu in state.gpus if gpu.uuid == uuid), None)
-    for process in (gpu.processes if gpu is not None else None) or ():
-        if process.pid not in pids and process.used_bytes:
-            lines.append(
-                f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
-            )
-    return "; ".join(lines) or "nobody else that is known"
-
-
-def refused(label: str, lease: Lease) -> GPUUnavailableError:
-    """Return the error of a call whose GPU CUDA has refused to it, as busy or unavailable."""
-    share = lease.shares[0]
-    gpu = inventory.take(processes=False).find(share.uuid)
-    mode = gpu.compute_mode if gpu is not None else None
-    todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of an MPS daemon where there is one"
-    if mode != "DEFAULT":
-        todo = (
-            "there one process at a time computes, and another program does that the driver does not list. "
-            f"End it, or as root nvidia-smi -i {share.index} -c DEFAULT"
-        )
-    return GPUUnavailableError(
-        f"{label}: CUDA was refused GPU {share.index} ({share.name}), as busy or unavailable. Its compute "
-        f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
-    )
 
 
 def is_on_devices_in_use(lease: Lease) -> bool | None:
@@ -444,7 +375,7 @@ def _only_warned() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        say_once(f"what was measured is not kept: {error}")
+        notices.say_once(f"what was measured is not kept: {error}")
 
 
 def is_worker() -> bool:

@@ -1,32 +1,18 @@
-"""The one place where a call is put together: settings, lease, worker, progress, trace."""
+"""The one place where a call is put together: its settings, the GPUs it may use, its lease, its tries."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
-from flower_gpu import files, trace
-from flower_gpu.calls import confined_calls, environment, leased_worker, leasing, out_of_memory
+from flower_gpu.calls import environment, leasing
 from flower_gpu.calls.leasing import Leasing
-from flower_gpu.calls.progress_display import ProgressDisplay
-from flower_gpu.calls.settings import CallSettings, WorkerSettings, split
-from flower_gpu.errors import (
-    GPUOutOfMemoryError,
-    LeaseTimeoutError,
-    WorkerDiedError,
-    WorkerTimeoutError,
-    text_of,
-)
-from flower_gpu.frameworks.out_of_memory import says_device_is_busy
-from flower_gpu.gpu import guard
-from flower_gpu.leases import host
+from flower_gpu.calls.settings import CallSettings, split
+from flower_gpu.calls.tries import SERVER, Tries, Workers
+from flower_gpu.errors import ConfigError
 from flower_gpu.leases.footprint_rule import ShapedArray, key_of
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.request import LeaseRequest
@@ -116,14 +102,14 @@ def run_call(
         server_round = _round_in(config or {})
     workers = workers or Workers()
     fields = {"call": os.urandom(6).hex(), "client": client, "task": kind, "round": server_round}
-    call = _Run(task, args, kwargs or {}, settings, label, fields, workers, by_name)
+    call = Tries(task, args, kwargs or {}, settings, label, fields, workers, by_name)
     # No copy: to read all of the environment takes longer than much else of a short call.
     environ = ChainMap(dict(settings.worker.env), environment.without_ray(os.environ))
     if leasing.is_worker():  # a worker that starts another one: both share its lease, or have none
         return call.once(environment.of_worker(leasing.of_this_process(), environ))
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
-    confined_calls.check(settings)
+    _check_confined(settings)
     round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
@@ -426,14 +412,24 @@ def run_in_worker(
     )
 
 
-def _log_prefix(fields: Mapping[str, Any]) -> str:
-    """Return what is put in front of a worker's log lines: its client and round."""
-    client, server_round = fields["client"], fields["round"]
-    if client == SERVER and leasing.is_worker():  # a worker of a worker, which knows its client
-        return events.log_prefix()
-    name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
-    whose = "server" if client == SERVER else f"client {name}"
-    return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "
+def _check_confined(settings: CallSettings) -> None:
+    """Refuse what a confined worker cannot have.
+
+    Raises ConfigError if so.
+    """
+    if settings.worker.confinement is None:
+        return
+    if settings.gpu.request.count > 1:
+        raise ConfigError(
+            "--confine: a call gets one GPU at most, since the ranks of several talk to each other by TCP. "
+            "Ask for one (num-gpus=1), or run apps that need several without --confine"
+        )
+    method = settings.worker.start_method
+    if method not in ("auto", methods.FORKSERVER.name, methods.SPAWN.name):
+        raise ConfigError(
+            f"--confine: start_method={method!r} gives workers what their caller has. Leave it out, or use "
+            "'forkserver' or 'spawn'"
+        )
 
 
 def _round_in(config: Mapping[str, Any]) -> int | None:

@@ -11,8 +11,9 @@ from flwr.common import ArrayRecord, MetricRecord
 from flwr.common.logger import log
 
 from flower_gpu import trace
-from flower_gpu.calls.runner import SERVER, run_call
+from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.tries import SERVER
 from flower_gpu.errors import InvalidResultError
 from flower_gpu.flower import results
 from flower_gpu.options import CallOptions

@@ -10,8 +10,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordD
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_gpu.calls.runner import Workers, run_call
+from flower_gpu.calls.runner import run_call
 from flower_gpu.calls.settings import CallSettings
+from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import (
     MOST_CHARACTERS,
     ClientCallError,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, overload
 
-from flower_gpu.calls import leasing
+from flower_gpu.calls import notices
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import is_duration, too_long
 from flower_gpu.leases.request import LeaseRequest
@@ -50,7 +50,7 @@ class Distributed:
         count = run.how_many()
         if count == 1:
             if self.num_gpus is not None and self.num_gpus > 1 and run.is_asked_for_one():
-                leasing.say_once(
+                notices.say_once(
                     f"{self.__name__} is for {self.num_gpus} GPUs, but its call has asked for one: who "
                     "calls it knows that only where it is a client's function itself, and not its name. Give "
                     f"num_gpus={self.num_gpus} to the client, the mod or simulate as well"

@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from flower_gpu.calls import environment, leased_worker, leasing, rank_figures
+from flower_gpu.calls import environment, leased_worker, leasing
+from flower_gpu.calls.gpu_use import THIS_WORKER, RankFigures
 from flower_gpu.errors import WorkerError
 from flower_gpu.leases.lease import Lease, Share
 from flower_gpu.options import DEADLINE_VARIABLE, DEVICES_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
@@ -76,7 +77,9 @@ def run(
     """
     lease = leasing.of_this_process()
     shares = lease.shares if lease is not None and lease.shares else (None,) * count
-    with meeting_place() as place, rank_figures.collected() as figures:
+    # Also after the ranks: the call ends then, and its worker tells the figures.
+    THIS_WORKER.ranks = figures = RankFigures()
+    with meeting_place() as place:
         calls = [
             _call(
                 task,
@@ -134,7 +137,7 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in network.items() if not environ.get(name)}
 
 
-def _run_all(calls: Sequence[Call], figures: rank_figures.RankFigures) -> list[Any]:
+def _run_all(calls: Sequence[Call], figures: RankFigures) -> list[Any]:
     """Run the calls at the same time, and return their values; after the first failure end all."""
     ended: queue.SimpleQueue[End] = queue.SimpleQueue()
     try:
@@ -186,7 +189,7 @@ def _wait(ended: queue.SimpleQueue[End], ends: dict[int, End], count: int) -> bo
 
 
 def _run_one(
-    rank: int, call: Call, order: StopOrder, figures: rank_figures.RankFigures, ended: queue.SimpleQueue[End]
+    rank: int, call: Call, order: StopOrder, figures: RankFigures, ended: queue.SimpleQueue[End]
 ) -> None:
     told: dict[str, Any] = {}
     value, error = None, None
@@ -207,9 +210,7 @@ def _run_one(
     ended.put(End(rank, call.label, value, error, time.monotonic(), bool(told.get("of_others"))))
 
 
-def _on_event(
-    rank: int, figures: rank_figures.RankFigures, told: dict[str, Any], event: dict[str, Any]
-) -> None:
+def _on_event(rank: int, figures: RankFigures, told: dict[str, Any], event: dict[str, Any]) -> None:
     kind = event.get("event")
     if kind == "rank_failed":
         told.update(event)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from flower_gpu.calls import leasing
+from flower_gpu.calls import notices
 from flower_gpu.calls.settings import HostSettings
 from flower_gpu.errors import GPUError, LeaseError, LeaseTimeoutError
 from flower_gpu.leases.admission import CORES, HostNeed, kind_of
@@ -124,7 +124,7 @@ class CoreLeases:
         except LeaseError as error:
             if self._settings.num_cpus is not None:
                 raise
-            leasing.say_once(f"messages run without counted cores: {error}")
+            notices.say_once(f"messages run without counted cores: {error}")
             self._is_off = True
             return None
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from flower_gpu.calls.leasing import Leasing
-from flower_gpu.calls.runner import Workers
+from flower_gpu.calls.tries import Workers
 from flower_gpu.errors import WorkerDiedError
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.request import LeaseRequest

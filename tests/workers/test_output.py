@@ -242,10 +242,10 @@ def test_a_worker_that_is_used_again_names_each_client(
 SCRIPT = """
 import sys
 {imports}
-from flower_gpu.calls import leasing
-leasing.say("a line")
-leasing.say_once("a line that is said once")
-leasing.say_once("a line that is said once")
+from flower_gpu.calls import notices
+notices.say("a line")
+notices.say_once("a line that is said once")
+notices.say_once("a line that is said once")
 print([name for name in ("flwr",) if name in sys.modules])
 """
 

@@ -1,0 +1,86 @@
+"""What callers are told about leases: lines of the log, each that is the same for all calls once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from flower_gpu.errors import GPUUnavailableError
+from flower_gpu.gpu import cuda_version, inventory
+from flower_gpu.leases.lease import Lease, Share
+from flower_gpu.leases.ledger import Ledger
+from flower_gpu.leases.wording import describe
+from flower_gpu.printable import format_bytes
+from flower_gpu.workers import events
+
+_log = logging.getLogger(events.LOGGER)
+_said: set[str] = set()  # in this process
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Log a line."""
+    _log.log(level, text)
+
+
+def say_once(text: str, level: int = logging.WARNING) -> None:
+    """Log a line that would be the same for every call; in this process it is logged once."""
+    if text not in _said:
+        _said.add(text)
+        _log.log(level, text)
+
+
+def say_why_no_cuda(lease: Lease, told: Mapping[str, Any]) -> None:
+    """Log once why a worker could not use its GPU, from its ``no_cuda`` event, and what to change."""
+    text = f"GPU {lease.shares[0].index} was leased, but {told.get('reason')}. Calls run on the CPU"
+    if told.get("torch"):
+        host = inventory.take(processes=False)
+        versions = (told["torch"], told.get("torch_cuda"), host.driver_version, host.cuda_version)
+        text = f"{text}. {cuda_version.explained(*versions)}"
+    say_once(text)
+
+
+def untold(share: Share, task: str) -> str:
+    """Return what to say of a GPU whose driver does not tell what a process uses there."""
+    return (
+        "the NVIDIA driver does not tell how much memory a process uses on GPU "
+        f"{share.index} ({share.name}), as in some containers, on some MIG devices and with old drivers. "
+        f"What {task} needs cannot be measured there without PyTorch, so each of its calls has a GPU to "
+        "itself. Say how much is enough: num_gpus or gpu_memory (FLOWER_GPU_NUM_GPUS, FLOWER_GPU_MEMORY)"
+    )
+
+
+def who_else(lease: Lease, uuid: str) -> str:
+    """Return who else is on a GPU at this moment: holders of leases, and programs that NVML names."""
+    state = Ledger().status()
+    lines = []
+    pids = set()
+    for entry in state.holders:
+        pids |= {entry.pid, entry.reported()[0]}
+        if entry.id != lease.id:
+            parts = [part for part in entry.parts if part.uuid == uuid]
+            lines += [f"{format_bytes(part.memory_bytes)} leased to {describe(entry)}" for part in parts]
+    gpu = next((gpu for gpu in state.gpus if gpu.uuid == uuid), None)
+    for process in (gpu.processes if gpu is not None else None) or ():
+        if process.pid not in pids and process.used_bytes:
+            lines.append(
+                f"{format_bytes(process.used_bytes)} used by process {process.pid} {process.name}".rstrip()
+            )
+    return "; ".join(lines) or "nobody else that is known"
+
+
+def refused(label: str, lease: Lease) -> GPUUnavailableError:
+    """Return the error of a call whose GPU CUDA has refused to it, as busy or unavailable."""
+    share = lease.shares[0]
+    gpu = inventory.take(processes=False).find(share.uuid)
+    mode = gpu.compute_mode if gpu is not None else None
+    todo = "see nvidia-smi -q -d COMPUTE,PIDS, and the log of an MPS daemon where there is one"
+    if mode != "DEFAULT":
+        todo = (
+            "there one process at a time computes, and another program does that the driver does not list. "
+            f"End it, or as root nvidia-smi -i {share.index} -c DEFAULT"
+        )
+    return GPUUnavailableError(
+        f"{label}: CUDA was refused GPU {share.index} ({share.name}), as busy or unavailable. Its compute "
+        f"mode is {mode or 'unknown'}: {todo}. Also there: {who_else(lease, share.uuid)}"
+    )

@@ -1,0 +1,116 @@
+"""What the worker of one try of a call tells: for the trace, the lease's ticket and the progress display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from flower_gpu import trace
+from flower_gpu.calls.progress_display import ProgressDisplay
+from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
+from flower_gpu.leases import host
+from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.tickets import Ticket
+from flower_gpu.workers import outcomes
+
+# What a worker tells of how far it is, and the name of its time in the trace.
+_TIMES: Final = MappingProxyType({"task_started": "task_at", "worker_result": "result_at"})
+_KEPT: Final = ("gpu_memory", "lacks", "out_of_memory", "no_cuda")
+
+
+class Told:
+    """What one worker tells of one call. It has not the call's arguments: those go as early as they can.
+
+    ``record``: the call's fields in the trace; ``pid`` and how the worker was started come to it.
+    ``display``: draws the progress.
+    ``ticket``: that of its lease, if it has one.
+    ``lease``: the same.
+    """
+
+    def __init__(
+        self,
+        record: dict[str, Any],
+        display: ProgressDisplay,
+        ticket: Ticket | None,
+        lease: Lease | None,
+    ) -> None:
+        self.record = record
+        self.events: dict[str, dict[str, Any]] = {}  # the last one of each kind that decides something
+        self._display = display
+        self._ticket = ticket
+        self._lease = lease
+        self._times: dict[str, Any] = dict.fromkeys((*_TIMES.values(), "cpu_s", "memory_bytes"))
+        self._base_bytes = 0  # main memory that the worker had when it started
+        self._began = time.monotonic()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Main memory that the worker took, as far as it has told."""
+        return int(self._times["memory_bytes"] or 0)
+
+    def on_start(self, pid: int, method: str, *, is_process: bool, is_used_again: bool) -> None:
+        """Note that a worker has the call."""
+        self.record.update(pid=pid, start_method=method)
+        if is_used_again:
+            self.record["used_again"] = True
+        if self._ticket is not None and is_process:
+            self._base_bytes = host.anonymous_bytes(pid)
+            self._ticket.report_worker(pid, self._base_bytes)
+        trace.write("worker_started", **self.record)
+
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Take one event of the worker."""
+        kind = str(event.get("event"))
+        if kind in _KEPT:
+            self.events[kind] = {key: event[key] for key in event if key != "event"}
+        elif kind == "gpu_used" and self._ticket is not None:  # of a confined worker
+            used = used_of_lease(event["used"], self._lease)
+            self._ticket.report_worker(self.record["pid"], self._base_bytes, used)
+        elif kind in _TIMES:
+            self._times[_TIMES[kind]] = time.time()
+            self._times.update({name: event[name] for name in self._times if name in event})
+            if not event.get("stays"):  # else the call is over: the line of its end has all of it
+                about = {name: self.record.get(name) for name in ("call", "pid", "client")}
+                trace.write(kind, **about)
+        else:
+            self._display.on_event(event)
+
+    def write_end(self, error: BaseException | None, *, is_cancelled: bool) -> None:
+        """Write the line of the worker's end, if one had the call."""
+        if "pid" not in self.record:
+            return
+        if "gpu_memory" in self.events:
+            self.record["gpus"] = self.events["gpu_memory"]["gpus"]
+        traceback = "" if error is None else outcomes.traceback_of(error)
+        trace.write(
+            "worker_finished",
+            **self.record,
+            **self._times,
+            seconds=round(time.monotonic() - self._began, 4),
+            outcome="cancelled" if error and is_cancelled else self._outcome(error),
+            error=None if error is None else text_of(error),
+            **({"traceback": traceback} if traceback else {}),
+        )
+
+    def _outcome(self, error: BaseException | None) -> str:
+        if error is None:
+            return "ok"
+        if isinstance(error, WorkerTimeoutError):
+            return "timeout"
+        if isinstance(error, WorkerDiedError):
+            return "died"
+        if "out_of_memory" in self.events:
+            return "out of memory"
+        return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def used_of_lease(used_bytes: Mapping[str, int], held: Lease | None) -> dict[str, int]:
+    """Return what a worker says that it uses, as far as that can be: of GPUs of its lease, and not more."""
+    shares = held.shares if held is not None else ()
+    return {
+        share.uuid: min(used_bytes[share.uuid], share.total_bytes)
+        for share in shares
+        if share.uuid in used_bytes
+    }

@@ -1,0 +1,295 @@
+"""One call, in one worker after the other. Its lease is held from before a worker starts until it is gone.
+
+The lease of a try begins and ends with ``Workers.held``: :meth:`flower_gpu.calls.leasing.Leasing.held`, or in
+a simulation a lease that a worker keeps from call to call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from flower_gpu import files, trace
+from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
+from flower_gpu.calls.leasing import Leasing, is_on_devices_in_use, is_worker
+from flower_gpu.calls.progress_display import ProgressDisplay
+from flower_gpu.calls.settings import CallSettings, WorkerSettings
+from flower_gpu.calls.told import Told
+from flower_gpu.errors import GPUOutOfMemoryError, LeaseTimeoutError
+from flower_gpu.frameworks.out_of_memory import says_device_is_busy
+from flower_gpu.gpu import guard
+from flower_gpu.leases.lease import Lease
+from flower_gpu.leases.request import LeaseRequest
+from flower_gpu.leases.tickets import Ticket
+from flower_gpu.options import CONFINED_VARIABLE, DEADLINE_VARIABLE, RANKS_VARIABLE, START_METHOD_VARIABLE
+from flower_gpu.workers import caller as worker
+from flower_gpu.workers import events, threads
+from flower_gpu.workers import methods as start
+from flower_gpu.workers.call import Call, Task
+from flower_gpu.workers.methods import StartMethod
+
+if TYPE_CHECKING:
+    from flower_gpu.workers.confinement import Confinement
+
+#: Name of calls that no client makes: server-side evaluation, initial weights.
+SERVER: Final = "server"
+
+
+class Workers:
+    """Where a call gets its worker and its lease from. Here each call has its own of both."""
+
+    shows_progress = True  # whether the progress of a call is drawn
+    is_used_again = False  # whether the call's worker has run others before
+    learns_memory = True  # whether later calls ask for the main memory that a call was seen to take
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the call is given up: then its worker is ended, and has not failed."""
+        return False
+
+    def choose(self, start_method: str, *, server_first: bool = False) -> StartMethod:
+        """Choose a start method, as :func:`flower_gpu.workers.methods.choose` does."""
+        return start.choose(start_method, server_first=server_first)
+
+    def run(self, call: Call, method: StartMethod, **options: Any) -> Any:
+        """Run a call in a worker, as :func:`flower_gpu.workers.caller.run` does."""
+        return worker.run(call, method, **options)
+
+    def held(self, leasing_: Leasing, request: LeaseRequest) -> AbstractContextManager[tuple[Lease, Ticket]]:
+        """Hold a lease, as :meth:`flower_gpu.calls.leasing.Leasing.held` does."""
+        return leasing_.held(request)
+
+    def held_on_cpu(self, leasing_: Leasing) -> AbstractContextManager[tuple[Lease, Ticket] | None]:
+        """Hold cores and main memory, as :meth:`flower_gpu.calls.leasing.Leasing.held_on_cpu` does."""
+        return leasing_.held_on_cpu()
+
+
+@dataclass
+class Tries:
+    """One call, tried once or several times."""
+
+    task: Task
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    settings: CallSettings
+    label: str
+    fields: Mapping[str, Any]
+    workers: Workers
+    by_name: bool  # and a fork server can have it, as far as is known
+    told: Mapping[str, dict[str, Any]] = MappingProxyType({})  # what the last worker has told, by event
+    method: StartMethod = start.SPAWN  # by which it was tried last
+    memory_bytes: int = 0  # that the last worker took, as far as it has told
+
+    def on_gpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it under a lease; again under another one where it ran out of memory."""
+        requests = [leasing.settings.request]
+        text, ran_out = "", None
+        while True:
+            with ExitStack() as held_by:
+                try:
+                    held, ticket = held_by.enter_context(self.workers.held(leasing, requests[-1]))
+                except LeaseTimeoutError as late:
+                    if ran_out is None:
+                        raise
+                    if not self._may_use_cpu():
+                        raise self._failed(text, len(requests) - 1, f"Then {late}") from ran_out
+                    notices.say(f"{text}. Then {late}\nIt runs on the CPU")
+                    break
+                is_done = False
+                try:
+                    value = self._under(held, ticket, environ)
+                    is_done = True
+                    return value
+                except Exception as error:
+                    out = self.told.get("out_of_memory")
+                    if out is None and says_device_is_busy(error):
+                        raise notices.refused(self.label, held) from error
+                    if out is None:
+                        raise
+                    leasing.learn_at_least(out, held)
+                    text = f"{self.label}: {out_of_memory.describe(out, held)}"
+                    others = notices.who_else(held, out["uuid"])
+                    following = None
+                    if not self._runs_here():
+                        following = out_of_memory.next_request(out, held, requests, self.settings.gpu.on_oom)
+                    then = "again" if following else "on the CPU" if self._may_use_cpu() else "failed"
+                    trace.write("out_of_memory", **self.fields, lease=held.id, **out, then=then)
+                    if then == "failed":
+                        raise self._failed(text, len(requests), f"Also there: {others}") from error
+                    # Without its frames: they have the arguments, and this one has it.
+                    ran_out = error.with_traceback(None)
+                finally:
+                    if figures := self.told.get("gpu_memory"):
+                        leasing.learn(figures, held, is_done=is_done)
+                    leasing.learn_memory(self.memory_bytes)
+            notices.say(f"{text}. Also there: {others}. It runs {then}")
+            if following is None:
+                break
+            requests.append(following)
+        return self.on_cpu(replace(leasing, uuids=()), environ)
+
+    def on_cpu(self, leasing: Leasing, environ: Mapping[str, str]) -> Any:
+        """Run it without a GPU, with what it gets of cores and main memory."""
+        without_gpu = environment.of_worker(None, environ)
+        with self.workers.held_on_cpu(leasing) as found:
+            try:
+                if found is None:
+                    return self.once(without_gpu)
+                held, ticket = found
+                with files.passed_on(ticket.descriptor):
+                    return self.once(without_gpu, ticket, held)
+            finally:
+                leasing.learn_memory(self.memory_bytes)
+
+    def _runs_here(self) -> bool:
+        return not self.method.is_own_process  # whose memory no second try gives back
+
+    def _may_use_cpu(self) -> bool:
+        gpu = self.settings.gpu
+        return gpu.on_oom == "cpu" and gpu.policy.gpu != "require" and not self._runs_here()
+
+    def _failed(self, text: str, tries: int, more: str) -> GPUOutOfMemoryError:
+        gpu = self.settings.gpu
+        cpu = (
+            ", or allow the CPU (on_oom='cpu')" if gpu.on_oom != "cpu" and gpu.policy.gpu != "require" else ""
+        )
+        return GPUOutOfMemoryError(
+            f"{text}{f' in {tries} tries' if tries > 1 else ''}. {more}. Use smaller batches, ask for more "
+            f"(gpu_memory=, num_gpus=){cpu}"
+        )
+
+    def _under(self, held: Lease, ticket: Ticket, environ: Mapping[str, str]) -> Any:
+        try:
+            with files.passed_on(ticket.descriptor):
+                return self.once(environment.of_worker(held, environ), ticket, held)
+        finally:
+            if "no_cuda" in self.told:
+                notices.say_why_no_cuda(held, self.told["no_cuda"])
+            if "lacks" in self.told:
+                notices.say_once(str(self.told["lacks"]["text"]))
+
+    def once(
+        self, gpu_env: Mapping[str, str], ticket: Ticket | None = None, held: Lease | None = None
+    ) -> Any:
+        """Run it in one worker, which keeps the lock of a ticket, where it has one."""
+        settings = self.settings.worker
+        confinement = settings.confinement
+        self.method = method = self._chosen()
+        self._say_what_does_not_hold(gpu_env, held)
+        count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
+        env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
+        if self.settings.gpu.request.count > 1 and method.is_own_process:
+            env.update(_for_ranks(settings, self.settings.gpu.request.count))
+        record: dict[str, Any] = {**self.fields, "start_method": method.name, "threads": count}
+        if held is not None:
+            record["lease" if held.shares else "cores_lease"] = held.id
+        display = ProgressDisplay(self.label, record, self.workers.shows_progress)
+        told = Told(record, display, ticket, held)
+        self.told = told.events
+        workers = self.workers
+
+        # Not self in here: who calls it is freed later than the arguments should be.
+        def on_start(pid: int, used: str) -> None:
+            told.on_start(pid, used, is_process=method.is_own_process, is_used_again=workers.is_used_again)
+
+        call = Call(
+            self.task,
+            self.args,
+            self.kwargs,
+            env=env,
+            setup=leased_worker.SETUP,
+            label=self.label,
+            preload=settings.preload,
+            # A confined worker must not have the lock of its lease: it could give it up, and use the GPU on.
+            held=-1 if ticket is None or confinement is not None else ticket.descriptor,
+            log_prefix=_log_prefix(self.fields),
+            confinement=confinement,
+        )
+        error: BaseException | None = None
+        try:
+            with display, _around(method, env):
+                return workers.run(
+                    call,
+                    method,
+                    timeout_s=settings.timeout_s,
+                    on_event=told.on_event,
+                    on_start=on_start,
+                    or_spawn=settings.start_method == "auto",
+                    or_copy=self._may_copy(method),
+                )
+        except start.CopyInsteadError:
+            self.by_name = False
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.memory_bytes = told.memory_bytes if workers.learns_memory else 0
+            told.write_end(error, is_cancelled=workers.is_cancelled)
+        return self.once(gpu_env, ticket, held)
+
+    def _chosen(self) -> StartMethod:
+        settings = self.settings.worker
+        server_first = self.by_name or bool(settings.preload)
+        method = self.workers.choose(settings.start_method, server_first=server_first)
+        if settings.confinement is not None and method.copies_caller:
+            return start.SPAWN  # this process has what a confined worker must not have
+        return method
+
+    def _may_copy(self, method: StartMethod) -> bool:
+        """Tell whether a copy of this process may have the call: a lock in the arguments, say, needs one."""
+        settings = self.settings.worker
+        if settings.confinement is not None or settings.preload:
+            return False
+        return method != self.workers.choose(settings.start_method)
+
+    def _say_what_does_not_hold(self, gpu_env: Mapping[str, str], held: Lease | None) -> None:
+        has_worker = self.method.is_own_process
+        if not has_worker and held is not None and held.shares and is_on_devices_in_use(held) is False:
+            notices.say_once(
+                f"{self.label}: start_method='in-process' runs it on the GPU with which CUDA has "
+                f"started here, and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). "
+                "Use 'auto' or 'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
+            )
+        if reason := guard.why_none(gpu_env, has_worker=has_worker):
+            notices.say_once(f"{self.label}: no GPU guard: {reason}", logging.INFO)
+
+
+def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Return what this process does around a call, so that its threads fit the worker's environment."""
+    if not method.is_own_process:
+        return threads.restored()
+    return threads.prepared({**os.environ, **env}) if method.copies_caller else nullcontext()
+
+
+def _confined(confinement: Confinement | None) -> dict[str, str]:
+    """Return the variables of a worker that say by what it is confined."""
+    if confinement is not None:
+        return confinement.environment()
+    # A worker that a confined one starts is confined with it. Between these two all is one app's.
+    return {CONFINED_VARIABLE: ""} if CONFINED_VARIABLE in os.environ else {}
+
+
+def _for_ranks(settings: WorkerSettings, num_gpus: int) -> dict[str, str]:
+    """Return what a worker has to know that starts a worker for each of several GPUs."""
+    env = {RANKS_VARIABLE: str(num_gpus)}
+    if settings.start_method != "auto":
+        env[START_METHOD_VARIABLE] = settings.start_method
+    if settings.timeout_s is not None:
+        env[DEADLINE_VARIABLE] = str(time.monotonic() + settings.timeout_s)
+    return env
+
+
+def _log_prefix(fields: Mapping[str, Any]) -> str:
+    """Return what is put in front of a worker's log lines: its client and round."""
+    client, server_round = fields["client"], fields["round"]
+    if client == SERVER and is_worker():  # a worker of a worker, which knows its client
+        return events.log_prefix()
+    name = client if client.isprintable() else repr(client)  # a line for each record, whatever it is called
+    whose = "server" if client == SERVER else f"client {name}"
+    return f"{whose}: " if server_round is None else f"{whose}, round {server_round}: "
