@@ -5,7 +5,7 @@
     runner: run_call ── settings ──> leasing: may it use a GPU ──> tries: hold a lease (leasing) ──┐
                                                                   │  ▲                             │
           out_of_memory: the next request, with more of a GPU <───┘  │                             ▼
-                                                                     │   Call with environment.of_worker(lease)
+                                                                     │  Call with environment.of_worker(lease)
                told: what the worker tells, for trace and ticket ────┘                             │
                      footprints <── its memory <── gpu_use <── leased_worker.setup around the task <┘
                                                                ├ frameworks are held to the lease
