@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
 from flower_gpu.flower import message_call
 from flower_gpu.flower.records import records_in
-from flower_gpu.ranks import rank, results
+from flower_gpu.ranks import rank, results, run
 from flower_gpu.ranks.rank import Rendezvous
 from flower_gpu.ranks.results import RankNumbers
-
-if TYPE_CHECKING:
-    from flower_gpu.ranks.function import Distributed
+from flower_gpu.workers.call import Task
 
 _TASK: Final = "flower_gpu.flower.rank_messages:main"
 # By which strategies weight: the first is what Flower's look for.
 _COUNTS: Final = ("num-examples", "num_examples")
 
 
-def call(function: Distributed, count: int, *args: Any, **kwargs: Any) -> Any:
+def call(function: Task, timeout_s: float, count: int, *args: Any, **kwargs: Any) -> Any:
     """Run a function that gets a Context in ranks, and take over what rank 0 did to the Context's state.
 
-    ``function``: what the user made of a function.
-    ``count``: how many ranks.
+    ``function``: the user's, in ``count`` ranks that wait ``timeout_s`` seconds for each other at one point.
     ``args``, ``kwargs``: its arguments, a ``Context`` among the first.
     Returns what rank 0 returned, such as the reply, with metrics averaged over the ranks.
     """
-    from flower_gpu.ranks import run
-
     rest = {"kwargs": kwargs, "identity": message_call.identity()}
-    value, state = run.run(function, count, args, rest, task=_TASK, merged=_merged)
+    value, state = run.run(function, timeout_s, count, args, rest, task=_TASK, merged=_merged)
     message_call.take_over(_context_in(args).state, state)
     return value
 
 
-def main(
-    rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], rest: Mapping[str, Any]
-) -> Any:
+def main(rendezvous: Rendezvous, function: Task, args: tuple[Any, ...], rest: Mapping[str, Any]) -> Any:
     """Run the function among the other ranks; runs in a worker of its own."""
     message_call.assume(rest["identity"])
     value = rank.run(rendezvous, function, args, rest["kwargs"])

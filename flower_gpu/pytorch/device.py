@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -35,20 +34,16 @@ def device() -> torch.device:
 
 
 def to_device(thing: T, device: torch.device | str | int | None = None) -> T:
-    """Bring a model, a batch, an optimizer's state or any nest of tensors to a device.
+    """Bring a model, a batch or any nest of tensors to a device.
 
     Parameters
     ----------
     thing : object
-        - Module: moved in place, as by ``module.to``. Tensors that its parts share stay shared.
-        - Optimizer: its state is moved in place to where its parameters are; the parameters move with
-          their module, so move that first. ``step`` stays on the CPU unless the optimizer is fused or
-          capturable: PyTorch wants it so.
+        - Module: moved in place, as by ``module.to``.
         - Tensor: a leaf that requires a gradient becomes such a leaf; one with a history keeps it.
         - numpy array of numbers or booleans: becomes a tensor. It shares the array's memory on the CPU,
           if the array can be written to.
-        - Mapping, list, tuple (named too), set, dataclass (frozen too): a new one of the same kind with its
-          contents moved, or the same object where nothing had to be.
+        - Mapping, list, tuple (named too): a new one of the same kind with its contents moved.
         - Object with a ``to`` method that takes a device (a tokenizer's ``BatchEncoding``, a
           ``PackedSequence``, a graph): what that returns.
         - Anything else, as None, numbers and strings: itself.
@@ -58,17 +53,15 @@ def to_device(thing: T, device: torch.device | str | int | None = None) -> T:
     Returns
     -------
     object
-        The same kind of thing on the device; ``thing`` itself if it is there already. An object that occurs
-        several times in a nest is moved once and stays the same object. Copies from pinned memory do not
-        wait for the GPU, which uses them in order; do not overwrite the source at once.
+        The same kind of thing on the device. Copies from pinned memory do not wait for the GPU, which uses
+        them in order; do not overwrite the source at once.
 
     Raises
     ------
     ConfigError
-        If there is no such device in this process, if a tensor is on the meta device and so has no values,
-        or if an optimizer's parameters are not on ``device``.
+        If there is no such device in this process, or if a tensor is on the meta device and so has no values.
     """
-    return cast(T, _Nest(_ToDevice(_checked(device), explicit=device is not None)).map(thing))
+    return cast(T, _mapped(partial(_there, _checked(device)), thing))
 
 
 def to_numpy(thing: Any) -> Any:
@@ -91,136 +84,48 @@ def to_numpy(thing: Any) -> Any:
         If a tensor has no numpy counterpart (sparse, quantised, float8, meta), or for a module: see
         :func:`flower_gpu.pytorch.weights.get_weights`.
     """
-    return _Nest(_to_numpy).map(thing)
+    return _mapped(_back, thing)
 
 
-#: Handles one object: returns what it becomes, or :data:`_DESCEND` to look inside.
-_Handle = Callable[[Any, "_Nest"], Any]
-_DESCEND: Final = object()
-
-
-class _Nest:
-    """Applies a function to what is in a nest, once to each object."""
-
-    def __init__(self, handle: _Handle) -> None:
-        self._handle = handle
-        # With the source, so that its id is not given to another object meanwhile.
-        self._done: dict[int, tuple[Any, Any]] = {}
-
-    def map(self, thing: Any) -> Any:
-        """Return what ``thing`` becomes: itself where nothing changes."""
-        if id(thing) in self._done:
-            return self._done[id(thing)][1]
-        made = self._handle(thing, self)
-        if made is _DESCEND:
-            made = self._rebuilt(thing)
-        self._done[id(thing)] = (thing, made)
+def _mapped(convert: Callable[[Any], Any], thing: Any) -> Any:
+    """Return what a function makes of a thing; where that is NotImplemented, of what is in the thing."""
+    if (made := convert(thing)) is not NotImplemented:
         return made
-
-    def _rebuilt(self, thing: Any) -> Any:
-        if isinstance(thing, Mapping):
-            return self._mapping(thing)
-        if isinstance(thing, list | tuple | set | frozenset | deque):
-            return self._sequence(thing)
-        if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-            return self._dataclass(thing)
-        return thing
-
-    def _mapping(self, thing: Mapping[Any, Any]) -> Any:
-        changed = self._changed((key, thing[key]) for key in thing)
-        if not changed:
-            return thing
-        if not isinstance(thing, MutableMapping):
-            return {**thing, **changed}
+    if isinstance(thing, MutableMapping):
         made = copy.copy(thing)  # keeps what a subclass has besides, as a defaultdict its factory
-        for key, value in changed.items():
-            made[key] = value
+        for key in thing:
+            made[key] = _mapped(convert, thing[key])
         return made
-
-    def _sequence(self, thing: Any) -> Any:
-        items = list(thing)
-        made = [self.map(item) for item in items]
-        if all(new is old for new, old in zip(made, items, strict=True)):
-            return thing
-        if hasattr(thing, "_make"):  # a named tuple
-            return thing._make(made)
-        if isinstance(thing, deque):
-            return type(thing)(made, thing.maxlen)
-        return type(thing)(made)
-
-    def _dataclass(self, thing: Any) -> Any:
-        names = [field.name for field in dataclasses.fields(thing) if hasattr(thing, field.name)]
-        changed = self._changed((name, getattr(thing, name)) for name in names)
-        if not changed:
-            return thing
-        made = copy.copy(thing)
-        for name, value in changed.items():
-            object.__setattr__(made, name, value)  # also where it is frozen
-        return made
-
-    def _changed(self, items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        made = ((key, value, self.map(value)) for key, value in items)
-        return {key: new for key, old, new in made if new is not old}
+    if isinstance(thing, Mapping):
+        return {key: _mapped(convert, thing[key]) for key in thing}
+    if isinstance(thing, list | tuple):
+        items = [_mapped(convert, item) for item in thing]
+        return thing._make(items) if hasattr(thing, "_make") else type(thing)(items)
+    return thing
 
 
-class _ToDevice:
-    """Moves one object to a device."""
-
-    def __init__(self, target: torch.device, *, explicit: bool) -> None:
-        self._target = target
-        self._explicit = explicit
-
-    def __call__(self, thing: Any, nest: _Nest) -> Any:
-        if isinstance(thing, torch.Tensor):
-            return _moved(thing, self._target)
-        if isinstance(thing, nn.Module):
-            return self._module(thing)
-        if isinstance(thing, torch.optim.Optimizer):
-            return self._optimizer(thing)
-        if isinstance(thing, np.ndarray) and thing.dtype.kind in _NUMBERS:
-            return _moved(_tensor(thing), self._target)
-        if _takes_device(thing):
-            return thing.to(self._target)
-        return _DESCEND
-
-    def _module(self, module: nn.Module) -> nn.Module:
-        shared = shared_tensors(module)
+def _there(target: torch.device, thing: Any) -> Any:
+    if isinstance(thing, torch.Tensor):
+        return _moved(thing, target)
+    if isinstance(thing, nn.Module):
         try:
-            module.to(self._target)
+            return thing.to(target)
         except NotImplementedError as error:
-            raise _no_values(type(module).__name__) from error
-        # module.to puts a copy of its own into each place of a shared buffer; and of a shared parameter, too,
-        # where it cannot give the present one other contents (meta).
-        share_again(shared)
-        return module
-
-    def _optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if self._explicit and not _is_on(parameter, self._target):
-                    raise ConfigError(
-                        f"the parameters of {type(optimizer).__name__} are on {parameter.device}, not on "
-                        f"{self._target}: move the model there first, then its optimizer"
-                    )
-                if parameter in optimizer.state:
-                    state = optimizer.state[parameter]
-                    on_gpu = group.get("fused") or group.get("capturable")
-                    for key, value in state.items():
-                        to_cpu = key == "step" and not on_gpu
-                        where = torch.device("cpu") if to_cpu else parameter.device
-                        state[key] = _Nest(_ToDevice(where, explicit=True)).map(value)
-        return optimizer
+            raise _no_values(type(thing).__name__) from error
+    if isinstance(thing, np.ndarray) and thing.dtype.kind in _NUMBERS:
+        return _moved(_tensor(thing), target)
+    return thing.to(target) if _takes_device(thing) else NotImplemented
 
 
-def _to_numpy(thing: Any, nest: _Nest) -> Any:
+def _back(thing: Any) -> Any:
     if isinstance(thing, torch.Tensor):
         return _array(thing)
-    if isinstance(thing, nn.Module | torch.optim.Optimizer):
+    if isinstance(thing, nn.Module):
         raise ConfigError(
             f"{type(thing).__name__} cannot become a numpy array: flower_gpu.pytorch.weights.get_weights "
-            "returns a model's weights; of an optimizer pass its state_dict()"
+            "returns a model's weights"
         )
-    return _DESCEND
+    return NotImplemented
 
 
 def _checked(device: torch.device | str | int | None) -> torch.device:
@@ -310,23 +215,6 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
         except TypeError:
             problem = f"numpy has nothing like {tensor.dtype}; convert it, for instance with .float()"
     raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} cannot become a numpy array: {problem}")
-
-
-def shared_tensors(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of each parameter and buffer that has more than one: where it is, by what name."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for named in (part.named_parameters, part.named_buffers):
-            for name, tensor in named(recurse=False, remove_duplicate=False):
-                places.setdefault(id(tensor), []).append((part, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def share_again(shared: list[list[tuple[nn.Module, str]]]) -> None:
-    """Put one tensor into all places of each that was shared."""
-    for (first, first_name), *others in shared:
-        for part, name in others:
-            setattr(part, name, getattr(first, first_name))
 
 
 def from_numpy(array: NDArray[Any]) -> torch.Tensor:

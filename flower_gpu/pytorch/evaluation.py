@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DistributedSampler
 
 from flower_gpu.errors import ConfigError
-from flower_gpu.pytorch import group
 from flower_gpu.pytorch.device import device as worker_device
+from flower_gpu.pytorch.distributed import summed_tensor
 
 
 def classification_metrics(
@@ -126,7 +126,7 @@ def _count(
     examples = torch.full((1,), num_examples, dtype=torch.float64, device=device)
     figures = torch.cat([examples, sums, counts.flatten().double()])
     if left is not None:
-        figures = group.summed_tensor(figures)
+        figures = summed_tensor(figures)
     values = figures.cpu().numpy()
     return int(values[0]), values[1:3], values[3:].reshape(3, -1)
 

@@ -8,6 +8,7 @@ way in. Strategies average integer and boolean buffers into floats; those are ro
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flower_gpu import files
 from flower_gpu.errors import ConfigError, WeightsError
 from flower_gpu.frameworks import array_checks
-from flower_gpu.pytorch import group
 from flower_gpu.pytorch.device import from_numpy
+from flower_gpu.pytorch.distributed import rank
 
 
 def get_weights(model: nn.Module) -> list[NDArray[Any]]:
@@ -188,7 +189,7 @@ def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.Pat
     except ImportError as error:
         raise ConfigError("saving a model needs safetensors: pip install 'safetensors>=0.4'") from error
     entries = _entries(model)
-    if group.rank() != 0:
+    if rank() != 0:
         return
     tensors: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
@@ -214,7 +215,7 @@ def _entries(
     """Return the detached tensors of a ``state_dict``, or raise if one holds no plain values."""
     if isinstance(model, nn.Module):
         model = _own(model)
-        state = group.full_state(model) if group.is_sharded(model) else model.state_dict()
+        state = _full_state(model) if is_sharded(model) else model.state_dict()
     else:
         state = dict(model)
         if not is_divided and any(hasattr(tensor, "full_tensor") for tensor in state.values()):
@@ -279,8 +280,8 @@ def _load(
     # Not a copy_ of our own: some modules give out tensors in their state_dict that are not the
     # ones they compute with, and load_state_dict knows how to load those too. It needs the versions
     # of modules that came with this very dict, or it may take the arrays for an old release's.
-    if group.is_sharded(model):
-        group.load_full_state(model, tensors)
+    if is_sharded(model):
+        _load_full_state(model, tensors)
         return
     state.update(tensors)
     model.load_state_dict(state, strict=True)
@@ -289,3 +290,31 @@ def _load(
 def _to_tensor(value: object, tensor: torch.Tensor, dtype: np.dtype[Any]) -> torch.Tensor:
     """Return ``value`` as a CPU tensor for the entry ``tensor``, without a copy if possible."""
     return from_numpy(array_checks.fitted(value, tuple(tensor.shape), dtype))
+
+
+# Models whose parameters are divided over ranks (FSDP). Sources: "torch.distributed.fsdp.fully_shard" and
+# "Distributed Checkpoint" in PyTorch's documentation.
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Tell whether a model's parameters are divided over ranks."""
+    # Not by its parameters: after an evaluation those of the outermost module are still whole.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
+
+
+def _full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the ``state_dict`` of a divided model as a whole, on the CPU; all ranks call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    return state
+
+
+def _load_full_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give each rank its part of a ``state_dict`` that rank 0 has, or any has; all ranks call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(state), options=options)

@@ -57,8 +57,8 @@ class Distributed:
                 )
             return load_task(self.task)(*args, **kwargs)
         if any(_is_context(value) for value in args):
-            return load_task(_MESSAGE_CALL)(self, count, *args, **kwargs)
-        return run.run(self, count, args, kwargs)
+            return load_task(_MESSAGE_CALL)(self, self.timeout_s, count, *args, **kwargs)
+        return run.run(self, self.timeout_s, count, args, kwargs)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         return self if instance is None else MethodType(self, instance)

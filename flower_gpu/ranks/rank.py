@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from flower_gpu.ranks import results
-from flower_gpu.workers import events
-from flower_gpu.workers.call import load_task
-
-if TYPE_CHECKING:
-    from flower_gpu.ranks.function import Distributed
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flower_gpu import files
 from flower_gpu.errors import WorkerError
-from flower_gpu.workers import socket_folder
+from flower_gpu.ranks import results
+from flower_gpu.workers import events, socket_folder
+from flower_gpu.workers.call import Task, load_task
 
 
 @dataclass(frozen=True)
@@ -64,25 +58,22 @@ def remove_left_of_nccl() -> None:
                     path.unlink()
 
 
-def main(
-    rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run the function among the others; runs in a worker of its own."""
-    value = run(rendezvous, function, args, kwargs)
+def main(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the user's function among the others; runs in a worker of its own."""
+    value = run(rendezvous, task, args, kwargs)
     return value if rendezvous.rank == 0 else results.part_of(value)
 
 
-def run(
-    rendezvous: Rendezvous, function: Distributed, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run(rendezvous: Rendezvous, task: Task, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return what the function returned in this rank."""
-    task = load_task(function.task)
-    # With the function, its libraries: PyTorch is imported by now, and one that is not is of no use here.
-    from flower_gpu.pytorch import group
+    function = load_task(task)  # what a Distributed is in a rank, which has one GPU: a call of its function
+    from flower_gpu.pytorch import distributed
 
     try:
-        with group.joined(rendezvous.file, rendezvous.rank, rendezvous.world_size, rendezvous.timeout_s):
-            return task(*args, **kwargs)
+        with distributed.joined(
+            rendezvous.file, rendezvous.rank, rendezvous.world_size, rendezvous.timeout_s
+        ):
+            return function(*args, **kwargs)
     except Exception as error:
-        events.send("rank_failed", of_others=group.is_of_others(error))
+        events.send("rank_failed", of_others=distributed.is_of_others(error))
         raise

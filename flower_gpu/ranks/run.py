@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from flower_gpu.calls import environment, leased_worker, leasing
 from flower_gpu.calls.gpu_use import THIS_WORKER, RankFigures
@@ -27,9 +27,6 @@ from flower_gpu.workers.call import Call, Task
 from flower_gpu.workers.life import StopOrder
 from flower_gpu.workers.own_process import facts
 from flower_gpu.workers.threads import cores, openmp_threads
-
-if TYPE_CHECKING:
-    from flower_gpu.ranks.function import Distributed
 
 #: What a rank runs; see :func:`flower_gpu.ranks.rank.main`.
 RANK_TASK: Final = "flower_gpu.ranks.rank:main"
@@ -62,7 +59,8 @@ def is_asked_for_one() -> bool:
 
 
 def run(
-    function: Distributed,
+    function: Task,
+    timeout_s: float,
     count: int,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -71,6 +69,9 @@ def run(
     merged: Callable[[Sequence[Any]], Any] = results.merged,
 ) -> Any:
     """Run a function in so many ranks.
+
+    ``timeout_s``: that ranks wait for each other at one point.
+    ``task``: what a rank runs, with the function as an argument; ``merged``: makes one result of all.
 
     Raises RankError if a rank failed, which ends the others.
     Raises InvalidResultError if ranks returned what does not fit together.
@@ -83,7 +84,7 @@ def run(
         calls = [
             _call(
                 task,
-                Rendezvous(place, rank, count, function.timeout_s),
+                Rendezvous(place, rank, count, timeout_s),
                 lease,
                 share,
                 (function, args, kwargs),

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flower_gpu import device, distributed, to_device
-from flower_gpu.pytorch import group
-from flower_gpu.pytorch.distributed import rank, total, world_size
-from flower_gpu.pytorch.weights import get_weights, set_weights
+from flower_gpu.pytorch.distributed import joined, rank, total, world_size
+from flower_gpu.pytorch.weights import get_weights, is_sharded, set_weights
 
 GIB = 1 << 30
 
@@ -71,7 +70,7 @@ def nccl_alone() -> dict[str, Any]:
     """Do all that ranks do with NCCL in a group of one, which needs no second GPU."""
     descriptor = os.memfd_create("test")
     file = f"/proc/{os.getpid()}/fd/{descriptor}"
-    with group.joined(file, 0, 1, 60):
+    with joined(file, 0, 1, 60):
         torch.distributed.barrier()
         value = torch.ones(3, dtype=torch.float64, device=device())
         torch.distributed.all_reduce(value)
@@ -88,6 +87,6 @@ def nccl_alone() -> dict[str, Any]:
             "backend": torch.distributed.get_backend(),
             "sum": value.tolist(),
             "objects": objects,
-            "is_sharded": group.is_sharded(divided),
+            "is_sharded": is_sharded(divided),
             "off": off,
         }

@@ -1,10 +1,9 @@
-"""Modules, batches, optimizer state and auxiliary variables to a device, and results back."""
+"""Modules, batches and auxiliary variables to a device, and results back."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,22 +27,6 @@ class Pair(NamedTuple):
     label: Any
 
 
-@dataclass(frozen=True)
-class Frozen:
-    x: torch.Tensor
-    name: str
-    nested: dict[str, Any] = field(default_factory=dict)
-    length: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "length", self.length + 1)
-
-
-@dataclass(slots=True)
-class Slotted:
-    x: torch.Tensor
-
-
 class Encoding(UserDict):  # type: ignore[type-arg]
     """As transformers' BatchEncoding: moves itself, in place."""
 
@@ -63,9 +46,6 @@ def batch() -> dict[str, Any]:
         "list": [torch.ones(2), None, "text", 3],
         "tuple": (shared, {"deep": shared}),
         "named": Pair(torch.ones(1), 7),
-        "frozen": Frozen(torch.ones(1), "a", {"y": torch.ones(1)}),
-        "slotted": Slotted(torch.ones(4)),
-        "deque": deque([torch.ones(1)], maxlen=5),
         "ordered": OrderedDict(b=torch.ones(1), a=torch.ones(1)),
         "proxy": MappingProxyType({"t": torch.ones(1)}),
         "quantity": Quantity(),
@@ -80,12 +60,8 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
             found.append(one)
         elif hasattr(one, "items"):
             [note(value) for value in one.values()]
-        elif isinstance(one, list | tuple | deque):
+        elif isinstance(one, list | tuple):
             [note(value) for value in one]
-        elif isinstance(one, Frozen):
-            note([one.x, one.nested])
-        elif isinstance(one, Slotted):
-            note(one.x)
 
     note(thing)
     return found
@@ -95,34 +71,20 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 def test_every_tensor_of_a_nest_arrives_and_the_rest_is_as_it_was(target: str) -> None:
     before = batch()
     after = to_device(before, target)
-    assert len(tensors_in(after)) == len(tensors_in(before)) == 11
+    assert len(tensors_in(after)) == len(tensors_in(before)) == 7
     assert {tensor.device.type for tensor in tensors_in(after)} == {target}
     assert {tensor.device.type for tensor in tensors_in(before)} == {"cpu"}
     assert after["list"][1:] == [None, "text", 3]
     assert type(after["named"]) is Pair and after["named"].label == 7
-    assert type(after["frozen"]) is Frozen and after["frozen"].name == "a"
-    assert after["frozen"].length == 1  # not initialised a second time
     assert type(after["ordered"]) is OrderedDict and list(after["ordered"]) == ["b", "a"]
-    assert after["deque"].maxlen == 5
     assert after["quantity"] is before["quantity"]
-
-
-@pytest.mark.parametrize("target", DEVICES)
-def test_a_tensor_that_occurs_twice_is_moved_once(target: str) -> None:
-    after = to_device(batch(), target)
-    assert after["tuple"][0] is after["tuple"][1]["deep"]
-
-
-@pytest.mark.parametrize("target", DEVICES)
-def test_what_is_there_already_is_returned_itself(target: str) -> None:
-    once = to_device(batch(), target)
-    again = to_device(once, target)
-    assert again is once
 
 
 def test_the_default_is_the_workers_device() -> None:
     assert device() == flower_gpu.device() == torch.device("cuda:0" if CUDA else "cpu")
     assert to_device(torch.ones(1)).device == device()
+    there = torch.ones(1, device=device())
+    assert to_device([there])[0] is there
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -179,96 +141,11 @@ def test_sparse_tensors_move(target: str) -> None:
     assert moved[0].is_sparse and moved[0].device.type == target
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.out = nn.Linear(4, 5, bias=False)
-        self.out.weight = self.embed.weight
-        table = torch.arange(4.0)
-        self.register_buffer("table", table)
-        self.out.register_buffer("table", table)
-
-
 @pytest.mark.parametrize("target", DEVICES)
-def test_a_module_moves_in_place_and_what_it_shares_stays_shared(target: str) -> None:
-    model = Tied()
+def test_a_module_moves_in_place(target: str) -> None:
+    model = nn.Linear(3, 2)
     assert to_device({"model": model}, target)["model"] is model
     assert {tensor.device.type for tensor in model.state_dict().values()} == {target}
-    assert model.out.weight is model.embed.weight
-    assert model.out.table is model.table
-    assert len(list(model.parameters())) == 1
-
-
-def trained(target: str, make: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and its optimizer after one step."""
-    model = nn.Linear(3, 2, device=target)
-    optimizer = make(model.parameters(), lr=0.1, **options)
-    step(model, optimizer, target)
-    return model, optimizer
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, target: str) -> None:
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        value = model(torch.ones(4, 3, device=target)).square().sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("target", DEVICES)
-@pytest.mark.parametrize(
-    ("make", "options", "step_moves"),
-    [
-        (torch.optim.SGD, {"momentum": 0.9}, None),
-        (torch.optim.AdamW, {}, False),
-        (torch.optim.AdamW, {"fused": True}, True),
-        (torch.optim.LBFGS, {}, None),
-    ],
-)
-def test_optimizer_state_follows_its_parameters(
-    make: Any, options: dict[str, Any], step_moves: bool | None, target: str
-) -> None:
-    """The state was saved by a client without a GPU, so it is on the CPU."""
-    _, saved = trained("cpu", make, **options)
-    model = nn.Linear(3, 2, device=target)
-    optimizer = make(model.parameters(), lr=0.1, **options)
-    places = zip(saved.param_groups[0]["params"], model.parameters(), strict=True)
-    optimizer.state.update({new: saved.state[old] for old, new in places if old in saved.state})
-    assert optimizer.state
-
-    assert to_device({"optimizer": optimizer})["optimizer"] is optimizer
-
-    checked = 0
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            for tensor in value if isinstance(value, list) else [value]:
-                if isinstance(tensor, torch.Tensor):
-                    stays = key == "step" and not step_moves
-                    assert tensor.device.type == ("cpu" if stays else target), key
-                    checked += 1
-    assert checked >= 2
-    if target != "meta":
-        step(model, optimizer, target)
-
-
-def test_optimizer_state_that_is_there_stays_the_same_objects() -> None:
-    _, optimizer = trained("cpu", torch.optim.AdamW)
-    before = [id(value) for state in optimizer.state.values() for value in state.values()]
-    assert to_device(optimizer, "cpu") is optimizer
-    assert [id(value) for state in optimizer.state.values() for value in state.values()] == before
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].to("meta")
-    with pytest.raises(ConfigError, match="meta device"):
-        to_device(optimizer)
-
-
-def test_an_optimizer_does_not_move_parameters() -> None:
-    _, optimizer = trained("cpu", torch.optim.SGD)
-    with pytest.raises(ConfigError, match=r"SGD are on cpu, not on meta: move the model there first"):
-        to_device(optimizer, "meta")
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:99", 3.5, True, "xla:0", -7])
@@ -308,12 +185,9 @@ def test_results_come_back_as_arrays(source: str) -> None:
 
 def test_arrays_of_cpu_tensors_share_their_memory() -> None:
     tensor = torch.zeros(3)
-    array, same = to_numpy([tensor, tensor])
-    assert array is same
+    [array] = to_numpy([tensor])
     tensor[0] = 1
     assert array[0] == 1
-    nothing = {"a": 1, "b": [np.ones(1)]}
-    assert to_numpy(nothing) is nothing
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import flower_gpu
 from flower_gpu import distributed
 from flower_gpu.errors import WeightsError
-from flower_gpu.pytorch import group
 from flower_gpu.pytorch.distributed import mean as mean_over_ranks
 from flower_gpu.pytorch.distributed import rank, total, world_size
 from flower_gpu.pytorch.evaluation import classification_metrics
-from flower_gpu.pytorch.weights import get_state, get_weights, save_model, set_state, set_weights
+from flower_gpu.pytorch.weights import get_state, get_weights, is_sharded, save_model, set_state, set_weights
 
 
 class Net(nn.Module):
@@ -147,7 +146,7 @@ def parts(weights: list[np.ndarray]) -> dict[str, Any]:
         "of": sum(each.numel() for each in model.parameters()),
         "tied": model.again.weight is model.first.weight,
         "scale": [float(model.scale), float(model.last.scale)],
-        "is_sharded": group.is_sharded(model),
+        "is_sharded": is_sharded(model),
         "back": again,
         "plus_one": get_weights(model),
     }
