@@ -11,8 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import files, trace
@@ -82,7 +81,7 @@ class Tries:
     fields: Mapping[str, Any]
     workers: Workers
     by_name: bool  # and a fork server can have it, as far as is known
-    told: Mapping[str, dict[str, Any]] = MappingProxyType({})  # what the last worker has told, by event
+    told: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what the last worker told
     method: StartMethod = start.SPAWN  # by which it was tried last
     memory_bytes: int = 0  # that the last worker took, as far as it has told
 
