@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from flower_gpu.calls.settings import reserve_bytes
-from flower_gpu.cli.verbosity import is_quiet
 from flower_gpu.gpu import inventory
 from flower_gpu.leases.admission import CORES, MEMORY, kind_of
 from flower_gpu.leases.entries import Entry, pid_namespace
@@ -46,8 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(describe(ledger, state), indent=2))
         return 0
-    if ledger.folder.reason and not is_quiet(arguments):
-        print(f"note: {ledger.folder.reason}")
     for line in _lines(state):
         print(line)
     return 0
@@ -58,7 +55,6 @@ def describe(ledger: Ledger, state: State) -> dict[str, Any]:
     capacity = {card.uuid: card.capacity_bytes for card in state.cards}
     return {
         "ledger": str(ledger.folder.root),
-        "ledger_problem": ledger.folder.reason,
         "gpus": [
             {
                 "index": gpu.index,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +15,6 @@ from flower_gpu.leases.entries import Reader, pid_namespace
 from flower_gpu.leases.ledger import Ledger
 from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.printable import account_name, path_text
-from flower_gpu.workers import state_folder
 
 _VARIABLE: Final = "FLOWER_GPU_LEDGER_DIR"
 _DEFAULT: Final = "/tmp"
@@ -30,23 +28,17 @@ def folder() -> Iterator[Found]:
     asked = os.environ.get(_VARIABLE)
     root = Path(asked or _DEFAULT).absolute()
     try:
-        ledger = LedgerFolder.find()
-        if not ledger.reason:
-            ledger.own()
+        LedgerFolder.find().own()
     except (LeaseError, OSError) as error:
         todo = f"mkdir -p -m 1777 {root}" if not root.is_dir() else "make it writable, or name another folder"
         yield "problem", str(error), todo
-        return
-    if ledger.reason:
-        todo = f"chmod 1777 {root}, or {_VARIABLE}=a folder that all accounts can write to"
-        yield "problem" if asked else "note", f"{ledger.reason} (it is in {ledger.root})", todo
         return
     mode = root.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         text = f"anybody can take away others' leases in {root}: it is not sticky"
         yield "problem", text, f"chmod +t {root}"
     elif not mode & stat.S_IWOTH:
-        text = f"{root}: not every account can write there, and those that cannot have their own ledgers"
+        text = f"{root}: not every account can write there, and those that cannot get no lease"
         yield "note", text, f"nothing, if only this account uses GPUs; else chmod 1777 {root}"
     else:
         yield "ok", f"{root}, for all accounts of this host"
@@ -57,28 +49,22 @@ def folder() -> Iterator[Found]:
 
 
 def only_one(found: Inventory) -> Iterator[Found]:
-    """Check that nobody leases these GPUs in a ledger that this shell would have with other variables."""
+    """Check that nobody leases these GPUs in the ledger that this shell would have without its variable."""
+    root = Path(_DEFAULT)
     try:
         own = LedgerFolder.find().root
-    except LeaseError:
+        if root.samefile(own):
+            return
+        there = [one for one in Reader().read(LedgerFolder(root).all()) if one.is_alive()]
+    except (LeaseError, OSError):
         return  # the check of the folder tells
-    clean = True
     uuids = {gpu.uuid for gpu in found.gpus}
-    for root in (Path(_DEFAULT), state_folder.state_dir() / "ledger"):
-        with suppress(OSError):  # it is not there, or not for this account
-            if root.samefile(own):
-                continue
-            there = [one for one in Reader().read(LedgerFolder(root).all()) if one.is_alive()]
-            gpus = [
-                {*(part.uuid for part in one.parts), *(each.uuid for each in one.gpu_needs)} for one in there
-            ]
-            ours = sum(not uuids.isdisjoint(each) for each in gpus)
-            if ours:
-                clean = False
-                number = "1 lease or request is" if ours == 1 else f"{ours} leases or requests are"
-                text = f"{number} in another ledger, {root}: both give out the same memory"
-                yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own}"
-    if clean:
+    gpus = [{*(part.uuid for part in one.parts), *(need.uuid for need in one.gpu_needs)} for one in there]
+    if ours := sum(not uuids.isdisjoint(each) for each in gpus):
+        number = "1 lease or request is" if ours == 1 else f"{ours} leases or requests are"
+        text = f"{number} in another ledger, {root}: both give out the same memory"
+        yield "problem", text, f"start all that share these GPUs with {_VARIABLE}={own}"
+    else:
         yield "ok", f"no leases in another ledger were found beside {own}"
 
 

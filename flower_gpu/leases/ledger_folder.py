@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_gpu import files
-from flower_gpu.errors import ConfigError, LeaseError
+from flower_gpu.errors import LeaseError
 from flower_gpu.printable import account_name
-from flower_gpu.workers import state_folder
 
 _PREFIX = "flower-gpu-leases-"
 _MUTEX = "flower-gpu-leases.mutex"
@@ -31,34 +30,30 @@ class LedgerFolder:
     """The ledger of a host."""
 
     root: Path  # the folder that all users of the ledger share
-    reason: str | None = None  # why it is not the host's, if it is this account's alone
     # How long to wait for the mutex, in seconds. It is held for milliseconds; a process that was stopped
     # may hold it for ever.
     mutex_wait_s: float = 60.0
 
     @classmethod
     def find(cls) -> LedgerFolder:
-        """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``), or this account's own where that fails.
+        """Return the host's ledger (``FLOWER_GPU_LEDGER_DIR``).
 
-        Raises LeaseError if the folder of the variable is not there, or no folder can be used.
+        Raises LeaseError if its folder is not there, or this account cannot write to it. Leases in another
+        folder would be of the same GPUs.
         """
-        asked = os.environ.get("FLOWER_GPU_LEDGER_DIR")
-        root = Path(asked or "/tmp").absolute()
+        root = Path(os.environ.get("FLOWER_GPU_LEDGER_DIR") or "/tmp").absolute()
         try:
             is_there = root.is_dir()
         except PermissionError as error:
-            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not for this account: {error}") from error
+            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not for this account: {error}") from error
         if not is_there:
-            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={asked} is not a folder; make it, with mode 1777")
-        if os.access(root, os.W_OK | os.X_OK | os.R_OK):
-            return cls(root)
-        reason = f"{root} cannot be written to by this account"
-        try:
-            own = state_folder.made_state_dir() / "ledger"
-            own.mkdir(mode=0o700, exist_ok=True)
-        except (ConfigError, OSError) as error:
-            raise LeaseError(f"{reason}, and it can have no ledger of its own: {error}") from error
-        return cls(own, f"{reason}: its leases do not see those of others")
+            raise LeaseError(f"FLOWER_GPU_LEDGER_DIR={root} is not a folder; make it, with mode 1777")
+        if not os.access(root, os.W_OK | os.X_OK | os.R_OK):
+            raise LeaseError(
+                f"FLOWER_GPU_LEDGER_DIR={root} cannot be written to by this account; give it mode 1777, or "
+                "have all accounts of this host use another folder"
+            )
+        return cls(root)
 
     def own(self) -> Path:
         """Return this account's folder; make it where it is missing.

@@ -46,7 +46,6 @@ def test_the_text_and_the_json_are_those_of_the_documentation(shell: Shell, host
     assert steady(shell("leases")) == steady(shown)
     told = parsed(shell)
     assert told["ledger"] == str(shell.ledger)
-    assert told["ledger_problem"] is None
     assert [gpu["uuid"] for gpu in told["gpus"]] == host.uuids
     assert [gpu["capacity_bytes"] for gpu in told["gpus"]] == [CAPACITY - 2 * GIB, CAPACITY]
     assert [holder["label"] for holder in told["holders"]] == [f"fit of client {n}" for n in range(3)]

@@ -174,9 +174,6 @@ class Commands:
     def status(self) -> Any:
         return described(self.ledger.status())
 
-    def folder(self) -> Any:
-        return {"root": str(self.ledger.folder.root), "reason": self.ledger.folder.reason}
-
     def patience(self, seconds: float) -> None:
         """Wait only so long for NVML."""
         inventory._START_S = inventory._ANSWER_S = seconds
@@ -201,8 +198,7 @@ class Commands:
         self.held.__enter__()
 
     def short_mutex(self, wait_s: float) -> None:
-        found = self.ledger.folder
-        self.ledger.folder = LedgerFolder(found.root, found.reason, mutex_wait_s=wait_s)
+        self.ledger.folder = LedgerFolder(self.ledger.folder.root, mutex_wait_s=wait_s)
 
     def few_files(self, left: int) -> None:
         """Let this process open only so many more files."""

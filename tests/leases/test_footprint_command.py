@@ -117,14 +117,6 @@ def test_clear(
         )
 
 
-@pytest.mark.parametrize("arguments", [("--json", "clear"), ("clear", "--json")])
-def test_clear_in_json(
-    learned: Footprints, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
-    assert run(*arguments) == 0
-    assert json.loads(capsys.readouterr().out) == {"cleared": 3}
-
-
 def test_broken_file_is_no_crash(capsys: pytest.CaptureFixture[str]) -> None:
     (state_folder.made_state_dir() / "footprints.json").write_text("{")
     with pytest.warns(RuntimeWarning, match="could not be read"):

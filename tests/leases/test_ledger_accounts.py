@@ -150,20 +150,12 @@ def test_a_folder_that_another_account_has_made_is_not_used(open_host: LedgerHos
         theirs("acquire", memory=GIB)
 
 
-def test_an_account_that_cannot_write_there_has_its_own_ledger_and_is_told(open_host: LedgerHost) -> None:
+def test_a_ledger_folder_that_cannot_be_used_is_an_error(open_host: LedgerHost) -> None:
     open_host.root.chmod(0o555)
     user = {"CLAIMANT_USER": str(OTHER)} if os.getuid() == 0 else {}
-    one, other = open_host.start(2, **user)
-    folder = one("folder")
-    assert folder["root"].startswith(open_host.env["FLOWER_GPU_STATE_DIR"])
-    assert f"{open_host.root} cannot be written to by this account" in folder["reason"]
-    one("acquire", memory=16 * GIB, count=2)
-    other.tell("acquire", memory=GIB, timeout_s=0.1)
-    with pytest.raises(RefusedError, match="LeaseTimeoutError"):
-        other.answer()
-
-
-def test_a_ledger_folder_that_is_not_there_is_an_error(open_host: LedgerHost) -> None:
+    refused = open_host.start_refused(**user)
+    assert refused.kind == "LeaseError"
+    assert f"{open_host.root} cannot be written to by this account" in refused.message
     refused = open_host.start_refused(FLOWER_GPU_LEDGER_DIR="/nowhere/at/all")
     assert refused.kind == "LeaseError"
     assert "FLOWER_GPU_LEDGER_DIR=/nowhere/at/all" in refused.message

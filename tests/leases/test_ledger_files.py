@@ -272,7 +272,7 @@ def test_places_at_the_very_end_of_the_line_are_places(one_gpu: LedgerHost) -> N
     """Somebody has written down an order that nobody could count on from."""
     holder, *waiting = one_gpu.start(3)
     one_gpu.own.mkdir()
-    far = fields(one_gpu.stub.uuids[0], parts=[], options=[])
+    far = fields(one_gpu.stub.uuids[0], parts=[], gpu_needs=[])
     descriptor = put(one_gpu.own, f"{10**30}-1-{'f' * 16}.ticket", json.dumps(far).encode())
     entries.lock(descriptor)
     holder("acquire", **WHOLE)
@@ -303,15 +303,6 @@ def test_a_mutex_that_is_something_else_works_or_is_a_clear_error(
         assert "flower-gpu-leases.mutex" in refused.value.message
         mutex.unlink()
         assert one("acquire", **WHOLE)
-
-
-def test_a_mutex_that_was_removed_is_made_anew(one_gpu: LedgerHost) -> None:
-    one, other = one_gpu.start(2)
-    one("acquire", **WHOLE)
-    one_gpu.line_up((other, WHOLE))
-    (one_gpu.root / "flower-gpu-leases.mutex").unlink()
-    one("release")
-    assert other.answer()
 
 
 def test_a_ticket_that_was_removed_is_no_silent_wait(one_gpu: LedgerHost) -> None:

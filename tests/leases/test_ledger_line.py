@@ -32,18 +32,6 @@ def test_what_is_free_is_granted_at_once_and_all_is_free_again_after_release(led
     assert list(ledger_host.own.iterdir()) == []
 
 
-def test_several_gpus_are_granted_together_or_not_at_all(ledger_host: LedgerHost) -> None:
-    small, both, other = ledger_host.start(3)
-    small("acquire", **gib(8, gpus=[0]))
-    ledger_host.line_up((both, gib(12, count=2)))
-    state = ledger_host.status()
-    assert sum(state["leased"].values()) == 8 * GIB  # nothing of the second GPU is taken meanwhile
-    assert state["ready"] == []
-    other("acquire", **gib(4, gpus=[1]))  # it uses what the one that waits cannot
-    small("release")
-    assert both.answer() == dict.fromkeys(ledger_host.stub.uuids, 12 * GIB)
-
-
 @pytest.mark.parametrize(("share", "count"), [(0.25, 4), (0.125, 8)])
 def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost, share: float, count: int) -> None:
     """What it uses goes up and down a little, and workers tell late what they use."""
@@ -62,19 +50,6 @@ def test_shares_fit_beside_a_desktop_session(one_gpu: LedgerHost, share: float, 
     assert one_gpu.status()["ready"] == []
     claimants[2].kill()  # that gives its memory back, too
     assert claimants[-1].answer()
-
-
-def test_first_come_first_served(one_gpu: LedgerHost) -> None:
-    holder, *others = one_gpu.start(5)
-    holder("acquire", **gib(16))
-    one_gpu.line_up(*((other, gib(9)) for other in others))
-    holder("release")
-    for index, other in enumerate(others):
-        assert other.answer()
-        state = one_gpu.status()
-        assert state["holders"] == [other.pid]
-        assert state["waiting"] == [later.pid for later in others[index + 1 :]]
-        other("release")
 
 
 def test_a_large_request_is_not_starved_by_small_ones(one_gpu: LedgerHost) -> None:

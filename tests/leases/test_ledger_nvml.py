@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ledger_hosts import WAIT_S, LedgerHost, RefusedError
+from ledger_hosts import LedgerHost, RefusedError
 from nvml_stub import GIB
 from waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
 _FUNCTION = "nvmlDeviceGetMemoryInfo_v2"
-
-
-def test_who_asks_a_driver_that_hangs_keeps_nobody_waiting(one_gpu: LedgerHost) -> None:
-    stuck, other = one_gpu.start(2)
-    one_gpu.stub.hang(_FUNCTION, stuck.pid)
-    stuck.tell("acquire", memory=GIB)
-    until(lambda: stuck.pid in one_gpu.stub.hanging())
-    other("acquire", memory=GIB, timeout_s=WAIT_S)
-    other("release")
-    one_gpu.stub.go_on()
-    assert list(stuck.answer().values()) == [GIB]
 
 
 def test_who_asks_a_driver_that_hangs_is_told(one_gpu: LedgerHost) -> None:

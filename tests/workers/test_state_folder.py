@@ -15,11 +15,9 @@ from forkservers import CallError, Client, only_server
 from processes import is_running, wait_until
 
 from flower_gpu.apps import registry
-from flower_gpu.errors import LeaseError
 from flower_gpu.flower import node_slots as slots
 from flower_gpu.leases.footprint import Footprints
 from flower_gpu.leases.footprint_rule import Key
-from flower_gpu.leases.ledger_folder import LedgerFolder
 from flower_gpu.workers import state_folder
 from flower_gpu.workers.forkserver import control, sockets
 
@@ -181,12 +179,3 @@ def test_in_a_sticky_folder_each_account_has_its_own(home: Path) -> None:
     home.chmod(0o1777)
     assert sockets.folder().parent == home
     assert stat.S_IMODE(home.stat().st_mode) == 0o1777
-
-
-def test_no_ledger_where_no_folder_can_be_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # /tmp, for an account that may not write
-    home.chmod(0o757)
-    with pytest.raises(LeaseError, match=r"it can have no ledger of its own: .* nobody else can write to"):
-        LedgerFolder.find()
-    home.chmod(0o755)
-    assert LedgerFolder.find().root == state_folder.state_dir() / "ledger"

@@ -72,7 +72,7 @@ class Watcher:
 
     def take(self) -> Snapshot:
         """Look at the GPUs and the ledger, and return them with the runs as they were read last."""
-        state, problem = None, self._ledger.folder.reason
+        state, problem = None, None
         try:
             state = self._ledger.status()
         except GPUError as error:
