@@ -432,22 +432,23 @@ def test_a_file_in_the_place_of_a_ticket_is_noted_with_its_path(here: Shell) -> 
     assert noted.level == "note" and str(path) in noted.text
 
 
-def test_tickets_are_counted_and_those_of_another_ledger_told(shell: Shell, host: Host) -> None:
-    other = shell.state / f"flower-gpu-{os.getuid()}" / "ledger"
-    other.mkdir(mode=0o700, parents=True)
-    shell.on(host).holder("fit of client 0", "alone", count=2)
-    killed = shell.waiter("fit of client 1", "1.0")
+def test_tickets_are_counted_and_those_of_another_ledger_told(
+    here: Shell, host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here.on(host).holder("fit of client 0", "alone", count=2)
+    killed = here.waiter("fit of client 1", "1.0")
     killed.kill()
     killed.wait()
-    ((level, text),) = of(shell.doctor(only="leases"), "leases")
+    ((level, text),) = of(here.doctor(only="leases"), "leases")
     assert level == "ok" and text.startswith("1 held, 0 waiting; 1 left by processes")
-    shell.holder("fit of client 0", 2 * GIB, env={"FLOWER_GPU_LEDGER_DIR": str(other)})
-    finding = one(shell.doctor(only="one ledger"), "one ledger", f"in another ledger, {other}: ")
-    assert finding["text"].startswith("1 lease or request is")
-    assert (finding["level"], finding["todo"]) == (
-        "problem",
-        f"start all that share these GPUs with FLOWER_GPU_LEDGER_DIR={shell.ledger}",
-    )
+    other = tmp_path / "other"
+    other.mkdir()
+    here.holder("fit of client 0", 2 * GIB, env={"FLOWER_GPU_LEDGER_DIR": str(other)})
+    monkeypatch.setattr(ledger, "_DEFAULT", str(other))
+    gpus = tuple(GPU(0, uuid, "", None, None, None, None, None, None) for uuid in host.uuids)
+    (finding,) = findings(lambda: ledger.only_one(Inventory(gpus, None, None)))
+    assert finding.level == "problem" and finding.text.startswith("1 lease or request is in another ledger")
+    assert finding.todo == f"start all that share these GPUs with FLOWER_GPU_LEDGER_DIR={here.ledger}"
 
 
 # Flower -----------------------------------------------------------------------------------------------------
