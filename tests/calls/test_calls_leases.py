@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,17 +195,6 @@ def test_what_the_driver_does_not_tell_is_not_learned(calls_host: CallsHost, fie
     assert [peak for *_, peak in caller("footprints")] == [int(3.5 * GIB)]
 
 
-def test_several_gpus_for_one_call(calls_host: CallsHost) -> None:
-    other = calls_host.add_gpu()
-    found = calls_host.start().follow(num_gpus=2, start_method="fork")
-    assert set(found["CUDA_VISIBLE_DEVICES"].split(",")) == {calls_host.uuid, other}
-    lease = json.loads(found["FLOWER_GPU_LEASE"])
-    assert [share["uuid"] for share in lease["shares"]] == found["CUDA_VISIBLE_DEVICES"].split(",")
-    assert all(share["memory_bytes"] > 15 * GIB for share in lease["shares"])
-    [granted] = calls_host.trace("lease_granted")
-    assert len(granted["gpus"]) == 2
-
-
 @pytest.mark.parametrize(("placement", "gpus"), [("spread", 2), ("pack", 1)])
 def test_calls_are_placed_as_the_environment_says(calls_host: CallsHost, placement: str, gpus: int) -> None:
     calls_host.add_gpu()
@@ -221,50 +206,6 @@ def test_calls_are_placed_as_the_environment_says(calls_host: CallsHost, placeme
     assert len({uuid for holder in calls_host.holders() for uuid in holder["parts"]}) == gpus
     calls_host.go("go")
     assert len({caller.answer()["CUDA_VISIBLE_DEVICES"] for caller in callers}) == gpus
-
-
-@pytest.fixture
-def open_host(calls_folder: Path) -> Iterator[CallsHost]:
-    """A host in a folder that every account can read."""
-    folder = Path(tempfile.mkdtemp(prefix="flower-gpu-calls-"))
-    folder.chmod(0o755)
-    shutil.copytree(calls_folder / "lib", folder / "lib")
-    host = CallsHost(folder, folder / "lib", folder / "state")
-    yield host
-    host.close()
-    shutil.rmtree(folder)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="needs the right to change the account")
-def test_calls_of_two_accounts_share_a_gpu(open_host: CallsHost) -> None:
-    host, user = open_host, 65534
-    states = []
-    for owner in (0, user):
-        states.append(host.folder / f"state-{owner}")
-        states[-1].mkdir(mode=0o700)
-        os.chown(states[-1], owner, owner)
-    (host.folder / "stub" / "use").chmod(0o777)
-    (host.run_dir / "trace.jsonl").touch()
-    (host.run_dir / "trace.jsonl").chmod(0o666)
-    first = host.start(FLOWER_GPU_STATE_DIR=str(states[0]))
-    second = host.start(FLOWER_GPU_STATE_DIR=str(states[1]), CALLS_USER=str(user))
-    go = [host.wait("go")]
-    first.tell("run", "calls_tasks:follow", go, start_method="fork", gpu_memory="10GiB")
-    host.until(lambda state: len(state["holders"]) == 1)
-    second.tell("run", "calls_tasks:seen", start_method="fork", gpu_memory="10GiB")
-    host.until_waiting(second)
-    error = host.start(FLOWER_GPU_STATE_DIR=str(states[0])).fails(
-        "run", "calls_tasks:seen", gpu_memory="10GiB", lease_timeout_s=0.2
-    )
-    assert f"(pid {first.pid})" in error.text
-    host.go("go")
-    assert first.answer()["CUDA_VISIBLE_DEVICES"] == second.answer()["CUDA_VISIBLE_DEVICES"] == host.uuid
-    assert [path.stat().st_uid for path in sorted(host.ledger.glob("flower-gpu-leases-*[0-9]"))] == [0, user]
-    assert host.trace("lease_granted")[-1]["waited_s"] > 0
-    second.tell("run", "calls_tasks:follow", [host.wait("again")], start_method="fork", gpu_memory="10GiB")
-    host.until(lambda state: [one["user"] for one in state["holders"]] == [user])
-    second.kill()
-    host.until_free()
 
 
 @pytest.mark.parametrize(("gpu", "method"), [("never", "forkserver"), ("offer", "fork"), ("offer", "spawn")])
@@ -413,22 +354,3 @@ def test_evaluation_on_the_server_takes_a_lease_like_everybody(calls_host: Calls
         "lease_granted", "worker_started", "worker_finished", "lease_released"
     ]  # fmt: skip
     assert calls_host.granted() == [3.0]
-
-
-def test_calls_in_the_process_itself_have_each_their_own_cap(calls_host: CallsHost) -> None:
-    caller = calls_host.start()
-    for size in ("2GiB", "8GiB", "2GiB"):
-        found = caller.follow(start_method="in-process", gpu_memory=size)
-        cap = int(size.removesuffix("GiB")) - 0.5
-        assert found["PYTORCH_ALLOC_CONF"] == with_cap(f"{cap / 16:.12f}")
-    assert not caller("leased")
-
-
-def test_nvml_stays_open_between_calls(calls_host: CallsHost) -> None:
-    """To start it takes seconds for each GPU, without persistence mode."""
-    caller = calls_host.start()
-    call = {"start_method": "in-process", "gpu_memory": "4GiB"}
-    caller.follow(**call)
-    calls_host.stub.hang("nvmlInit", caller.pid)
-    caller.follow(**call)
-    assert calls_host.stub.hanging() == set()

@@ -47,15 +47,6 @@ def test_a_call_that_needs_more_than_its_lease_gets_more(calls_host: CallsHost, 
     assert calls_host.holders() == []
 
 
-@pytest.mark.parametrize("text", ["raw", "torch class"])
-def test_other_words_for_it_are_understood(calls_host: CallsHost, text: str) -> None:
-    method = "forkserver" if text == "torch class" else "fork"
-    caller = calls_host.start()
-    found = caller.follow(["take", 5.0, text], gpu_memory="4GiB", start_method=method)
-    assert found["answers"] == ["0.0"]
-    assert [one["kind"] for one in calls_host.trace("out_of_memory")] == ["over_cap"]
-
-
 def test_what_it_would_have_needed_is_learned_for_calls_that_name_no_size(calls_host: CallsHost) -> None:
     """A task that has grown: its next call asks for enough at once."""
     caller = calls_host.start()
@@ -251,16 +242,6 @@ def test_other_errors_are_passed_through(calls_host: CallsHost, method: str, kin
     assert name == "WorkerTraceback" and "calls_tasks.py" in text and "in _fail" in text
     assert calls_host.trace("out_of_memory") == []
     assert len(calls_host.trace("worker_started")) == 1
-
-
-def test_a_worker_that_is_killed_has_not_run_out_of_memory(calls_host: CallsHost) -> None:
-    """The kernel's own way to end a process for want of main memory, or anybody's."""
-    error = calls_host.start().fails(
-        "run", "calls_tasks:follow", [["take", 15.0], ["kill"]], num_gpus=1, start_method="fork"
-    )
-    assert error.name == "WorkerDiedError"
-    assert [one["outcome"] for one in calls_host.trace("worker_finished")] == ["died"]
-    assert calls_host.trace("out_of_memory") == []
 
 
 def test_a_round_goes_on(calls_host: CallsHost) -> None:

@@ -95,13 +95,6 @@ def test_workers_count_while_they_are_there(host: Host, take: Callable[..., Any]
     assert take()["gpus"][0]["used_bytes"] == 2 * GIB
 
 
-def test_a_later_process_with_the_number_of_a_dead_worker_uses_nothing(
-    host: Host, take: Callable[..., Any]
-) -> None:
-    (host.folder / "use" / f"{os.getpid()}.1").write_text(f"{os.getpid()} 0 -1 {GIB}\n")
-    assert take()["gpus"][0]["used_bytes"] == 0 == host.used(0)
-
-
 def test_a_gpu_that_is_lost_from_the_start(host: Host, take: Callable[..., Any]) -> None:
     host.set(0, lost=True)
     found = take()
@@ -156,11 +149,6 @@ def test_a_gpu_whose_memory_is_not_told_is_not_usable(host: Host, take: Callable
     assert found["usable"] == [host.uuids[1]]
 
 
-def test_a_gpu_without_any_memory_is_not_usable(host: Host, take: Callable[..., Any]) -> None:
-    host.set(0, total=0)
-    assert take()["usable"] == [host.uuids[1]]
-
-
 def test_figures_of_processes_that_are_refused(host: Host, take: Callable[..., Any]) -> None:
     host.program(0, GIB)
     for version in ("v2", "v3"):
@@ -177,12 +165,6 @@ def test_processes_without_memory_figures(host: Host, take: Callable[..., Any]) 
     host.set(0, hidden=1)
     assert take()["gpus"][0]["processes"] == [listed(program.pid, None, "/usr/bin/hidden")]
     assert take()["usable"] == host.uuids
-
-
-def test_a_process_that_is_gone_but_still_listed(host: Host, take: Callable[..., Any]) -> None:
-    program = host.program(0, GIB)
-    host.fail("nvmlSystemGetProcessName", 6)  # not found
-    assert take()["gpus"][0]["processes"] == [listed(program.pid, GIB, "")]
 
 
 def test_a_process_that_computes_and_draws_is_listed_once(host: Host, take: Callable[..., Any]) -> None:
@@ -248,14 +230,6 @@ def test_a_process_whose_name_is_no_text(host: Host, take: Callable[..., Any]) -
     program = host.program(0, GIB)
     program.path.write_bytes(b"%d 0 -1 %d \xff\xfe\n" % (program.pid, GIB))
     assert take()["gpus"][0]["processes"] == [listed(program.pid, GIB, "")]
-
-
-def test_without_processes_nobody_is_asked_about_them(host: Host, take: Callable[..., Any]) -> None:
-    host.program(0, GIB)
-    quick = take("quick")["gpus"][0]
-    assert quick["processes"] is None
-    assert quick["used_bytes"] == GIB
-    assert quick["problem"] is None
 
 
 def test_mig_devices_are_used_instead_of_their_card(
@@ -379,14 +353,6 @@ def test_a_driver_without_gpus(host: Host, take: Callable[..., Any]) -> None:
     assert take()["usable"] == host.uuids[:1]
 
 
-def test_a_driver_that_cannot_count(host: Host, take: Callable[..., Any]) -> None:
-    host.fail("nvmlDeviceGetCount_v2", nvml_stub.UNKNOWN)
-    found = take()
-    assert found["gpus"] == [] and "NVML code 999" in found["problem"]
-    host.fail("nvmlDeviceGetCount_v2", None)
-    assert take()["usable"] == host.uuids
-
-
 def test_no_library(tmp_path: Path) -> None:
     found = taken_with_library_in(tmp_path)
     assert found["gpus"] == []
@@ -422,10 +388,6 @@ def test_a_fork_starts_anew(host: Host, take: Callable[..., Any]) -> None:
 
 def test_a_fork_does_not_wait_for_a_thread_it_does_not_have(host: Host, take: Callable[..., Any]) -> None:
     assert take("fork-meanwhile")["usable"] == host.uuids
-
-
-def test_threads_look_at_the_same_time(host: Host, take: Callable[..., Any]) -> None:
-    assert [found["usable"] for found in take("threads")] == [host.uuids] * 8
 
 
 def test_others_use_nvml_in_the_same_process(host: Host, take: Callable[..., Any]) -> None:

@@ -19,14 +19,6 @@ WHOLE = {"memory": 16 * GIB}
 HALF = {"memory": 8 * GIB}
 
 
-def test_a_holder_that_is_killed_gives_its_lease_back(one_gpu: LedgerHost) -> None:
-    holder, *others = one_gpu.start(3)
-    holder("acquire", **WHOLE)
-    one_gpu.line_up(*((other, HALF) for other in others))
-    holder.kill()
-    assert all(other.answer() for other in others)
-
-
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_waiter_that_is_killed_gives_its_place_back(one_gpu: LedgerHost, place: int) -> None:
     holder, *waiting = one_gpu.start(4)

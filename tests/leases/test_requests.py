@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flower_gpu.errors import ConfigError
 from flower_gpu.kinds import memory_bytes
 from flower_gpu.leases.request import LeaseRequest
-from flower_gpu.printable import UNITS, format_bytes
+from flower_gpu.printable import format_bytes
 
 GIB = 1 << 30
 
@@ -24,22 +24,12 @@ SIZES = [
     (1.5, 2),  # parts of a byte are rounded up
     (np.int64(5), 5),
     ("2GiB", 2 * GIB),
-    ("2 gib", 2 * GIB),
     (" 2GIB ", 2 * GIB),
-    ("2 GB", 2 * 10**9),
     ("1.5 GB", 1_500_000_000),
     ("1.5GiB", 3 * GIB // 2),
-    (".5 GiB", GIB // 2),
-    ("2.GiB", 2 * GIB),
-    ("+2 GiB", 2 * GIB),
-    ("512 MB", 512 * 10**6),
     ("512MiB", 512 << 20),
     ("3kB", 3000),
-    ("3KB", 3000),
-    ("3 KiB", 3 << 10),
     ("0.5TB", 5 * 10**11),
-    ("1 TiB", 1 << 40),
-    ("700 B", 700),
     ("700", 700),
     ("2_000_000_000", 2_000_000_000),
     ("2e9", 2_000_000_000),
@@ -56,29 +46,19 @@ def test_size(value: Any, size: int) -> None:
 
 NO_SIZES = [
     ("", "is no size of memory"),
-    (" ", "is no size of memory"),
     ("GiB", "is no size of memory"),
-    ("two GiB", "is no size of memory"),
     ("2 Gi", "is no size of memory"),
-    ("2 Gbit", "is no size of memory"),
     ("2,5 GB", "is no size of memory"),
     ("2 G iB", "is no size of memory"),
-    ("1 GiB 2 MiB", "is no size of memory"),
-    ("0x10", "is no size of memory"),
     ("nan", "is no size of memory"),
-    ("inf", "is no size of memory"),
     ("\u0663 GiB", "is no size of memory"),  # a digit of another script
     ("9" * 5000, "is no size of memory"),
     (math.nan, "is no size of memory"),
-    (math.inf, "is no size of memory"),
     (0, "must be more than 0 bytes"),
-    (0.0, "must be more than 0 bytes"),
     ("0 GiB", "must be more than 0 bytes"),
     (-1, "must be more than 0 bytes"),
-    ("-2GiB", "must be more than 0 bytes"),
     (2**60, "which no GPU has"),
     ("2000 TiB", "which no GPU has"),
-    ("1e99 GiB", "which no GPU has"),
     (10**400, "which no GPU has"),
 ]
 
@@ -89,24 +69,10 @@ def test_no_size(value: Any, reason: str) -> None:
         memory_bytes(value, "FLOWER_GPU_MEMORY")
 
 
-@pytest.mark.parametrize("letter", ["K", "M", "G", "T", "k", "g"])
-def test_unit_of_one_letter_is_refused_since_it_means_two_things(letter: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        memory_bytes(f"2{letter}", "gpu_memory")
-    assert f"{letter.upper()} could mean {letter.upper()}B or {letter.upper()}iB" in str(caught.value)
-    assert all(unit in str(caught.value) for unit in UNITS)
-
-
 @pytest.mark.parametrize("value", [True, False, None, [1], b"2GiB", 1j])
 def test_size_of_a_wrong_type(value: Any) -> None:
     with pytest.raises(TypeError, match="gpu_memory must be a number of bytes or a text"):
         memory_bytes(value, "gpu_memory")
-
-
-def test_zero_where_it_is_allowed() -> None:
-    assert memory_bytes("0", "reserve", allow_zero=True) == memory_bytes(0, "reserve", allow_zero=True) == 0
-    with pytest.raises(ConfigError, match="must be 0 or more bytes"):
-        memory_bytes(-1, "reserve", allow_zero=True)
 
 
 @given(st.text(max_size=12) | st.text("0123456789.eE+-_ kKmMgGtTiIbB", max_size=12))
@@ -142,18 +108,13 @@ REQUESTS = [
     # what the code says, count, share, in words
     ({}, 1, None, "one GPU, as much of it as is needed (auto)"),
     ({"num_gpus": 0.25}, 1, 0.25, "0.25 of one GPU"),
-    ({"num_gpus": 0.5}, 1, 0.5, "0.5 of one GPU"),
     ({"num_gpus": 1 / 3}, 1, 1 / 3, "0.333 of one GPU"),
     ({"num_gpus": Fraction(1, 4)}, 1, 0.25, "0.25 of one GPU"),
     ({"num_gpus": np.float32(0.5)}, 1, 0.5, "0.5 of one GPU"),
     ({"num_gpus": 1}, 1, 1.0, "1 GPU"),
     ({"num_gpus": 0.1 + 0.2 + 0.7}, 1, 1.0, "1 GPU"),
-    ({"num_gpus": 1 + 1e-12}, 1, 1.0, "1 GPU"),
     ({"num_gpus": 2}, 2, 1.0, "2 GPUs"),
-    ({"num_gpus": 2.0}, 2, 1.0, "2 GPUs"),
-    ({"num_gpus": 8}, 8, 1.0, "8 GPUs"),
     ({"gpu_memory": "2GiB"}, 1, None, "2.0 GiB of one GPU"),
-    ({"gpu_memory": 2_000_000_000}, 1, None, "1.9 GiB of one GPU"),
 ]
 
 
@@ -169,12 +130,10 @@ def test_request(arguments: dict[str, Any], count: int, share: float | None, wor
     [
         (0, "must be more than 0, and finite"),
         (-1, "must be more than 0, and finite"),
-        (-0.25, "must be more than 0, and finite"),
         (math.nan, "must be more than 0, and finite"),
         (math.inf, "must be more than 0, and finite"),
         (10**400, "must be more than 0, and finite"),
         (1.5, "a call can have 1 or 2"),
-        (2.25, "a call can have 2 or 3"),
         (1.001, "neither a share of one GPU .up to 1. nor a whole number"),
     ],
 )
@@ -245,8 +204,6 @@ def test_both_at_one_place_are_refused(
     [
         ("FLOWER_GPU_NUM_GPUS", "abc"),
         ("FLOWER_GPU_NUM_GPUS", "1.5"),
-        ("FLOWER_GPU_NUM_GPUS", "nan"),
-        ("FLOWER_GPU_NUM_GPUS", "0"),
         ("FLOWER_GPU_MEMORY", "2G"),
         ("FLOWER_GPU_MEMORY", "0"),
     ],

@@ -122,14 +122,6 @@ def test_mode_is_restored_after_an_error():
     assert model.training and not model.frozen.training
 
 
-def test_uneven_batches_and_data_loader_workers():
-    torch.manual_seed(0)
-    logits, labels = torch.randn(101, 4), torch.randint(0, 4, (101,))
-    loader = DataLoader(TensorDataset(logits, labels), batch_size=16, num_workers=1)
-    got = classification_metrics(nn.Identity(), loader, torch.device("cpu"))
-    assert got == pytest.approx(reference(logits, labels), rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_integer_labels_of_any_width(dtype):
     batch = (torch.eye(3), torch.tensor([0, 1, 1], dtype=dtype))
@@ -141,14 +133,6 @@ def test_half_precision_outputs_are_summed_in_more():
     batch = (logits, torch.zeros(4096, dtype=torch.long))
     got = classification_metrics(nn.Identity(), [batch], "cpu")
     assert got["loss"] == pytest.approx(np.log(10), rel=1e-6)
-
-
-def test_named_keys():
-    batch = {"pixels": torch.eye(2), "digit": torch.tensor([0, 1]), "id": "ignored"}
-    got = classification_metrics(nn.Identity(), [batch], "cpu", input_key="pixels", label_key="digit")
-    assert got["accuracy"] == 1
-    with pytest.raises(ConfigError, match="keys pixels, digit, id, but not img and label"):
-        classification_metrics(nn.Identity(), [batch], "cpu")
 
 
 X, Y = torch.eye(3), torch.tensor([0, 1, 2])

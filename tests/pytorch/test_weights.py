@@ -114,18 +114,6 @@ def test_addresses_that_torch_does_not_look_at(dtype, shape):
     assert np.array_equal(get_weights(model)[0], array)
 
 
-def test_the_layouts_are_the_odd_ones():
-    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    assert not fortran(array).flags.c_contiguous
-    assert not every_second(array).flags.c_contiguous
-    assert backwards(array).strides[0] < 0
-    assert not swapped(array).dtype.isnative
-    assert not read_only(array).flags.writeable
-    assert field(array).strides[-1] % 4
-    assert not frombuffer(array).flags.writeable
-    assert misaligned(array).ctypes.data % 4
-
-
 def test_conjugated_and_negated_views_give_their_values():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     state = get_state({"conj": tensor.conj(), "neg": tensor.conj().imag})
@@ -256,24 +244,6 @@ def test_versions_of_modules_are_kept():
     assert model.loaded_version == 3
     set_state(model, get_state(model))
     assert model.loaded_version == 3
-
-
-def test_parametrized_model():
-    def build():
-        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
-
-    model, other = build(), build()
-    set_weights(model, get_weights(other))
-    assert torch.equal(model.weight, other.weight)
-
-
-def test_frozen_and_evaluated_models():
-    model, other = Net().eval().requires_grad_(False), Net()
-    with torch.inference_mode():
-        weights = get_weights(other)
-    set_weights(model, weights)
-    same(model, other)
-    assert not model.training and not any(p.requires_grad for p in model.parameters())
 
 
 def test_importing_the_package_does_not_import_torch():
