@@ -105,8 +105,13 @@ def check_without_worker(environ: Mapping[str, str]) -> None:
         raise _required("this call has no worker of its own")
 
 
-# What this process was told when it gave up the files, or when there were none; None before.
-_applied: str | None = None
+class _ThisProcess:
+    """What this process was told when it gave up the files, or when there were none; None before."""
+
+    told: str | None = None
+
+
+_THIS_PROCESS: Final = _ThisProcess()
 
 
 def apply(environ: Mapping[str, str]) -> None:
@@ -116,14 +121,13 @@ def apply(environ: Mapping[str, str]) -> None:
 
     Raises ConfigError if a guard is required and there can be none.
     """
-    global _applied
     told = environ.get(DEVICES_VARIABLE)
-    if told is not None and told == _applied:
+    if told is not None and told == _THIS_PROCESS.told:
         return
     try:
         if is_wanted(environ):
             _give_up(device_files.of_host(environ), granted(environ))
-        _applied = told
+        _THIS_PROCESS.told = told
     except landlock.LandlockUnavailableError as error:
         if value_of(GUARD_VARIABLE, environ) == "require":
             raise _required(str(error)) from None

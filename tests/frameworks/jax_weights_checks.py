@@ -107,24 +107,6 @@ def test_there_and_back(tree: Any) -> None:
         np.testing.assert_array_equal(np.asarray(again), np.asarray(leaf))
 
 
-@pytest.mark.parametrize("tree", [{}, [], None, (), {"a": None, "b": [None]}])
-def test_nothing(tree: Any) -> None:
-    assert get_weights(tree) == []
-    assert set_weights(tree, []) == tree
-
-
-def test_averages() -> None:
-    tree = {"steps": jnp.arange(3), "flags": jnp.array([True, False]), "count": 3, "scale": jnp.float32(2)}
-    # Sorted by name, as JAX does it; what a strategy makes of two clients.
-    mean = [2.6, np.array([0.2, 0.9]), np.float64(1.5), np.array([0.5, 1.5, 2.4])]
-    back = set_weights(tree, [np.asarray(array) for array in mean])
-    assert (back["count"], type(back["count"])) == (3, int)
-    assert back["flags"].tolist() == [False, True]
-    assert (float(back["scale"]), back["scale"].dtype) == (1.5, jnp.float32)
-    assert back["steps"].tolist() == [0, 2, 2]
-    assert back["steps"].dtype == tree["steps"].dtype
-
-
 def test_shapes_are_enough_to_set() -> None:
     tree = {"w": jnp.ones((2, 3), jnp.bfloat16)}
     shapes = jax.eval_shape(lambda: tree)
@@ -170,11 +152,9 @@ def test_not_inside_of_jit() -> None:
             [np.ones((3, 2), np.float32), np.ones(3, np.float32)],
             r"\.kernel, array 1 of 2: .*\(2, 3\).*\(3, 2\)",
         ),
-        ([np.ones((2, 3)), np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*astype\('float32'\)"),
-        ([[1.0], np.ones(3, np.float32)], r"\.kernel, array 1 of 2: .*list, not a numpy array"),
         ("ab", "expected a list of 2 numpy arrays, got str"),
     ],
-    ids=["count", "shape", "dtype", "no-array", "text"],
+    ids=["count", "shape", "text"],
 )
 def test_what_does_not_fit_is_named(arrays: Any, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
