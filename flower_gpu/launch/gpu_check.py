@@ -203,6 +203,6 @@ def _contexts(gpus: Sequence[GPU]) -> dict[str, int]:
 
 def _room(need: GPUNeed, size_bytes: int) -> int:
     """Ask admission how many such calls can have a lease on an empty GPU at a time."""
-    most = size_bytes // min(option.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
-    claims = [Claim(str(order), order, (option,)) for order in range(most + 1)]
-    return len(admission.plan([Card(option.uuid, size_bytes)], [], claims))
+    most = size_bytes // min(need.memory_bytes or size_bytes, admission.LEAST_SHARE_BYTES)
+    claims = [Claim(str(order), order, (need,)) for order in range(most + 1)]
+    return len(admission.plan([Card(need.uuid, size_bytes)], [], claims))
