@@ -124,11 +124,12 @@ def memory_limit(proc: Path = _PROC) -> MemoryLimit | None:
 
 
 def available_memory() -> tuple[int, int]:
-    """Return the bytes that can be used before the host, or a group, kills; and all that there are of it."""
-    found = [host_memory()]
-    if (limit := memory_limit()) is not None:
-        found.append((limit.available_bytes, limit.total_bytes))
-    return min(found)
+    """Return the bytes that can be used before the host, or a group, kills; and all that this process has."""
+    available, total = host_memory()
+    limit = memory_limit()
+    if limit is None:
+        return available, total
+    return min(available, limit.available_bytes), min(total, limit.total_bytes)
 
 
 def process_count(proc: Path = _PROC) -> tuple[int, int] | None:

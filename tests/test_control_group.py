@@ -230,7 +230,7 @@ def test_page_cache_of_a_real_group_is_available(group: Path, tmp_path: Path) ->
     name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
     (group / name).write_text(str(limit))
     code = f"""
-from flower_gpu.simulation.host_memory import available_bytes
+from flower_gpu.control_group import available_memory
 taken = bytearray({100 * MIB})
 with open(sys.argv[2], "wb") as file:
     for _ in range(400):
@@ -240,7 +240,7 @@ with open(sys.argv[2], "wb") as file:
 with open(sys.argv[2], "rb") as file:
     while file.read({MIB}):
         pass
-available, total = available_bytes()
+available, total = available_memory()
 used = sum(int(open(f"{{sys.argv[1]}}/{{name}}").read()) for name in
            ("memory.current", "memory.usage_in_bytes") if os.path.exists(f"{{sys.argv[1]}}/{{name}}"))
 print(used >> 20, available >> 20, total >> 20)

@@ -32,10 +32,7 @@ def system() -> Iterator[Found]:
     """Check main memory, and limits that many workers run into."""
     if not sys.platform.startswith("linux"):
         yield "note", f"{sys.platform}: workers are spawned, which is slower; there is no fork server"
-    available, total = control_group.host_memory()
-    group = control_group.available_memory()
-    if group is not None and group[1] < total:
-        available, total = min(available, group[0]), group[1]
+    available, total = control_group.available_memory()
     yield "ok", f"{format_bytes(available)} of {format_bytes(total)} of main memory can be used"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _ENOUGH_FILES:

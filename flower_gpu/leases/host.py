@@ -136,7 +136,7 @@ class CallMemory:
             return None
         # Only calls of this task wait for each other, however much memory others have.
         task = of_task(os.getuid(), zlib.crc32(repr(self._key).encode()))
-        total = total_bytes()
+        _, total = control_group.available_memory()
         guess = cautious_bytes(total)
         most = total - reserve_of(total, self.reserve_bytes)
         return HostNeed(task, guess, least=guess, capacity=max(1, most))
@@ -153,12 +153,6 @@ class CallMemory:
     @property
     def _key(self) -> Key:
         return self.key.on(BESIDE_GPU if self.on_gpu else ON_CPU)
-
-
-def total_bytes() -> int:
-    """Return how much main memory there is for this process."""
-    found = measure()
-    return found.total_bytes if found.group is None else found.group.total_bytes
 
 
 def anonymous_bytes(pid: int) -> int:

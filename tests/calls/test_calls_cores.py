@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from calls_host import CallError, CallsHost
 
+from flower_gpu import control_group
 from flower_gpu.leases import host
 from flower_gpu.leases.admission import CORES, MEMORY, Card, Claim, HostNeed, plan
 from flower_gpu.leases.footprint import Footprints
@@ -96,7 +97,7 @@ def test_few_calls_of_a_task_begin_before_one_is_measured(
     gib: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten workers of 4 GiB would end a host of 16."""
-    monkeypatch.setattr(host, "total_bytes", lambda: gib << 30)
+    monkeypatch.setattr(control_group, "available_memory", lambda: (0, gib << 30))
     footprints = Footprints(tmp_path / "footprints.json")
 
     def needs(task: str) -> tuple[HostNeed, ...]:
