@@ -131,10 +131,6 @@ class LeaseTimeoutError(GPUError, TimeoutError):
     """A call waited longer than its ``lease_timeout_s`` for a GPU; the message names who holds it."""
 
 
-class RoundOverError(GPUError, TimeoutError):
-    """The call's round was over before it got a GPU, so it was not started."""
-
-
 class GPUOutOfMemoryError(WorkerError, GPUError):
     """A call ran out of GPU memory, also in further tries; the message has the numbers."""
 

@@ -300,11 +300,6 @@ VARIABLES: Final[Mapping[str, Option]] = MappingProxyType(
             "whether leases spread over the GPUs or pack them", words(*PLACEMENTS), default="spread"
         ),
         "FLOWER_GPU_RESERVE": Option("memory of each GPU that is never leased", SIZE, default="256MiB"),
-        "FLOWER_GPU_ROUND_TIMEOUT_S": Option(
-            "seconds after which a round is over and its calls are not started; the default is Flower's own",
-            SECONDS,
-            default=3600.0,
-        ),
         POLL_VARIABLE: Option(
             "least seconds between a SuperNode's questions to its SuperLink", SECONDS, default=0.5
         ),

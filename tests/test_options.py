@@ -83,7 +83,6 @@ def test_a_call_refuses_bad_values() -> None:
         ("FLOWER_GPU_TIMEOUT_S", "soon", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'soon'"),
         ("FLOWER_GPU_TIMEOUT_S", "-1", f"FLOWER_GPU_TIMEOUT_S {SECONDS} '-1'"),
         ("FLOWER_GPU_TIMEOUT_S", "nan", f"FLOWER_GPU_TIMEOUT_S {SECONDS} 'nan'"),
-        ("FLOWER_GPU_ROUND_TIMEOUT_S", "0", f"FLOWER_GPU_ROUND_TIMEOUT_S {SECONDS} '0'"),
         ("FLOWER_GPU_PLACEMENT", "odd", "FLOWER_GPU_PLACEMENT='odd' is not one of spread, pack"),
         ("FLOWER_GPU_RESERVE", "much", "FLOWER_GPU_RESERVE='much' is no size of memory"),
         ("FLOWER_GPU_CONCURRENCY", "0", "FLOWER_GPU_CONCURRENCY must be a whole number, 1 or more, not '0'"),

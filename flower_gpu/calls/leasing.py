@@ -18,7 +18,6 @@ from flower_gpu.errors import (
     GPUUnavailableError,
     LeaseError,
     LeaseTimeoutError,
-    RoundOverError,
 )
 from flower_gpu.gpu import inventory, policy
 from flower_gpu.gpu.gpus import GPU, Inventory
@@ -32,7 +31,7 @@ from flower_gpu.leases.ledger import SAID_AFTER_S, Claimant, Ledger, waited_for
 from flower_gpu.leases.request import LeaseRequest
 from flower_gpu.leases.tickets import Ticket
 from flower_gpu.printable import format_bytes
-from flower_gpu.workers import events, native, own_calls
+from flower_gpu.workers import events, own_calls
 
 _log = logging.getLogger(events.LOGGER)
 
@@ -49,10 +48,9 @@ class Leasing:
     label: str  # names the call: "fit of client 3"
     key: Key  # of its footprint, without the model of a GPU
     record: Mapping[str, Any]  # the call's fields in the trace
-    round_deadline: float  # when its round is over, on the clock of time.monotonic
     host: HostSettings = field(default_factory=HostSettings)  # what it wants of cores and main memory
-    # When the wait for a lease ends, on the same clock; lease_timeout_s after it began by default. It is
-    # asked again and again, and what it raises ends the wait.
+    # When the wait for a lease ends, on the clock of time.monotonic; by default lease_timeout_s after it
+    # began. It is asked again and again, and what it raises ends the wait.
     deadline: Callable[[], float] | None = None
     footprints: Footprints = field(default_factory=Footprints)
 
@@ -64,7 +62,6 @@ class Leasing:
 
         Raises LeaseError if no GPU can ever give it.
         Raises LeaseTimeoutError if none did in time.
-        Raises RoundOverError if the call's round was over before.
         Raises GPUUnavailableError if the GPU does not answer any more when the lease is granted.
         """
         ledger = self.ledger()
@@ -78,8 +75,6 @@ class Leasing:
         granted = time.monotonic()
         lease = None
         try:
-            if self.uuids and granted > self.round_deadline:
-                raise self._round_is_over()
             lease = self._lease(ticket)
             gpus = [
                 {"uuid": s.uuid, "index": s.index, "name": s.name, "memory_bytes": s.memory_bytes}
@@ -219,9 +214,7 @@ class Leasing:
         return True
 
     def _acquire(self, ledger: Ledger, request: LeaseRequest, began: float) -> Ticket:
-        timeout_at = min(began + self.settings.lease_timeout_s, self.round_deadline)
-        if not self.uuids:
-            timeout_at = began + self.host.timeout_s
+        timeout_s = self.settings.lease_timeout_s if self.uuids else self.host.timeout_s
         claimant = Claimant(
             gpu_needs=lambda gpus: self._gpu_needs(gpus, request),
             version=self.footprints.version,
@@ -231,13 +224,10 @@ class Leasing:
             label=self.label,
         )
         try:
-            return ledger.acquire(claimant, deadline=self.deadline or self._told(timeout_at, began))
+            return ledger.acquire(claimant, deadline=self.deadline or self._told(began + timeout_s, began))
         except LeaseTimeoutError as error:
-            if self.uuids and time.monotonic() >= self.round_deadline:
-                raise self._round_is_over() from error
-            seconds = self.settings.lease_timeout_s if self.uuids else self.host.timeout_s
             raise LeaseTimeoutError(
-                f"{self.label}: no lease within lease_timeout_s={seconds:g}. "
+                f"{self.label}: no lease within lease_timeout_s={timeout_s:g}. "
                 f"{error}\nRaise lease_timeout_s, ask for less, or let fewer clients train at a time"
             ) from None
 
@@ -257,14 +247,6 @@ class Leasing:
     def _trace_failure(self, error: BaseException, began: float) -> None:
         waited_s = round(time.monotonic() - began, 4)
         trace.write(self._event("not_granted"), **self.record, waited_s=waited_s, reason=type(error).__name__)
-
-    def _round_is_over(self) -> RoundOverError:
-        seconds = self.settings.round_timeout_s
-        return RoundOverError(
-            f"{self.label} was not started: it came to a GPU only when its round was over "
-            f"({seconds:g} s, FLOWER_GPU_ROUND_TIMEOUT_S). Let fewer clients train in a round, or give "
-            "rounds and calls more time"
-        )
 
     @property
     def _count(self) -> int:
@@ -354,19 +336,6 @@ def decided(
     hidden = [gpu for gpu in host.gpus if gpu not in seen and gpu.is_usable]
     decision = policy.decide(settings.policy, use_gpu, seen, host.problem, hidden=hidden)
     return decision, [gpu for gpu in seen if gpu.uuid in decision.uuids]
-
-
-def is_on_devices_in_use(lease: Lease) -> bool | None:
-    """Tell whether a lease is on the very GPUs that CUDA has started with in this process.
-
-    Then nothing can show it others any more; and of a card's MIG devices CUDA shows only one, whichever the
-    lease is on. None where CUDA has not started, or does not tell.
-    """
-    in_use = native.initialized_cuda_uuids()
-    if in_use is None:
-        return None
-    leased = [share.uuid.partition("-")[2].replace("-", "").lower() for share in lease.shares]
-    return in_use[: len(leased)] == leased
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -110,13 +109,12 @@ def run_call(
     # What cannot be is refused before a lease is waited for.
     call.workers.choose(settings.worker.start_method)
     _check_confined(settings)
-    round_deadline = time.monotonic() + settings.gpu.round_timeout_s
     settings.host.check()
     decision = leasing.decide(settings.gpu, settings.gpu.requested(config or {}), environ)
     sizes = {**settings.gpu.run_config, **(config or {})}
     key = key_of(f"{name or task_name(task)} {kind}", arrays, sizes)
     uuids = decision.uuids if decision.on_gpu else ()
-    leases = Leasing(settings.gpu, uuids, label, key, call.fields, round_deadline, settings.host)
+    leases = Leasing(settings.gpu, uuids, label, key, call.fields, settings.host)
     return call.on_gpu(leases, environ) if uuids else call.on_cpu(leases, environ)
 
 

@@ -79,7 +79,6 @@ class GPUSettings:
     request: LeaseRequest = field(default_factory=LeaseRequest)  # how much of a GPU
     run_config: Mapping[str, Any] = field(default_factory=dict)  # may say `use-gpu` for all calls of the run
     lease_timeout_s: float = CALL["lease_timeout_s"].default
-    round_timeout_s: float = value_of("FLOWER_GPU_ROUND_TIMEOUT_S", {})  # then calls of a round do not start
     on_oom: str = "retry"
     placement: str = "spread"
     reserve_bytes: int = 256 << 20  # of each GPU, never leased
@@ -104,7 +103,6 @@ class GPUSettings:
             request=LeaseRequest.resolve(num_gpus, gpu_memory, environ, node_config),
             run_config=run_config,
             lease_timeout_s=float(checked_value("lease_timeout_s", options, environ)),
-            round_timeout_s=value_of("FLOWER_GPU_ROUND_TIMEOUT_S", environ),
             on_oom=checked_value("on_oom", options, environ),
             placement=value_of("FLOWER_GPU_PLACEMENT", environ),
             reserve_bytes=reserve_bytes(environ),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flower_gpu import files, trace
 from flower_gpu.calls import environment, leased_worker, notices, out_of_memory
-from flower_gpu.calls.leasing import Leasing, is_on_devices_in_use, is_worker
+from flower_gpu.calls.leasing import Leasing, is_worker
 from flower_gpu.calls.progress_display import ProgressDisplay
 from flower_gpu.calls.settings import CallSettings, WorkerSettings
 from flower_gpu.calls.told import Told
@@ -180,7 +180,8 @@ class Tries:
         settings = self.settings.worker
         confinement = settings.confinement
         self.method = method = self._chosen()
-        self._say_what_does_not_hold(gpu_env, held)
+        if reason := guard.why_none(gpu_env, has_worker=method.is_own_process):
+            notices.say_once(f"{self.label}: no GPU guard: {reason}", logging.INFO)
         count = threads.of_worker(settings.threads, settings.env, copies_caller=method.copies_caller)
         env = {**threads.environment(count, settings.env), **gpu_env, **_confined(confinement)}
         if self.settings.gpu.request.count > 1 and method.is_own_process:
@@ -246,17 +247,6 @@ class Tries:
         if settings.confinement is not None or settings.preload:
             return False
         return method != self.workers.choose(settings.start_method)
-
-    def _say_what_does_not_hold(self, gpu_env: Mapping[str, str], held: Lease | None) -> None:
-        has_worker = self.method.is_own_process
-        if not has_worker and held is not None and held.shares and is_on_devices_in_use(held) is False:
-            notices.say_once(
-                f"{self.label}: start_method='in-process' runs it on the GPU with which CUDA has "
-                f"started here, and not on its lease's, GPU {held.shares[0].index} ({held.shares[0].uuid}). "
-                "Use 'auto' or 'spawn', or set CUDA_VISIBLE_DEVICES to one GPU before CUDA starts"
-            )
-        if reason := guard.why_none(gpu_env, has_worker=has_worker):
-            notices.say_once(f"{self.label}: no GPU guard: {reason}", logging.INFO)
 
 
 def _around(method: StartMethod, env: Mapping[str, str]) -> AbstractContextManager[None]:

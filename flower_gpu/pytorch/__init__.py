@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flower_gpu.pytorch.weights import get_state as get_state
     from flower_gpu.pytorch.weights import get_weights as get_weights
     from flower_gpu.pytorch.weights import save_model as save_model
-    from flower_gpu.pytorch.weights import set_state as set_state
     from flower_gpu.pytorch.weights import set_weights as set_weights
 
 _HOME = {
@@ -36,7 +35,6 @@ _HOME = {
     "mean": "distributed",
     "rank": "distributed",
     "save_model": "weights",
-    "set_state": "weights",
     "set_weights": "weights",
     "to_device": "device",
     "to_numpy": "device",

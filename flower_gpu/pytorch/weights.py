@@ -107,11 +107,6 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     model = _own(model)
     state = model.state_dict()
     entries = _entries(state, is_divided=True)
-    if isinstance(weights, Mapping):
-        raise WeightsError(
-            f"expected a list of {len(entries)} numpy arrays, got {type(weights).__name__}; "
-            "set_state takes a mapping"
-        )
     hint = ""
     if isinstance(weights, Sequence) and len(weights) == len(list(model.parameters())):
         hint = (
@@ -121,42 +116,6 @@ def set_weights(model: nn.Module, weights: Sequence[NDArray[Any]]) -> None:
     array_checks.check_count(weights, list(entries), hint)
     labels = [f"{name}, array {i} of {len(entries)}" for i, name in enumerate(entries, start=1)]
     _load(model, state, labels, weights)
-
-
-def set_state(model: nn.Module, state: Mapping[str, NDArray[Any]]) -> None:
-    """Load numpy arrays into a model by name.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model, on any device.
-    state : mapping of str to numpy.ndarray
-        One array per entry of ``model.state_dict()``, in any order, as from :func:`get_state`.
-
-    Raises
-    ------
-    WeightsError
-        If names are missing or unexpected, else as :func:`set_weights`; the model is then as it
-        was.
-    """
-    model = _own(model)
-    current = model.state_dict()
-    entries = _entries(current, is_divided=True)
-    if not isinstance(state, Mapping):
-        raise WeightsError(
-            f"expected a mapping of names to numpy arrays, got {type(state).__name__}; "
-            "set_weights takes a list"
-        )
-    missing = [name for name in entries if name not in state]
-    unexpected = [name for name in state if name not in entries]
-    if missing or unexpected:
-        parts = [
-            f"{len(names)} {word} ({array_checks.few(names)})"
-            for word, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
-        raise WeightsError(f"the names are not those of the state_dict: {', '.join(parts)}")
-    _load(model, current, entries, [state[name] for name in entries])
 
 
 def save_model(model: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:

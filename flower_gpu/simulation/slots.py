@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -174,8 +173,7 @@ class Slot(Workers):
                 raise WorkerIdlesError
             return self._turns.deadline(began, leasing.settings.lease_timeout_s)
 
-        # The round's own time limit is the grid's matter, which cancels what is late.
-        asking = replace(leasing, deadline=deadline, round_deadline=math.inf)
+        asking = replace(leasing, deadline=deadline)
         turn: AbstractContextManager[None] = nullcontext()  # a second try asks for more than the others do
         if request == leasing.settings.request:
             turn = self._turns.turn(leasing.key.task, leasing.label, deadline, fits)

@@ -24,25 +24,6 @@ def initialized_cuda_devices() -> int | None:
     return count.value
 
 
-def initialized_cuda_uuids() -> list[str] | None:
-    """Return the UUIDs of the GPUs this process sees, if it has initialised CUDA and the driver tells."""
-    count, libcuda = initialized_cuda_devices(), _loaded_cuda()
-    # The second version tells MIG devices apart (CUDA 11.4); the first one names their card, which is none of
-    # NVML's names for them.
-    ask = getattr(libcuda, "cuDeviceGetUuid_v2", None) or getattr(libcuda, "cuDeviceGetUuid", None)
-    if count is None or libcuda is None or ask is None:
-        return None
-    found = []
-    for number in range(count):
-        device, uuid = ctypes.c_int(0), (ctypes.c_ubyte * 16)()
-        if libcuda.cuDeviceGet(ctypes.byref(device), number) != _CUDA_SUCCESS:
-            return None
-        if ask(ctypes.byref(uuid), device) != _CUDA_SUCCESS:
-            return None
-        found.append(bytes(uuid).hex())
-    return found
-
-
 def _loaded_cuda() -> ctypes.CDLL | None:
     try:
         # RTLD_NOLOAD: only if it is in this process already. Loading alone initialises nothing.

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from weight_cases import INTEGERS, Bag, Net, shapes, train
 
 from flower_gpu.errors import WeightsError
-from flower_gpu.pytorch.weights import get_state, get_weights, set_state, set_weights
+from flower_gpu.pytorch.weights import get_state, get_weights, set_weights
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -55,7 +55,6 @@ def test_flower_averages_are_loaded_into_a_batchnorm_model(half):
     for load in (
         lambda model: set_weights(model, legacy),
         lambda model: set_weights(model, message.to_numpy_ndarrays()),
-        lambda model: set_state(model, {k: v.numpy() for k, v in message.items()}),
     ):
         model = Net().to(torch.bfloat16) if half else Net()
         load(model)

@@ -22,7 +22,7 @@ from flower_gpu.errors import WeightsError
 from flower_gpu.pytorch.distributed import mean as mean_over_ranks
 from flower_gpu.pytorch.distributed import rank, total, world_size
 from flower_gpu.pytorch.evaluation import classification_metrics
-from flower_gpu.pytorch.weights import get_state, get_weights, is_sharded, save_model, set_state, set_weights
+from flower_gpu.pytorch.weights import get_state, get_weights, is_sharded, save_model, set_weights
 
 
 class Net(nn.Module):
@@ -159,7 +159,6 @@ def parts_after_evaluation(path: str) -> Any:
     model = nn.Linear(16, 4)
     weights = get_weights(model)
     model = fully_shard(model)
-    set_state(model, {"weight": weights[0] + 1, "bias": weights[1] + 1})
     set_weights(model, weights)
     classification_metrics(model, DataLoader(data(16), 8))
     save_model(model, path)
