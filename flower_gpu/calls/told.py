@@ -13,7 +13,7 @@ from flower_gpu.errors import WorkerDiedError, WorkerTimeoutError, text_of
 from flower_gpu.leases import host
 from flower_gpu.leases.lease import Lease
 from flower_gpu.leases.tickets import Ticket
-from flower_gpu.workers import outcomes
+from flower_gpu.workers import call_end
 
 # What a worker tells of how far it is, and the name of its time in the trace.
 _TIMES: Final = MappingProxyType({"task_started": "task_at", "worker_result": "result_at"})
@@ -83,7 +83,7 @@ class Told:
             return
         if "gpu_memory" in self.events:
             self.record["gpus"] = self.events["gpu_memory"]["gpus"]
-        traceback = "" if error is None else outcomes.traceback_of(error)
+        traceback = "" if error is None else call_end.traceback_of(error)
         trace.write(
             "worker_finished",
             **self.record,

@@ -221,9 +221,9 @@ class Tries:
                     on_event=told.on_event,
                     on_start=on_start,
                     or_spawn=settings.start_method == "auto",
-                    or_copy=self._may_copy(method),
+                    or_fork=self._may_fork(method),
                 )
-        except start.CopyInsteadError:
+        except start.ForkInsteadError:
             self.by_name = False
         except BaseException as caught:
             error = caught
@@ -241,7 +241,7 @@ class Tries:
             return start.SPAWN  # this process has what a confined worker must not have
         return method
 
-    def _may_copy(self, method: StartMethod) -> bool:
+    def _may_fork(self, method: StartMethod) -> bool:
         """Tell whether a copy of this process may have the call: a lock in the arguments, say, needs one."""
         settings = self.settings.worker
         if settings.confinement is not None or settings.preload:

@@ -170,10 +170,10 @@ def _describe(exitcode: int | None) -> str:
 
 
 def _memory_limit() -> str:
-    limited = control_group.available_memory()
-    if limited is None or limited[1] > control_group.host_memory()[1]:
+    limit = control_group.memory_limit()
+    if limit is None or limit.total_bytes > control_group.host_memory()[1]:
         return ""  # version 1 has a limit that nothing reaches
-    return f"; its control group may have {limited[1] >> 20} MiB"
+    return f"; its control group may have {limit.total_bytes >> 20} MiB"
 
 
 def _quoted(tail: Tail) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from flower_gpu import frameworks
 from flower_gpu.errors import WorkerStartError
-from flower_gpu.frameworks import cuda_answers
+from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.workers import messages, socket_folder, state_folder
 from flower_gpu.workers.forkserver import identity, sockets
 from flower_gpu.workers.forkserver.fitness import EnvironmentUse

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from flower_gpu import __version__, frameworks
-from flower_gpu.frameworks import cuda_answers
+from flower_gpu.frameworks.cuda_answers import ANSWERS
 from flower_gpu.workers import events, interpreter, messages, socket_folder, threads
 from flower_gpu.workers import worker as child
 from flower_gpu.workers.call import load_task
