@@ -186,7 +186,7 @@ def test_with_a_killed_driver_all_is_over(trace: Trace) -> None:
 
 def entry(ticket: str, pid: int = 7, **more: object) -> Entry:
     """Return a ticket of this machine's ledger."""
-    made = {"order": 1, "path": Path(ticket), "user": os.getuid(), "since": time.time(), "options": ()}
+    made = {"order": 1, "path": Path(ticket), "user": os.getuid(), "since": time.time(), "gpu_needs": ()}
     return Entry(ticket, pid=pid, pid_namespace=pid_namespace(), **made | more)  # type: ignore[arg-type]
 
 
