@@ -166,8 +166,8 @@ def measure_alone(numbers: random.Random, runs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, asked in (
         ("acquire_release", of_gpu),
-        ("cores_acquire_release", replace(of_gpu, count=0, needs=lambda: needs)),
-        ("gpu_and_cores_acquire_release", replace(of_gpu, needs=lambda: needs)),
+        ("cores_acquire_release", replace(of_gpu, count=0, host_needs=lambda: needs)),
+        ("gpu_and_cores_acquire_release", replace(of_gpu, host_needs=lambda: needs)),
     ):
         times = []
         for _ in range(runs):
